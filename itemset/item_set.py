@@ -1,0 +1,289 @@
+"""An item set: its trie, the items' keys and the tokenizer it was made with; built, saved, opened, asked."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from itemset import index_file, numbering, walk
+from itemset.errors import ItemSetError
+from itemset.index_file import Header
+from itemset.keys import as_keys, from_sections, positions_of, to_sections
+from itemset.rows import MAX_TOKEN_ID, Rows, as_rows, sort_unique
+from itemset.text import TokenizerId, encode, identify
+from itemset.trie import Tables, Trie, build_trie
+
+
+class ItemSet:
+    """A finite set of items as a trie. Immutable; make one with `build`, `build_text` or `load`."""
+
+    def __init__(
+        self,
+        trie: Trie,
+        item_keys: pa.Array,
+        *,
+        digest: str,
+        duplicates: int = 0,
+        vocab_size: int | None = None,
+        tokenizer: TokenizerId | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.trie = trie
+        self._keys = item_keys
+        self.digest = digest
+        """Hex digest of the tables: the same for two sets of the same items, whatever their keys."""
+        self.duplicates = duplicates
+        """Items of the input that were folded into an earlier equal one."""
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.prefix = prefix
+        """Text that stands before every item, as given to `build_text`."""
+
+    def __len__(self) -> int:
+        return self.trie.items
+
+    def __repr__(self) -> str:
+        return f"ItemSet({len(self):,} items of {self.shortest} to {self.longest} tokens, {self.nbytes:,} bytes)"
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest item."""
+        return self.trie.shortest
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest item."""
+        return self.trie.longest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables, as they stand in the file and on a device; keys not counted."""
+        return self.trie.nbytes
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """Bytes of each array in the file."""
+        return {name: array.nbytes for name, array in self._arrays().items()}
+
+    @functools.cached_property
+    def token_ids(self) -> NDArray[np.int64]:
+        """Every token id that occurs in an item, ascending. Read off the tables once."""
+        tables = self.trie.tables
+        seen = np.zeros(1 << tables.token_bits, np.bool_)
+        seen[tables.labels] = True
+        walk.mark_tail_tokens(tables, self.trie.tail_tokens, seen)
+        return np.flatnonzero(seen)
+
+    def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
+        """Tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
+
+        Raises ItemSetError (a ValueError) where no item starts with `prefix_tokens`.
+        """
+        state = 0
+        for token in prefix_tokens:
+            state = walk.advance(self.trie.tables, state, token) if 0 <= token <= MAX_TOKEN_ID else walk.DEAD
+        if state == walk.DEAD:
+            raise ItemSetError(f"no item starts with the tokens {list(prefix_tokens)}")
+        return walk.children(self.trie.tables, state)
+
+    def lookup(self, items: Any) -> NDArray[np.int64] | list[str]:
+        """The key of each item: int64 [N], or a list of strings where the keys are strings.
+
+        items: as for `build`. Raises ItemSetError for the first that is no item of the set.
+        """
+        rows = as_rows(items)
+        numbers = numbering.numbers_of(self.trie.tables, self._terminal_rank, rows)
+        if (missing := np.flatnonzero(numbers < 0)).size:
+            i = int(missing[0])
+            item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
+            raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
+        found = self._keys.take(pa.array(numbers))
+        keys: NDArray[np.int64] | list[str]
+        keys = found.to_numpy() if pa.types.is_integer(found.type) else found.to_pylist()
+        return keys
+
+    def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
+        """The tokens of the items with these keys (the first such item). Raises ItemSetError for an unknown key."""
+        numbers = positions_of(self._keys, item_keys)
+        rows = numbering.items_at(self.trie.tables, self._terminal_rank, numbers)
+        return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the index file; an existing one is replaced at once. Raises ItemSetError where it cannot be written."""
+        index_file.write(path, self._header(), self._arrays())
+
+    def to_bytes(self) -> bytes:
+        """The index file in memory, for `from_bytes`."""
+        return index_file.to_bytes(self._header(), self._arrays())
+
+    @functools.cached_property
+    def _terminal_rank(self) -> NDArray[np.uint32]:
+        return numbering.rank_terminals(self.trie.tables.terminal)
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        tables = self.trie.tables._asdict()
+        del tables["token_bits"]
+        return tables | to_sections(self._keys)
+
+    def _header(self) -> Header:
+        return Header(
+            items=self.trie.items,
+            duplicates=self.duplicates,
+            shortest=self.shortest,
+            longest=self.longest,
+            level_nodes=self.trie.level_nodes,
+            level_edges=self.trie.level_edges,
+            tail_tokens=self.trie.tail_tokens,
+            token_bits=self.trie.tables.token_bits,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            prefix=self.prefix,
+            digest=self.digest,
+        )
+
+
+def build(
+    items: Any,
+    *,
+    keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+    vocab_size: int | None = None,
+    tokenizer: Any = None,
+    prefix: str = "",
+) -> ItemSet:
+    """The set of these items, in any order; equal ones are folded and the first one's key stays.
+
+    items: an integer matrix [N, L], `Rows`, or an iterable of token-id lists of any lengths >= 1.
+    keys: N integers or N strings; the row numbers where None.
+    vocab_size: token ids must be below it.
+    tokenizer: the Hugging Face tokenizer the ids belong to; an engine with another one refuses the index.
+    Raises ItemSetError as `rows.as_rows`, `keys.as_keys` and `trie.build_trie` do.
+    """
+    rows = as_rows(items, vocab_size)
+    item_keys = as_keys(keys, len(rows))
+    total = len(rows)
+    rows, order, lcp = sort_unique(rows)
+    trie, members = build_trie(rows, lcp)
+    kept = members if order is None else order[members]
+    return ItemSet(
+        trie,
+        item_keys.take(pa.array(kept)),
+        digest=_digest(trie.tables),
+        duplicates=total - trie.items,
+        vocab_size=vocab_size,
+        tokenizer=identify(tokenizer) if tokenizer is not None else None,
+        prefix=prefix,
+    )
+
+
+def build_text(
+    texts: Iterable[str],
+    tokenizer: Any,
+    *,
+    keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+    prefix: str = "",
+    progress: bool = False,
+) -> ItemSet:
+    """The set of these texts, each as the one token sequence that `tokenizer` gives it (behind `prefix`).
+
+    tokenizer: the model's own Hugging Face tokenizer. progress: show a bar on long work.
+    Raises ItemSetError as `build` and `text.encode` do.
+    """
+    tokens, offsets = encode(texts, tokenizer, prefix=prefix, progress=progress)
+    return build(Rows(tokens, offsets), keys=keys, vocab_size=len(tokenizer), tokenizer=tokenizer, prefix=prefix)
+
+
+def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
+    """Open an index file by memory map. Raises ItemSetError that says what is wrong with the file.
+
+    check: compare every section with its checksum first, which reads the file once. Without it opening takes
+    milliseconds at any size; a damaged file may then answer wrongly, but no walk reads outside the tables.
+    """
+    return _open(*index_file.read(path), name=str(path), check=check)
+
+
+def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
+    """The set that `ItemSet.to_bytes` wrote. Raises ItemSetError as `load` does."""
+    return _open(*index_file.parse(data, name), name=name, check=True)
+
+
+def verify(path: str | os.PathLike[str]) -> ItemSet:
+    """Re-read the whole file: checksums, and every item through the trie. Raises ItemSetError at the first fault."""
+    item_set = load(path)
+    again = "build it again with `itemset build`"
+    numbers = np.arange(len(item_set))
+    for part in np.array_split(numbers, -(-len(numbers) // 1_000_000)):
+        rows = numbering.items_at(item_set.trie.tables, item_set._terminal_rank, part)
+        back = numbering.numbers_of(item_set.trie.tables, item_set._terminal_rank, rows)
+        if (wrong := np.flatnonzero(back != part)).size:
+            raise ItemSetError(f"{path} is corrupted, item {int(part[wrong[0]])} does not lead back to itself: {again}")
+    if item_set.digest != _digest(item_set.trie.tables):
+        raise ItemSetError(f"{path} is corrupted, its digest does not match its tables: {again}")
+    return item_set
+
+
+def _open(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
+    if check:
+        index_file.check(header, arrays, name)
+    try:
+        tables = Tables(**{field: arrays[field] for field in Tables._fields[:-1]}, token_bits=header.token_bits)
+        item_keys = from_sections(arrays)
+    except KeyError as missing:
+        raise ItemSetError(f"{name} is corrupted, it has no section {missing}") from missing
+    trie = Trie(
+        tables,
+        header.items,
+        header.shortest,
+        header.longest,
+        header.level_nodes,
+        header.level_edges,
+        header.tail_tokens,
+    )
+    _check_shapes(trie, item_keys, name)
+    return ItemSet(
+        trie,
+        item_keys,
+        digest=header.digest,
+        duplicates=header.duplicates,
+        vocab_size=header.vocab_size,
+        tokenizer=header.tokenizer,
+        prefix=header.prefix,
+    )
+
+
+def _check_shapes(trie: Trie, item_keys: pa.Array, name: str) -> None:
+    """That the arrays have the types and lengths that the walks rely on."""
+    tables = trie.tables
+    nodes, edges = sum(trie.level_nodes), sum(trie.level_edges)
+    blocks = -(-edges // 32)
+    expected = {
+        "row_offsets": (nodes + 1, {"uint32"}),
+        "terminal": (-(-nodes // 32), {"uint32"}),
+        "labels": (edges, {"uint16", "uint32"}),
+        "targets": (edges, {"uint16", "uint32"}),
+        "node_base": (blocks, {"uint32"}),
+        "tail_base": (blocks, {"uint32"}),
+        "tails": (-(-trie.tail_tokens * (tables.token_bits + 1) // 32) + 1, {"uint32"}),
+    }
+    for field, (count, dtypes) in expected.items():
+        array = getattr(tables, field)
+        if len(array) != count or array.dtype.name not in dtypes or nodes < 1 or edges < 1:
+            raise ItemSetError(
+                f"{name} is corrupted, section {field} does not fit the header: build it again with `itemset build`"
+            )
+    if not 1 <= tables.token_bits <= 31 or len(item_keys) != trie.items or trie.items < 1:
+        raise ItemSetError(f"{name} is corrupted, its counts do not fit: build it again with `itemset build`")
+
+
+def _digest(tables: Tables) -> str:
+    digest = hashlib.blake2b(tables.token_bits.to_bytes(4, "little"), digest_size=16)
+    for array in tables[:-1]:
+        digest.update(array.dtype.str.encode() + len(array).to_bytes(8, "little"))
+        digest.update(array.data)
+    return digest.hexdigest()

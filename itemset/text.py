@@ -1,0 +1,190 @@
+"""Texts into token sequences, and what identifies the tokenizer that did it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path, PurePath
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from itemset.errors import ItemSetError
+
+BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
+
+# Texts whose encodings tell tokenizers apart that share a vocabulary: normaliser (case, accents, width, spaces),
+# pre-tokeniser (digits, punctuation, newlines, contractions) and merges (long words, bytes of rare characters).
+_PROBES = [
+    "The quick brown fox jumps over the lazy dog.",
+    " leading, trailing ",
+    "two  spaces\tand a tab\n\nand lines\r\n",
+    "UPPER lower MiXeD iPhone",
+    "Amélie café nai\u0308ve Å\u212b \ufb01 \uff21",
+    "0 12 345 6789 3.14159 1,000,000 (1995)",
+    "don't we'll it's -- 'quoted' \"x\" [y] {z}/\\|<>",
+    "千と千尋の神隠し 东京 서울 مرحبا Привет",
+    "😀 \U0001f469\u200d\U0001f467 ☃ \u200b \U0001d518",
+    "internationalization antidisestablishmentarianism",
+]
+
+
+class TokenizerId(msgspec.Struct, frozen=True):
+    """Which tokenizer an item set was encoded with.
+
+    name: for people. fingerprint: equal where two tokenizers encode alike, see `fingerprint`.
+    """
+
+    name: str
+    fingerprint: str
+
+
+def encode(
+    texts: Iterable[str], tokenizer: Any, *, prefix: str = "", progress: bool = False
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Encode each of N texts, with `prefix` before it, as the one token sequence that the tokenizer gives it.
+
+    tokenizer: a Hugging Face tokenizer. No special tokens are added, nothing is padded or cut.
+    progress: show a bar on a terminal when the work takes longer than a second.
+    Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
+    Raises ItemSetError, naming the item by its position from 0: not a string, empty, no token, a lone surrogate or
+    whatever else the tokenizer refuses, the tokenizer's unknown token.
+    """
+    if isinstance(texts, str | bytes):
+        raise ItemSetError(f"texts must be a list of texts, not the one text {_short(texts)}: put it in a list")
+    if prefix and (why := _refusal(prefix, tokenizer)):
+        raise ItemSetError(f"the prefix {_short(prefix)} {why}: give another prefix")
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
+    lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+    total = len(texts) if isinstance(texts, Sequence) else None
+    done = 0
+    # disable=None is tqdm's "only on a terminal".
+    with tqdm(total=total, desc="encoding", unit=" items", delay=1, disable=None if progress else True) as bar:
+        for batch in _batches(texts):
+            flat, sizes = _encode_batch(batch, done, tokenizer, prefix)
+            if unknown is not None and (where := np.flatnonzero(flat == unknown)).size:
+                i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
+                raise ItemSetError(
+                    f"{_name(done + i, batch[i])} encodes to the unknown token {_short(tokenizer.unk_token)}"
+                    f" (id {unknown}): remove the characters that the tokenizer does not know"
+                )
+            tokens.append(flat)
+            lengths.append(sizes)
+            done += len(batch)
+            bar.update(len(batch))
+    return np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
+
+
+def load_tokenizer(path_or_name: str) -> Any:
+    """The Hugging Face tokenizer in a folder, or of a model name.
+
+    Raises ItemSetError: transformers is not installed, no such folder, no tokenizer there.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ItemSetError("texts need transformers: pip install static-backend[text]") from error
+    path = Path(path_or_name).expanduser()
+    # A model name has at most one slash: what cannot be one must not cost a try over the network.
+    if not path.is_dir() and (path.exists() or path.is_absolute() or len(path.parts) > 2 or path_or_name[:1] in "~."):
+        raise ItemSetError(f"no folder {path_or_name}: give the folder that holds tokenizer.json, or a model name")
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError and its libraries' own
+        reason = str(error).strip().partition("\n")[0]
+        raise ItemSetError(
+            f"no tokenizer in {path_or_name} ({reason}): give the folder that holds tokenizer.json, or a model name"
+        ) from error
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """SHA-256, in hex, over the vocabulary and the encodings of fixed probe texts.
+
+    The same for one tokenizer however it was loaded, wrapped or set to pad and cut; another one as soon as a token,
+    an id or the way it splits text differs.
+    """
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary)
+    digest = hashlib.sha256(json.dumps([tokens, *_token_ids(_PROBES, tokenizer)]).encode())
+    digest.update(np.fromiter(map(vocabulary.__getitem__, tokens), "<i8", len(tokens)).tobytes())
+    return digest.hexdigest()
+
+
+def identify(tokenizer: Any) -> TokenizerId:
+    """The fingerprint, and the last two parts of the tokenizer's path or model name (its class where it has none)."""
+    parts = PurePath(getattr(tokenizer, "name_or_path", None) or "").parts
+    name = "/".join(part for part in parts[-2:] if part not in ("/", ".", ".."))
+    return TokenizerId(name or type(tokenizer).__name__, fingerprint(tokenizer))
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    rest = iter(texts)
+    while batch := list(islice(rest, BATCH)):
+        yield batch
+
+
+def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """The canonical encoding, whatever the tokenizer was set to do before."""
+    encodings = tokenizer(
+        texts,
+        add_special_tokens=False,
+        padding=False,
+        truncation=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    ids: list[list[int]] = encodings["input_ids"]
+    return ids
+
+
+def _encode_batch(
+    batch: list[str], first: int, tokenizer: Any, prefix: str
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Tokens of the batch [T] and tokens of each text [len(batch)]; `first` is the position of its first item."""
+    for i, text in enumerate(batch):
+        if not isinstance(text, str):
+            raise ItemSetError(f"{_name(first + i, text)} is not a string: give every item as a text")
+        if not text:
+            raise ItemSetError(f"{_name(first + i, text)} is empty: remove it")
+    try:
+        "".join(batch).encode()  # a Python tokenizer would let lone surrogates through
+        ids = _token_ids([prefix + text for text in batch], tokenizer)
+    except Exception:
+        for i, text in enumerate(batch):
+            if why := _refusal(text, tokenizer):
+                raise ItemSetError(f"{_name(first + i, text)} {why}: remove or correct it") from None
+        raise  # no single text is to blame
+    sizes = np.fromiter(map(len, ids), np.int64, len(ids))
+    if not sizes.all():
+        i = int(sizes.argmin())
+        raise ItemSetError(f"{_name(first + i, batch[i])} encodes to no token: remove it")
+    return np.fromiter(chain.from_iterable(ids), np.int32, int(sizes.sum())), sizes
+
+
+def _refusal(text: str, tokenizer: Any) -> str | None:
+    """Why this text cannot be encoded, None where it can."""
+    try:
+        text.encode()
+        _token_ids([text], tokenizer)
+    except UnicodeEncodeError:
+        return "holds half of a surrogate pair, which is no character"
+    except Exception as error:
+        return f"is refused by the tokenizer ({error})"
+    return None
+
+
+def _name(position: int, text: object) -> str:
+    return f"item {position} ({_short(text)})"
+
+
+def _short(text: object) -> str:
+    if isinstance(text, str | bytes):
+        return repr(text) if len(text) <= 60 else f"{text[:60]!r}..."
+    return f"{text!r:.60}"

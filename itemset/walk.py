@@ -1,0 +1,108 @@
+"""Walking the trie on the host: one integer of state, compiled by Numba, safe on any contents of the tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.trie import Tables
+
+# A state is a node (0 ..), a position in the tails (TAIL ..) or one of these.
+END = -1  # the item is complete
+DEAD = -2  # the tokens left the set
+FREE = -3  # no set constrains this row
+TAIL = 1 << 40
+
+
+@numba.njit(cache=True)
+def advance(tables, state, token):  # type: ignore[no-untyped-def]
+    """The state after one more token; END and DEAD lead to DEAD, FREE to FREE."""
+    if state >= TAIL:
+        entry = _tail_entry(tables, state - TAIL)
+        if entry < 0 or entry & ((1 << tables.token_bits) - 1) != token:
+            return np.int64(DEAD)
+        return np.int64(END) if entry >> tables.token_bits else np.int64(state + 1)
+    edge = find_edge(tables, state, token)
+    if edge < 0:
+        return np.int64(FREE) if state == FREE else np.int64(DEAD)
+    return follow(tables, edge)
+
+
+@numba.njit(cache=True)
+def follow(tables, edge):  # type: ignore[no-untyped-def]
+    """The state behind an edge."""
+    target, block = np.int64(tables.targets[edge]), edge >> 5
+    leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
+    if target & leaf == 0:
+        return np.int64(tables.node_base[block]) + target
+    if target == 2 * leaf - 1:
+        return np.int64(END)
+    return np.int64(TAIL) + np.int64(tables.tail_base[block]) + (target - leaf)
+
+
+@numba.njit(cache=True)
+def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
+    """The edge of node `state` that carries `token`, or -1."""
+    if state < 0 or state >= len(tables.row_offsets) - 1:
+        return np.int64(-1)
+    low, end = np.int64(tables.row_offsets[state]), np.int64(tables.row_offsets[state + 1])
+    end = min(end, np.int64(len(tables.labels)))
+    high = end
+    while low < high:
+        middle = (low + high) >> 1
+        if tables.labels[middle] < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < end and tables.labels[low] == token else np.int64(-1)
+
+
+@numba.njit(cache=True)
+def is_terminal(tables, state):  # type: ignore[no-untyped-def]
+    """Whether an item may end here."""
+    if state == END:
+        return True
+    if state < 0 or state >> 5 >= len(tables.terminal):
+        return False
+    return (tables.terminal[state >> 5] >> np.uint32(state & 31)) & np.uint32(1) != 0
+
+
+@numba.njit(cache=True)
+def tail_token(tables, state):  # type: ignore[no-untyped-def]
+    """The one token that may follow inside a tail, or -1."""
+    entry = _tail_entry(tables, state - TAIL)
+    return entry & ((1 << tables.token_bits) - 1) if entry >= 0 else np.int64(-1)
+
+
+@numba.njit(cache=True)
+def _tail_entry(tables, position):  # type: ignore[no-untyped-def]
+    """Token `position` of the tails with its last-of-tail bit on top, or -1 outside the tails."""
+    width = tables.token_bits + 1
+    word, shift = (position * width) >> 5, (position * width) & 31
+    if position < 0 or word + 1 >= len(tables.tails):
+        return np.int64(-1)
+    pair = np.uint64(tables.tails[word]) | (np.uint64(tables.tails[word + 1]) << np.uint64(32))
+    return np.int64((pair >> np.uint64(shift)) & np.uint64((1 << width) - 1))
+
+
+@numba.njit(cache=True)
+def mark_tail_tokens(tables, tail_tokens, seen):  # type: ignore[no-untyped-def]
+    """Set seen[token] for every token of the tails."""
+    for position in range(tail_tokens):
+        token = tail_token(tables, TAIL + position)
+        if 0 <= token < len(seen):
+            seen[token] = True
+
+
+def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:
+    """Tokens that may follow, ascending, and whether an item may end here; none and False where DEAD or FREE."""
+    if state >= TAIL:
+        token = tail_token(tables, state)
+        return np.array([token] if token >= 0 else [], tables.labels.dtype), False
+    if state < 0:
+        return tables.labels[:0], state == END
+    row = tables.labels[int(tables.row_offsets[state]) : int(tables.row_offsets[state + 1])]
+    return row, bool(is_terminal(tables, state))

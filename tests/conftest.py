@@ -1,0 +1,80 @@
+"""Fixtures that every test module may use: tiny models, and real engines and servers that are started when first asked
+for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import cloudpickle
+import pytest
+from engines import Engine
+from models import cached_tiny_llama
+from servers import Server
+
+Process = TypeVar("Process", Engine, Server)
+
+
+class Pool(Generic[Process]):
+    """Makes engines or servers and keeps the last few that were used, because memory and cores are few.
+
+    Tests that ask with equal arguments share one, and should leave it as they found it.
+    """
+
+    def __init__(self, make: Callable[..., Process], keep: int) -> None:
+        self.make = make
+        self.keep = keep
+        self._running: OrderedDict[bytes, Process] = OrderedDict()
+
+    def __call__(self, runner: str, model: Path | str, **kwargs: Any) -> Process:
+        key = cloudpickle.dumps((runner, str(model), sorted(kwargs.items())))
+        process = self._running.pop(key, None)
+        if process is None or not process.alive:
+            if process is not None:
+                process.close()
+            while len(self._running) >= self.keep:
+                self._running.popitem(last=False)[1].close()
+            process = self.make(runner, model, **kwargs)
+        self._running[key] = process
+        return process
+
+    def close(self) -> None:
+        while self._running:
+            self._running.popitem()[1].close()
+
+
+# With the scope of a module, pytest runs all of a module's tests on one runner before it turns to the other.
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def runner(request: pytest.FixtureRequest) -> str:
+    """The model runner: vLLM's old one, or the new one with its Triton kernels in Triton's interpreter."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """A random Llama with a vocabulary of 2112, of which the tokenizer knows the first few hundred."""
+    return cached_tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def odd_model() -> Path:
+    """The same with a vocabulary that is not a multiple of 32, so that a bitmask's last word is not full."""
+    return cached_tiny_llama(vocab_size=1013)
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Pool[Engine]]:
+    """`engines(runner, model, **llm_arguments)`: an `Engine`, shared by all tests that ask for the same."""
+    pool = Pool(Engine, keep=2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Pool[Server]]:
+    """`servers(runner, model, **flags)`: a `Server`, shared by tests that ask for the same one after another."""
+    pool = Pool(Server, keep=1)
+    yield pool
+    pool.close()

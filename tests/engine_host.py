@@ -1,0 +1,98 @@
+"""The child's side of `engines.Engine`: a process that has vLLM imported and forks a fresh engine whenever it is asked.
+
+Importing vLLM takes six seconds and starting a tiny engine one, so the import is paid once per model runner. Only
+`from vllm import LLM` happens before the fork, as in any program that uses vLLM: plugins are loaded afterwards.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+
+def host(control: socket.socket) -> None:
+    """Fork one engine for each pair of file descriptors (its connection, its log) that arrives, until the other side
+    closes."""
+    from vllm import LLM
+
+    # Nobody waits for the engines here: their connections tell when they end.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Left to the garbage collector, the imported modules cost every engine a second or two, and a copy of their memory.
+    gc.collect()
+    gc.freeze()
+    while (message := socket.recv_fds(control, 1, 2))[0]:
+        connection, log = message[1]
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            os.dup2(log, sys.stdout.fileno())
+            os.dup2(log, sys.stderr.fileno())
+            faulthandler.enable()
+            # The other side sends this signal to a hanging engine before it kills it, for the log.
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            try:
+                serve(Connection(connection), LLM)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                # The usual way out would run the exit handlers that belong to the host.
+                os._exit(0)
+        os.close(connection)
+        os.close(log)
+
+
+def serve(connection: Connection, make_llm: Callable[..., Any]) -> None:
+    """Answer requests until the other side closes. The first one starts the engine, the others run a function on it."""
+    llm: Any = None
+
+    def start(environment: dict[str, str], arguments: dict[str, Any]) -> None:
+        nonlocal llm
+        os.environ.update(environment)
+        llm = make_llm(**arguments)
+
+    connection.send(os.getpid())
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments = pickle.loads(message)
+            answer = (start(*arguments) if function is None else function(llm, *arguments)), None
+            encoded = cloudpickle.dumps(answer)
+        except Exception as error:
+            traceback.print_exc()
+            encoded = cloudpickle.dumps(((_portable(error), traceback.format_exc()), "error"))
+        connection.send_bytes(encoded)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself if it survives pickling, else one of its nearest built-in type with the same text."""
+    try:
+        if type(pickle.loads(cloudpickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        for base in type(error).__mro__:
+            if base.__module__ == "builtins" and base is not Exception:
+                try:
+                    return base(str(error))
+                except TypeError:
+                    continue
+    return RuntimeError("".join(traceback.format_exception_only(type(error), error)))
+
+
+if __name__ == "__main__":
+    host(socket.socket(fileno=int(sys.argv[1])))

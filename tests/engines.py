@@ -1,0 +1,211 @@
+"""Real vLLM engines for tests, each in a process of its own, on model runner V1 or V2.
+
+with Engine("v2", model) as engine:
+    outputs = engine.generate(["Once upon a time"], SamplingParams(max_tokens=8))
+    waiting = engine.call(lambda llm: llm.llm_engine.get_num_unfinished_requests())
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+TESTS = Path(__file__).resolve().parent
+
+# What makes a tiny model start and run fast on two cores. Model runner V2 runs its kernels in an interpreter, whose
+# time grows with the number of sequences.
+FAST: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 32 << 20,
+}
+
+LOG_TAIL = 6000
+
+
+class EngineError(RuntimeError):
+    """The engine's or the server's process ended, or could not be brought to answer in time."""
+
+
+def environment(runner: str) -> dict[str, str]:
+    """The environment of a vLLM process that is to use model runner "v1" or "v2"."""
+    if runner not in ("v1", "v2"):
+        raise ValueError(f"runner is {runner!r}, not 'v1' or 'v2'")
+    paths = [str(TESTS / "interpreter"), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The engine runs in the process that asks for it, and in a server its one worker in the engine's process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+        "TRITON_INTERPRET": "1" if runner == "v2" else "0",
+        "OMP_NUM_THREADS": "1",
+        # `interpreter` prepares Triton, and functions of test modules must be importable where they run.
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Engine:
+    """A `vllm.LLM` in a process of its own. Keyword arguments go to `LLM`; `env` is set just before it is made.
+
+    `timeout` bounds, in seconds, the start and every call. An engine that exceeds it or dies raises `EngineError` with
+    the end of its log, and is gone; an exception in the engine's process is raised here and leaves it running.
+    """
+
+    def __init__(
+        self, runner: str, model: Path | str, *, env: dict[str, str] | None = None, timeout: float = 120, **llm: Any
+    ) -> None:
+        self.runner = runner
+        self.timeout = timeout
+        self.pid: int | None = None
+        self.start_seconds = 0.0
+        started = time.monotonic()
+        self._host = _host(runner)
+        self.log_path = self._host.new_log(f"engine-{runner}")
+        self._connection, theirs = multiprocessing.Pipe()
+        try:
+            with theirs, self.log_path.open("wb") as log:
+                self._host.fork(theirs.fileno(), log.fileno())
+            self.pid = pickle.loads(self._receive())
+            self._request(None, env or {}, FAST | {"model": str(model)} | llm)
+        except BaseException:
+            self.close()
+            raise
+        self.start_seconds = time.monotonic() - started
+
+    def generate(self, prompts: Any, params: Any = None, **kwargs: Any) -> list[Any]:
+        """`LLM.generate`: one prompt or a list (text, or `{"prompt_token_ids": [...]}`), one `SamplingParams` or a
+        list. Returns the `RequestOutput`s."""
+        return self.call(_generate, prompts, params, {"use_tqdm": False} | kwargs)
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        """The result of `function(llm, *arguments)` in the engine's process.
+
+        Functions and lambdas are sent as cloudpickle does: those that a module defines by name, others by value.
+        """
+        return self._request(function, *arguments)
+
+    @property
+    def alive(self) -> bool:
+        return not self._connection.closed
+
+    def log(self) -> str:
+        """All that the engine has written so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def close(self) -> None:
+        if self.alive:
+            self._connection.close()
+            if self.pid is not None:
+                kill_group(self.pid)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request(self, function: Any, *arguments: Any) -> Any:
+        if not self.alive:
+            raise EngineError("the engine is closed")
+        message = cloudpickle.dumps((function, arguments))
+        with contextlib.suppress(BrokenPipeError):
+            # Where it has died, reading from it says so.
+            self._connection.send_bytes(message)
+        answer, failed = pickle.loads(self._receive())
+        if failed:
+            error, text = answer
+            raise error from RuntimeError(f"in the engine's process:\n{text}")
+        return answer
+
+    def _receive(self) -> bytes:
+        try:
+            if self._connection.poll(self.timeout):
+                return self._connection.recv_bytes()
+            if self.pid is not None:
+                # Python's fault handler writes to the log what every thread is doing.
+                os.kill(self.pid, signal.SIGUSR1)
+                time.sleep(0.5)
+        except (EOFError, ConnectionResetError):
+            raise self._died("died") from None
+        except BaseException:
+            # Interrupted: the answer may still come, and must not be taken for that to the next request.
+            self.close()
+            raise
+        raise self._died(f"gave no answer within {self.timeout} s")
+
+    def _died(self, what: str) -> EngineError:
+        self.close()
+        log = self.log() if self.pid is not None else self._host.log_path.read_text(errors="replace")
+        return EngineError(f"the {self.runner} engine {what}; the end of its log:\n{log[-LOG_TAIL:]}")
+
+
+def _generate(llm: Any, prompts: Any, params: Any, kwargs: dict[str, Any]) -> Any:
+    return llm.generate(prompts, params, **kwargs)
+
+
+class _Host:
+    """The process in `engine_host.py` from which all engines of one model runner are forked."""
+
+    def __init__(self, runner: str) -> None:
+        # vLLM's own temporary files go there as well, so that killed engines leave nothing behind.
+        self.directory = Path(tempfile.mkdtemp(prefix="vllm-"))
+        self._logs = 0
+        self._control, theirs = socket.socketpair()
+        self.log_path = self.new_log("host")
+        with theirs, self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(TESTS / "engine_host.py"), str(theirs.fileno())],
+                env=environment(runner) | {"TMPDIR": str(self.directory)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    def new_log(self, name: str) -> Path:
+        self._logs += 1
+        return self.directory / f"{name}-{self._logs}.log"
+
+    def fork(self, connection: int, log: int) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            # Where the host has died, reading from the connection says so.
+            socket.send_fds(self._control, [b"f"], [connection, log])
+
+    def close(self) -> None:
+        self._control.close()
+        kill_group(self._process.pid)
+        self._process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@cache
+def _host(runner: str) -> _Host:
+    return _Host(runner)
+
+
+def kill_group(leader: int) -> None:
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,195 @@
+"""vLLM's real OpenAI server for tests, on model runner V1 or V2.
+
+with Server("v1", model, structured_outputs_config={"backend": "xgrammar"}) as server:
+    answer = server.client.completions.create(model=server.model_name, prompt="Once upon a time")
+    status, body = server.post("/v1/completions", {"model": server.model_name, "prompt": None})
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engines import FAST, LOG_TAIL, EngineError, environment, kill_group
+
+
+class Server:
+    """A running server. Keyword arguments become flags, `arguments` are passed on as they stand, `env` is added to the
+    environment.
+
+    `--name value` comes from `name=value`, `--name` from True, `--no-name` from False, JSON from a dict; None drops one
+    of the defaults in `FAST`.
+    """
+
+    model_name = "tiny"
+
+    def __init__(
+        self,
+        runner: str,
+        model: Path | str,
+        *,
+        arguments: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        timeout: float = 180,
+        **options: Any,
+    ) -> None:
+        self._process = _Process(runner, model, arguments, env or {}, options)
+        self.url = self._process.url
+        try:
+            self.start_seconds = self._process.wait_until_healthy(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    @cached_property
+    def client(self) -> Any:
+        """An `openai.OpenAI` that never retries: a test wants to see the first answer."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def post(self, path: str, body: Any, timeout: float = 60) -> tuple[int, Any]:
+        """Post JSON; returns the status and the body, decoded where it is JSON."""
+        return _request(
+            urllib.request.Request(
+                self.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+            ),
+            timeout,
+        )
+
+    def get(self, path: str, timeout: float = 60) -> tuple[int, Any]:
+        return _request(urllib.request.Request(self.url + path), timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def log(self) -> str:
+        """All that the server's processes have written so far."""
+        return self._process.log()
+
+    def close(self) -> None:
+        self._process.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def start_expecting_failure(
+    runner: str,
+    model: Path | str,
+    *,
+    arguments: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+    timeout: float = 120,
+    **options: Any,
+) -> str:
+    """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
+    process = _Process(runner, model, arguments, env or {}, options)
+    try:
+        process.wait_until_healthy(timeout)
+    except EngineError as error:
+        if process.returncode is None:
+            raise AssertionError(str(error)) from None
+        if process.returncode == 0:
+            raise AssertionError(f"the server ended without an error:\n{process.log()[-LOG_TAIL:]}") from None
+        return process.log()
+    finally:
+        process.close()
+    raise AssertionError(f"the server started:\n{process.log()[-LOG_TAIL:]}")
+
+
+class _Process:
+    """The server's process group, its port and its log."""
+
+    def __init__(
+        self, runner: str, model: Path | str, arguments: tuple[str, ...], env: dict[str, str], options: dict[str, Any]
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="vllm-")
+        self._log_path = Path(self._directory.name) / "server.log"
+        self._last_log = ""
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        own = {"model": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        with self._log_path.open("wb") as log:
+            self._popen = subprocess.Popen(
+                [*command, *_flags(own | FAST | options), *arguments],
+                env=environment(runner) | {"TMPDIR": self._directory.name} | env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.poll()
+
+    def wait_until_healthy(self, timeout: float) -> float:
+        started = time.monotonic()
+        while self.returncode is None:
+            with contextlib.suppress(OSError):
+                if _request(urllib.request.Request(f"{self.url}/health"), timeout=5)[0] == 200:
+                    return time.monotonic() - started
+            if time.monotonic() - started > timeout:
+                raise EngineError(f"the server was not up within {timeout} s:\n{self.log()[-LOG_TAIL:]}")
+            time.sleep(0.1)
+        raise EngineError(f"the server ended with status {self.returncode}:\n{self.log()[-LOG_TAIL:]}")
+
+    def log(self) -> str:
+        if self._log_path.exists():
+            self._last_log = self._log_path.read_text(errors="replace")
+        return self._last_log
+
+    def close(self) -> None:
+        if self._log_path.exists():
+            self.log()
+            kill_group(self._popen.pid)
+            self._popen.wait()
+            self._directory.cleanup()
+            atexit.unregister(self.close)
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    flags = []
+    for name, value in options.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _request(request: urllib.request.Request, timeout: float) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            status, text = response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read().decode()
+    try:
+        return status, json.loads(text)
+    except ValueError:
+        return status, text
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,273 @@
+"""The command line: every subcommand on real files, its exit codes, and errors as one line on stderr."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import itemset
+from itemset import cli
+
+TITLES = ["Toy Story (1995)", "Toy Story", "GoldenEye (1995)", "Four Rooms (1995)", "Toy Story"]
+KEYS = [11, 12, 13, 14, 15]
+MATRIX = np.array([[5, 6, 7], [5, 6, 8], [5, 9, 7], [300, 1, 2], [5, 6, 7]], np.int32)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Folders of two byte-level BPE tokenizers with different merges."""
+    folders = []
+    for name, size in [("one", 300), ("two", 270)]:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        backend.train_from_iterator(TITLES * 5, trainer)
+        folder = tmp_path_factory.mktemp("tokenizers") / name
+        PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+        folders.append(str(folder))
+    return folders
+
+
+@pytest.fixture
+def csv(tmp_path):
+    path = tmp_path / "films.csv"
+    path.write_text("movie_id,title\n" + "".join(f"{k},{t}\n" for k, t in zip(KEYS, TITLES, strict=True)))
+    return str(path)
+
+
+@pytest.fixture
+def npy(tmp_path):
+    np.save(tmp_path / "sids.npy", MATRIX)
+    return str(tmp_path / "sids.npy")
+
+
+@pytest.fixture
+def sids(npy, tmp_path, capsys):
+    """An index file of semantic IDs whose keys are their row numbers."""
+    path = str(tmp_path / "sids.itemset")
+    assert cli.main(["build", npy, "-o", path]) == 0
+    capsys.readouterr()
+    return path
+
+
+@pytest.fixture
+def films(csv, tokenizers, tmp_path, capsys):
+    path = str(tmp_path / "films.itemset")
+    build = ["build", csv, "--column", "title", "--key", "movie_id", "--tokenizer", tokenizers[0], "--prefix", " "]
+    assert cli.main([*build, "-o", path]) == 0
+    capsys.readouterr()
+    return path
+
+
+def run(capsys, *argv):
+    """Standard output of a command that succeeds."""
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return out
+
+
+def refused(capsys, *argv):
+    """The one line on standard error of a command that fails on its input."""
+    assert cli.main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("itemset: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def usage(capsys, *argv):
+    with pytest.raises(SystemExit) as error:
+        cli.main(argv)
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def spawn(*argv, **options):
+    environment = os.environ | {"PYTHONPATH": str(Path(itemset.__file__).parents[1])}
+    command = [sys.executable, "-m", "itemset", *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
+
+
+def test_build_texts(capsys, csv, tokenizers, tmp_path):
+    path = tmp_path / "films.itemset"
+    arguments = ["--column", "title", "--key", "movie_id", "--tokenizer", tokenizers[0], "--prefix", " "]
+    out = run(capsys, "build", csv, *arguments, "-o", str(path))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])
+    direct = itemset.build_text(TITLES, tokenizer, keys=KEYS, prefix=" ")
+    saved = itemset.load(path)
+    assert saved.digest == direct.digest
+    assert saved.tokenizer.name.endswith("/one")
+    assert saved.prefix == " "
+    lengths = [len(tokenizer(" " + title)["input_ids"]) for title in TITLES]
+    for line in [
+        "items +4",
+        "duplicates +1 folded",
+        rf"tokens +{min(lengths)} \(shortest item\) to {max(lengths)} \(longest\)",
+        rf"size +{saved.nbytes:,} bytes, {saved.nbytes / 4:.2f} an item.*",
+        rf"file +{re.escape(str(path))} \({path.stat().st_size:,} bytes\)",
+        r"time +\d+\.\d s",
+    ]:
+        assert re.search(f"^{line}$", out, re.MULTILINE), line
+
+
+def test_build_tokens_with_a_tokenizer_records_it(capsys, npy, tokenizers, tmp_path):
+    path = str(tmp_path / "a.itemset")
+    run(capsys, "build", npy, "--tokenizer", tokenizers[1], "--vocab-size", "301", "-o", path)
+    saved = itemset.load(path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[1])
+    assert saved.tokenizer == itemset.build(MATRIX, tokenizer=tokenizer).tokenizer
+    assert saved.vocab_size == 301
+    assert saved.digest == itemset.build(MATRIX).digest
+
+
+def test_build_of_token_lists_with_string_keys(capsys, tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"sid": [1, 2, 3], "id": "x"}\n{"sid": [1], "id": "y"}\n')
+    path = str(tmp_path / "a.itemset")
+    run(capsys, "build", str(source), "--column", "sid", "--key", "id", "-o", path)
+    assert run(capsys, "lookup", path, "--key", "y", "--tokens", "1,2,3") == "x\t1,2,3\ny\t1\n"
+    assert "'7'" in refused(capsys, "lookup", path, "--key", "7")
+
+
+def test_refused_builds(capsys, csv, npy, tokenizers, tmp_path):
+    out = str(tmp_path / "a.itemset")
+    assert "--tokenizer" in refused(capsys, "build", csv, "--column", "title", "-o", out)
+    assert "'movie_id', 'title'" in refused(capsys, "build", csv, "--column", "x", "-o", out)
+    texts = [csv, "--column", "title", "--tokenizer", tokenizers[0]]
+    assert "--vocab-size" in refused(capsys, "build", *texts, "--vocab-size", "5", "-o", out)
+    assert "--prefix" in refused(capsys, "build", npy, "--prefix", " ", "-o", out)
+    assert "300" in refused(capsys, "build", npy, "--vocab-size", "300", "-o", out)
+    assert "tokenizer.json" in refused(capsys, "build", npy, "--tokenizer", str(tmp_path), "-o", out)
+    assert "no file" in refused(capsys, "build", str(tmp_path / "none.csv"), "-o", out)
+    assert "cannot write" in refused(capsys, "build", npy, "-o", str(tmp_path / "none" / "a.itemset"))
+    assert "cannot write" in refused(capsys, "build", npy, "-o", str(tmp_path))
+    before = Path(npy).read_bytes()
+    assert "source itself" in refused(capsys, "build", npy, "-o", npy)
+    assert Path(npy).read_bytes() == before
+    assert not Path(out).exists()
+
+
+def test_info(capsys, films, sids, tokenizers):
+    out = run(capsys, "info", films)
+    saved = itemset.load(films)
+    size = len(PreTrainedTokenizerFast.from_pretrained(tokenizers[0]))
+    for words in [saved.digest, saved.tokenizer.fingerprint, "/one (", "prefix       ' '", f"vocabulary   {size}"]:
+        assert words in out
+    table = out.split("\n\n")[1].splitlines()
+    assert {line.split()[0]: int(line.split()[1].replace(",", "")) for line in table[1:]} == saved.sections
+    assert len({line.rindex("%") if "%" in line else line.rindex("e") for line in table}) == 1
+    out = run(capsys, "info", sids)
+    for words in ["tokenizer    none recorded", "prefix       none", "vocabulary   not recorded"]:
+        assert words in out
+
+
+def test_verify(capsys, films, tmp_path):
+    assert "each of 4 items" in run(capsys, "verify", films)
+    data = bytearray(Path(films).read_bytes())
+    data[-1] ^= 1
+    damaged = tmp_path / "damaged.itemset"
+    damaged.write_bytes(data)
+    assert "checksum" in refused(capsys, "verify", str(damaged))
+    damaged.write_bytes(data[:-9])
+    assert "truncated" in refused(capsys, "verify", str(damaged))
+    assert "not an item-set index" in refused(capsys, "verify", __file__)
+    assert "no such file" in refused(capsys, "verify", str(tmp_path / "none"))
+
+
+def test_lookup_both_ways(capsys, sids):
+    out = run(capsys, "lookup", sids, "--tokens", "5,6,8", "--tokens", "300 1 2", "--key", "2", "--key", "0")
+    assert out == "1\t5,6,8\n3\t300,1,2\n2\t5,9,7\n0\t5,6,7\n"
+
+
+def test_lookup_of_texts(capsys, films, tokenizers):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])
+    ids = ",".join(map(str, tokenizer(" Toy Story")["input_ids"]))
+    line = f"12\t{ids}\t' Toy Story'\n"
+    assert run(capsys, "lookup", films, "--text", "Toy Story", "--tokenizer", tokenizers[0]) == line
+    assert run(capsys, "lookup", films, "--key", "12", "--tokenizer", tokenizers[0]) == line
+
+
+def test_children(capsys, sids, films, tokenizers):
+    out = run(capsys, "lookup", sids, "--children", "", "--children", "5,6", "--children", "5,6,7")
+    assert out.splitlines() == [
+        "\tno item ends here\t2 next: 5,300",
+        "5,6\tno item ends here\t2 next: 7,8",
+        "5,6,7\tan item ends here\tnothing next",
+    ]
+    ids = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])(" Toy Story")["input_ids"]
+    out = run(capsys, "lookup", films, "--children", ",".join(map(str, ids)))
+    assert "\tan item ends here\t1 next: " in out
+
+
+def test_refused_lookups(capsys, sids, films, tokenizers):
+    assert "[5, 6]" in refused(capsys, "lookup", sids, "--tokens", "5,6")
+    assert "[5, 7]" in refused(capsys, "lookup", sids, "--children", "5,7")
+    assert "99" in refused(capsys, "lookup", sids, "--key", "99")
+    assert "'abc'" in refused(capsys, "lookup", sids, "--key", "abc")
+    assert "--tokenizer" in refused(capsys, "lookup", films, "--text", "Toy Story")
+    message = refused(capsys, "lookup", films, "--text", "Toy Story", "--tokenizer", tokenizers[1])
+    assert "another tokenizer" in message
+    refused(capsys, "lookup", films, "--text", "Tenet", "--tokenizer", tokenizers[0])
+    for token in ("0", "299", "301", "65536", str(2**31 - 1)):
+        for tokens in (token, f"5,6,{token}", f"5,6,7,{token}"):
+            refused(capsys, "lookup", sids, "--tokens", tokens)
+            refused(capsys, "lookup", sids, "--children", tokens)
+    refused(capsys, "lookup", sids, "--key", str(2**70))
+
+
+def test_usage(capsys, npy, sids):
+    assert "COMMAND" in usage(capsys)
+    assert "-o" in usage(capsys, "build", npy)
+    assert "positive" in usage(capsys, "build", npy, "--vocab-size", "0", "-o", "x")
+    assert "--tokens, --key, --text, --children" in usage(capsys, "lookup", sids)
+    for tokens in ("1,x", "-1", "1.5", str(2**31), str(2**70)):
+        for option in ("--tokens", "--children"):
+            assert "such as 1,2,3" in usage(capsys, "lookup", sids, f"{option}={tokens}")
+
+
+@pytest.mark.parametrize("command", ["build", "info", "verify", "lookup"])
+def test_help_has_an_example(capsys, command):
+    with pytest.raises(SystemExit) as error:
+        cli.main([command, "--help"])
+    assert error.value.code == 0
+    assert f"example:\n  itemset {command} " in capsys.readouterr().out
+
+
+def test_interrupted(capsys, npy, tmp_path, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(itemset, "build", interrupt)
+    assert cli.main(["build", npy, "-o", str(tmp_path / "a.itemset")]) == 130
+    assert capsys.readouterr().err == "itemset: interrupted\n"
+
+
+def test_as_a_module(sids, tmp_path):
+    process = spawn("lookup", sids, "--tokens", "5,6,8")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, b"1\t5,6,8\n", b"")
+    process = spawn("info", str(tmp_path / "none"))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.startswith(b"itemset: ")
+
+
+def test_closed_pipe(tmp_path):
+    items = np.arange(200_000, dtype=np.int32)[:, None]
+    itemset.build(items).save(tmp_path / "wide.itemset")
+    process = spawn("lookup", str(tmp_path / "wide.itemset"), "--children", "")
+    assert process.stdout.read(20) == b"\tno item ends here\t2"
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert process.stderr.read() == b""
+    process.stderr.close()

@@ -1,0 +1,228 @@
+"""Item sets against the oracle: children, ends, numbers, keys, files; and what is refused."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import dict_trie, item_sets, prefixes
+
+import itemset
+from itemset import ItemSetError, Rows
+
+VOCAB = 70
+
+
+@given(item_sets(VOCAB))
+@settings(max_examples=300, deadline=None)
+def test_children_and_ends_of_every_prefix(items: list[list[int]]) -> None:
+    s = itemset.build(items, vocab_size=VOCAB)
+    for before, tokens, ends in prefixes(dict_trie(items)):
+        labels, terminal = s.children(before)
+        assert labels.tolist() == tokens
+        assert terminal is ends
+
+
+@given(item_sets(VOCAB), st.lists(st.integers(0, VOCAB - 1), max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_a_foreign_prefix_is_refused(items: list[list[int]], tokens: list[int]) -> None:
+    known = {before for before, *_ in prefixes(dict_trie(items))}
+    s = itemset.build(items)
+    if tuple(tokens) in known:
+        s.children(tokens)
+    else:
+        with pytest.raises(ValueError, match="no item starts with"):
+            s.children(tokens)
+
+
+@given(item_sets(VOCAB), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_keys_lead_to_items_and_back(items: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]
+    numbers = list(range(100, 100 + len(items)))
+    names = [f"key {n}" for n in numbers]
+    first = {tuple(item): i for i, item in reversed(list(enumerate(items)))}
+    distinct = [list(item) for item in first]
+    random.shuffle(distinct)
+    for keys in (None, numbers, names):
+        s = itemset.build(items, keys=keys)
+        assert len(s) == len(distinct)
+        assert s.duplicates == len(items) - len(distinct)
+        wanted = [first[tuple(item)] if keys is None else keys[first[tuple(item)]] for item in distinct]
+        assert list(s.lookup(distinct)) == wanted
+        assert s.tokens(wanted) == distinct
+
+
+@given(item_sets(VOCAB))
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_the_input_does_not_matter(items: list[list[int]]) -> None:
+    assert itemset.build(items).digest == itemset.build(sorted(items)).digest == itemset.build(items[::-1]).digest
+
+
+@given(item_sets(VOCAB))
+@settings(max_examples=100, deadline=None)
+def test_bytes_and_back(items: list[list[int]]) -> None:
+    s = itemset.build(items, keys=[str(i) for i in range(len(items))], vocab_size=VOCAB)
+    again = itemset.from_bytes(s.to_bytes())
+    assert again.to_bytes() == s.to_bytes()
+    assert (again.digest, again.vocab_size, repr(again)) == (s.digest, VOCAB, repr(s))
+    assert list(again.lookup(items)) == list(s.lookup(items))
+
+
+def test_prefixes_that_are_no_items_have_no_key() -> None:
+    s = itemset.build([[1, 2, 3], [1, 2, 4], [5, 6, 7, 8], [9]])
+    for tokens in ([-1], [2**70]):
+        with pytest.raises(ItemSetError, match="no item starts with"):
+            s.children(tokens)
+    for tokens in ([1], [1, 2], [5, 6, 7], [5, 6, 7, 8, 8], [9, 9], [2], [1, 2, 3, 3]):
+        with pytest.raises(ItemSetError, match="no item of the set"):
+            s.lookup([tokens])
+    with pytest.raises(ItemSetError, match="no item has the key 7"):
+        s.tokens([0, 7])
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+@pytest.mark.parametrize("vocab", [4, 300, 70_000])
+def test_matrices_against_the_oracle(length: int, vocab: int) -> None:
+    random = np.random.default_rng(length * vocab)
+    matrix = random.integers(0, vocab, (2_000, length)).astype(np.int64)
+    s = itemset.build(matrix, vocab_size=vocab)
+    for before, tokens, ends in prefixes(dict_trie(matrix.tolist())):
+        labels, terminal = s.children(before)
+        assert (labels.tolist(), terminal) == (tokens, ends)
+    rows = s.tokens(s.lookup(matrix))
+    assert rows == matrix.tolist()
+
+
+def test_long_items_and_long_tails() -> None:
+    chain = [[7] * n for n in range(1, 301)]  # each a prefix of the next
+    long = [[1, *range(2, 5_000)], [1, *range(3, 5_000)], [2] * 3_000]
+    for items in (chain, long, chain + long):
+        s = itemset.build(items)
+        assert s.tokens(list(range(len(items)))) == items
+        assert s.lookup(items).tolist() == list(range(len(items)))
+    assert itemset.build(chain).children([7] * 299)[1]
+
+
+def test_a_million_children_under_one_node() -> None:
+    tokens = np.random.default_rng(0).permutation(1_000_000)[:, None]
+    s = itemset.build(tokens)
+    assert s.children()[0].tolist() == list(range(1_000_000))
+    assert s.lookup([[999_999]]).tolist() == [int(np.flatnonzero(tokens[:, 0] == 999_999)[0])]
+
+
+def test_token_ids_at_the_top_of_the_range() -> None:
+    top = 2**31 - 2
+    s = itemset.build([[top, 0, top], [top, top]])
+    assert s.children([top])[0].tolist() == [0, top]
+    assert s.children([top, 0])[0].tolist() == [top]
+
+
+def test_token_ids_are_those_of_the_items() -> None:
+    s = itemset.build([[5, 9, 1], [5, 9], [64]])
+    assert s.token_ids.tolist() == [1, 5, 9, 64]
+
+
+def test_a_prefix_costs_no_node_of_its_own() -> None:
+    s = itemset.build([[1, 2, 3, 4, 5, 6, 7, 8], [2, 2, 3, 4, 5, 6, 7, 8]])
+    assert (s.trie.level_nodes, s.trie.level_edges, s.trie.tail_tokens) == ((1,), (2,), 14)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([], "the item set is empty"),
+        (np.zeros((0, 4), int), "the item set is empty"),
+        ([[1], []], "item 1 is empty"),
+        (np.zeros((3, 0), int), "item 0 is empty"),
+        ([[1], [2, -1]], "item 1 holds token id -1"),
+        ([[1], [2, 50]], "item 1 holds token id 50, outside the vocabulary 0..49"),
+        ([[1], [2.5]], "must be integers"),
+        ([[1], "film"], "item 1 is 'film', not a list of token ids"),
+        (["film"], "encode texts with build_text"),
+        ("film", "not str"),
+        ([[1, [2]]], "must be integers"),
+        ([[True]], "must be integers"),
+        ([[2**70]], "must be integers"),
+        ([[1] * 65_536], "item 0 has 65536 tokens"),
+        (np.ones((2, 2)), "must be integers, not float64"),
+        (Rows(np.array([1, 2]), np.array([0, 3])), "offsets must ascend"),
+    ],
+)
+def test_bad_items_are_named(items: object, message: str) -> None:
+    with pytest.raises(ItemSetError, match=message):
+        itemset.build(items, vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([1], "1 keys for 2 items"),
+        ([1, "a"], "all integers or all strings"),
+        ([1.5, 2.5], "must be integers or strings, not double"),
+        ([1, None], "key 1 is missing"),
+        ([1, 2**70], "all integers or all strings"),
+    ],
+)
+def test_bad_keys_are_named(keys: list[object], message: str) -> None:
+    with pytest.raises(ItemSetError, match=message):
+        itemset.build([[1], [2]], keys=keys)  # type: ignore[arg-type]
+
+
+def test_a_build_makes_no_python_object_an_item() -> None:
+    matrix = np.random.default_rng(0).integers(0, 2048, (100_000, 8)).astype(np.uint16)
+    itemset.build(matrix[:10])  # compiled code and imports are not the build's
+    tracemalloc.start()
+    itemset.build(matrix)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * matrix.nbytes
+
+
+def test_saving_replaces_at_once_and_leaves_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "films.itemset"
+    itemset.build([[1]]).save(path)
+    (tmp_path / ".films.itemset.tmp").write_bytes(b"left by a killed build")
+    itemset.build([[1], [2]]).save(path)
+    assert len(itemset.load(path)) == len(itemset.verify(path)) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["films.itemset"]
+    with pytest.raises(ItemSetError, match="cannot write"):
+        itemset.build([[1]]).save(tmp_path / "missing" / "films.itemset")
+
+
+def test_damaged_files_are_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "films.itemset"
+    itemset.build(np.arange(200).reshape(50, 4), keys=[f"film {i}" for i in range(50)]).save(path)
+    good = path.read_bytes()
+
+    def refused(data: bytes) -> str:
+        path.write_bytes(data)
+        with pytest.raises(ItemSetError) as error:
+            itemset.load(path)
+        assert "films.itemset" in str(error.value)
+        return str(error.value)
+
+    assert "not an item-set index" in refused(b"")
+    assert "not an item-set index" in refused(b"PK\x03\x04" + good[4:])
+    assert "truncated" in refused(good[:20])
+    assert "truncated" in refused(good[:-1])
+    assert "truncated" in refused(good[:100])
+    assert "newer format version 2" in refused(good[:8] + b"\x02" + good[9:])
+    assert "older format version 0" in refused(good[:8] + b"\x00" + good[9:])
+    assert "header does not match" in refused(good[:60] + b"!" + good[61:])
+    assert "header does not match" in refused(good + b"\0")
+    for position in range(0, len(good), 97):
+        damaged = bytearray(good)
+        damaged[position] ^= 16
+        path.write_bytes(damaged)
+        try:
+            assert itemset.load(path).tokens(["film 7"]) == [[28, 29, 30, 31]]  # padding between sections
+        except ItemSetError as error:
+            assert "films.itemset" in str(error)  # noqa: PT017
+    with pytest.raises(ItemSetError, match="no such file"):
+        itemset.load(tmp_path / "other")
+    with pytest.raises(ItemSetError, match="is a directory"):
+        itemset.load(tmp_path)

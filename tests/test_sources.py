@@ -1,0 +1,294 @@
+"""Every file format gives the same items and keys, and every bad file is refused with its name, row and mend."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from itemset import ItemSetError, Rows
+from itemset.sources import read
+
+TEXTS = [
+    "1984",
+    "2001: A Space Odyssey",
+    'He said "no", twice',
+    "two\nlines",
+    "NA",
+    "null",
+    " Amélie ",
+    "千と千尋の神隠し",
+]
+KEYS = [7, -1, 0, 2**62, 12, 13, 14, 15]
+MATRIX = [[1, 2, 3], [4, 5, 6], [0, 0, 70_000]]
+RAGGED = [[1], [2, 3, 4], [5, 2**31 - 2]]
+
+
+def write(path, data):
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def write_table(path, columns):
+    """The table in the format that the suffix says."""
+    suffix, names = path.suffix, list(columns)
+    rows = list(zip(*columns.values(), strict=True))
+    if suffix == ".parquet":
+        pq.write_table(pa.table(columns), path, row_group_size=2)
+        return path
+    if suffix in (".jsonl", ".ndjson"):
+        return write(path, "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    quoted = [['"' + str(field).replace('"', '""') + '"' for field in row] for row in [names, *rows]]
+    return write(path, "\n".join(("\t" if suffix == ".tsv" else ",").join(row) for row in quoted) + "\n")
+
+
+def refusal(path, **options):
+    with pytest.raises(ItemSetError) as error:
+        read(path, **options)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def as_lists(tokens):
+    if isinstance(tokens, Rows):
+        return [tokens.tokens[a:b].tolist() for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+    return tokens.tolist()
+
+
+TABLES = ["csv", "tsv", "jsonl", "ndjson", "parquet"]
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+def test_texts_and_integer_keys(tmp_path, suffix):
+    path = write_table(tmp_path / f"a.{suffix}", {"id": KEYS, "title": TEXTS, "year": [1.5] * 8})
+    source = read(path, column="title", key="id")
+    assert source.texts == TEXTS
+    assert source.tokens is None
+    assert source.keys.dtype == np.int64
+    assert source.keys.tolist() == KEYS
+    assert read(str(path), column="title").keys is None
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+def test_string_keys(tmp_path, suffix):
+    keys = ["007", "8", "tt0111161", "", "1.0", "x", "y", "z"] if suffix not in ("csv", "tsv") else ["007", *"2345678"]
+    path = write_table(tmp_path / f"a.{suffix}", {"id": keys, "title": TEXTS})
+    # Leading zeros would be lost in an integer. The items' column needs no name: there is only one left.
+    assert read(path, key="id").keys == keys
+    assert read(path, column="title", key="title").keys == TEXTS
+
+
+def test_csv_keys_longer_than_64_bits_stay_strings(tmp_path):
+    assert read(write(tmp_path / "a.csv", f"t,k\na,1\nb,{2**63}\n"), key="k").keys == ["1", str(2**63)]
+
+
+def test_csv_byte_order_mark_and_line_ends(tmp_path):
+    source = read(write(tmp_path / "a.csv", b'\xef\xbb\xbftitle,id\r\n"a\r\nb",1\r\nc,2\r\n'), column="title", key="id")
+    assert source.texts == ["a\r\nb", "c"]
+    assert source.keys.tolist() == [1, 2]
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1), min_size=1, max_size=5))
+def test_any_text_survives(tmp_path, texts):
+    for suffix in TABLES:
+        assert read(write_table(tmp_path / f"a.{suffix}", {"t": texts})).texts == texts
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("rows", [MATRIX, RAGGED])
+def test_token_lists(tmp_path, suffix, rows):
+    path = write_table(tmp_path / f"a.{suffix}", {"sid": rows, "id": ["a", "b", "c"]})
+    source = read(path, column="sid", key="id")
+    assert as_lists(source.tokens) == rows
+    assert isinstance(source.tokens, np.ndarray) == (rows is MATRIX)
+    assert source.texts is None
+    assert source.keys == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("value", [pa.uint8(), pa.int16(), pa.uint32(), pa.uint64()])
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list, lambda value: pa.list_(value, 2)])
+def test_parquet_list_types(tmp_path, value, kind):
+    rows = [[1, 2], [3, 4], [5, 6]]
+    pq.write_table(pa.table({"sid": pa.array(rows, kind(value))}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet").tokens.tolist() == rows
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
+def test_parquet_text_types(tmp_path, kind):
+    table = pa.table({"t": pa.array(["a", "b", "a"]).cast(kind), "k": pa.array([1, 2, 3], pa.uint8())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = read(tmp_path / "a.parquet", column="t", key="k")
+    assert source.texts == ["a", "b", "a"]
+    assert source.keys.tolist() == [1, 2, 3]
+    assert read(tmp_path / "a.parquet", column="t", key="t").keys == ["a", "b", "a"]
+
+
+def test_parquet_folder_names_are_no_columns(tmp_path):
+    (tmp_path / "year=2020").mkdir()
+    path = write_table(tmp_path / "year=2020" / "a.parquet", {"t": ["a"]})
+    assert read(path).texts == ["a"]
+
+
+def test_txt_strips_the_newline_only(tmp_path):
+    data = b"\xef\xbb\xbf  a \tb \r\nc\x0bd\xe2\x80\xa8e\nlast"
+    assert read(write(tmp_path / "a.TXT", data)).texts == ["  a \tb ", "c\x0bd\u2028e", "last"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "int64", "uint64", ">i4"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npy(tmp_path, dtype, order):
+    matrix = np.arange(12).reshape(4, 3).astype(dtype, order=order)
+    np.save(tmp_path / "a.npy", matrix)
+    source = read(tmp_path / "a.npy")
+    assert source.tokens.tolist() == matrix.tolist()
+    assert source.tokens.dtype.isnative
+    assert isinstance(source.tokens, np.memmap)
+
+
+def test_refused_paths(tmp_path):
+    (tmp_path / "folder.csv").mkdir()
+    assert "no file" in refusal(tmp_path / "a.csv")
+    assert "folder" in refusal(tmp_path / "folder.csv")
+    message = refusal(write(tmp_path / "a.xlsx", "x"))
+    assert "'.xlsx'" in message
+    assert ".parquet" in message
+    assert "''" in refusal(write(tmp_path / "noname", "x"))
+
+
+@pytest.mark.parametrize("suffix", ["txt", "npy", *TABLES])
+def test_empty_file(tmp_path, suffix):
+    assert "is empty" in refusal(write(tmp_path / f"a.{suffix}", b""))
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+def test_columns_that_are_not_there_or_not_said(tmp_path, suffix):
+    path = write_table(tmp_path / f"a.{suffix}", {"id": [1], "title": ["a"], "year": [1999]})
+    assert refusal(path, column="tilte").endswith("no column 'tilte', it has 'id', 'title', 'year'")
+    assert "no column 'movie'" in refusal(path, column="title", key="movie")
+    assert "say which" in refusal(path)
+    assert "say which" in refusal(path, key="id")
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+@pytest.mark.parametrize(("column", "row"), [("title", 3), ("id", 2)])
+def test_missing_values(tmp_path, suffix, column, row):
+    columns = {"title": ["a", "b", "c", "d"], "id": [1, 2, 3, 4]}
+    columns[column][row - 1] = "" if suffix in ("csv", "tsv") else None
+    message = refusal(write_table(tmp_path / f"a.{suffix}", columns), column="title", key="id")
+    assert f"row {row} has no value in column {column!r}" in message
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+def test_float_keys(tmp_path, suffix):
+    path = write_table(tmp_path / f"a.{suffix}", {"t": ["a", "b"], "k": [1.0, 2.0]})
+    assert "integers" in refusal(path, column="t", key="k")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("values", [[1, 2], [1.5, 2.5], [True, False], [["a"], ["b"]], [[0.5], [1.5]], [{"x": 1}] * 2])
+def test_columns_of_a_wrong_type(tmp_path, suffix, values):
+    path = write_table(tmp_path / f"a.{suffix}", {"t": values, "ok": ["a", "b"]})
+    message = refusal(path, column="t")
+    assert "'t'" in message
+    assert "lists of token ids" in message
+    if values != [1, 2]:
+        assert "keys" in refusal(path, column="ok", key="t")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_list_keys(tmp_path, suffix):
+    path = write_table(tmp_path / f"a.{suffix}", {"t": ["a"], "k": [[1]]})
+    assert "keys must be integers or strings" in refusal(path, column="t", key="k")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_missing_token(tmp_path, suffix):
+    path = write_table(tmp_path / f"a.{suffix}", {"t": [[1, 2], [3], [4, None]]})
+    assert "row 3: a list in column 't' holds a missing value" in refusal(path)
+
+
+def test_bad_csv(tmp_path):
+    assert "Expected 2 columns, got 3" in refusal(write(tmp_path / "a.csv", "t,k\na,1\nb,2,3\n"), column="t")
+    assert "UTF8" in refusal(write(tmp_path / "a.csv", b"t,k\n\xff,1\n"), column="t")
+    assert "more than one column 't'" in refusal(write(tmp_path / "a.csv", "t,t\na,1\n"), column="t")
+    assert "no rows" in refusal(write(tmp_path / "a.csv", "t,k\n"), column="t")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"t": 5}', "holds 5, not string"),
+        ('{"t": "a"', "no JSON object"),
+        ('["a"]', "no JSON object"),
+        ('{"t": "\\ud800"}', "no JSON object"),
+    ],
+)
+def test_bad_json_row(tmp_path, line, words):
+    # Further than one of Arrow's blocks into the file, behind a blank line.
+    good = 20_000
+    lines = [json.dumps({"t": "a" * 1000})] * good
+    lines.insert(5, "")
+    message = refusal(write(tmp_path / "a.jsonl", "\n".join([*lines, line, '{"t": "b"}'])))
+    assert f"row {good + 1}" in message
+    assert words in message
+
+
+@pytest.mark.parametrize(("value", "words"), [("[1.5]", "[1.5]"), ('["a"]', "['a']"), (f"[{2**64}]", str(2**64))])
+def test_bad_json_token(tmp_path, value, words):
+    message = refusal(write(tmp_path / "a.jsonl", f'{{"t": [1, 2]}}\n{{"t": {value}}}\n'))
+    assert "row 2: column 't'" in message
+    assert words in message
+
+
+def test_json_texts_that_look_like_dates(tmp_path):
+    assert read(write_table(tmp_path / "a.jsonl", {"t": ["2012-01-01", "2012-01-02"]})).texts[0] == "2012-01-01"
+
+
+def test_json_without_objects(tmp_path):
+    assert "row 1 is no JSON object" in refusal(write(tmp_path / "a.jsonl", '[\n{"t": "a"}\n]\n'))
+    assert "row 1 is no JSON object" in refusal(write(tmp_path / "a.jsonl", "\n\n"))
+
+
+def test_bad_txt(tmp_path):
+    assert "line 3 is blank" in refusal(write(tmp_path / "a.txt", "a\nb\n\nc\n"))
+    assert "line 2 is blank" in refusal(write(tmp_path / "a.txt", "a\n \t\r\nc\n"))
+    assert "line 2: not UTF-8" in refusal(write(tmp_path / "a.txt", b"\xef\xbb\xbfa\n\xff\n"))
+    assert "no columns" in refusal(write(tmp_path / "a.txt", "a\n"), column="t")
+    assert "no columns" in refusal(write(tmp_path / "a.txt", "a\n"), key="t")
+
+
+def test_bad_parquet(tmp_path):
+    assert "cannot be read" in refusal(write(tmp_path / "a.parquet", b"PAR1 but not really, no"))
+    pq.write_table(pa.table({"t": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert "no rows" in refusal(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.arange(3), "int64 [3]"),
+        (np.zeros((2, 2, 2), int), "[2, 2, 2]"),
+        (np.zeros((2, 2)), "float64"),
+        (np.zeros((2, 2), bool), "bool"),
+        (np.zeros((0, 2), int), "at least one item"),
+        (np.zeros((2, 0), int), "at least one item"),
+        (np.array([[1], "x"], object), "objects"),
+    ],
+)
+def test_bad_npy(tmp_path, array, words):
+    np.save(tmp_path / "a.npy", array)
+    assert words in refusal(tmp_path / "a.npy")
+
+
+def test_damaged_npy(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((100, 4), np.int32))
+    whole = (tmp_path / "a.npy").read_bytes()
+    for data in (whole[:-4], whole[:20], b"nonsense"):
+        assert "no matrix" in refusal(write(tmp_path / "b.npy", data))
+    with (tmp_path / "b.npy").open("wb") as file:
+        np.savez(file, a=np.zeros((2, 2), int))
+    assert "archive" in refusal(tmp_path / "b.npy")

@@ -1,0 +1,1 @@
+"""The vLLM plugin: a structured-output backend called `static` whose grammar is a finite item set."""

@@ -1,0 +1,118 @@
+"""The structured-output backend of the engine core: item sets on the host path, everything else by xgrammar."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+import itemset
+from itemset import ItemSet, ItemSetError
+from itemset.host import HostState
+from vllm_static.catalogue import Catalogue
+from vllm_static.config import StaticConfig
+from vllm_static.front import INDEX, REFERENCE
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class StaticGrammar(StructuredOutputGrammar):
+    """One request's item set as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
+
+    def __init__(self, item_set: ItemSet, stop_token_ids: set[int]) -> None:
+        self._state = HostState(item_set, stop_token_ids)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        if self._state.accept(tokens):
+            return True
+        logger.error("Request %s: the tokens %s leave the item set.", request_id, tokens)
+        return False
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return self._state.allowed_prefix(tokens)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._state.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        self._state.fill_bitmask(bitmask[batch_index].numpy())
+
+    def is_terminated(self) -> bool:
+        """Never: vLLM lifts the mask of a terminated grammar, and a request that goes on behind its item (`ignore_eos`)
+        would leave the set. Behind an item the mask allows the stop tokens alone."""
+        return False
+
+    def reset(self) -> None:
+        self._state.reset()
+
+
+class StaticBackend(StructuredOutputBackend):
+    """Compiles item sets itself and hands JSON, regex, grammar and structural tags to xgrammar unchanged."""
+
+    def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
+        """Open the registered sets, once an engine core. Raises ItemSetError as `itemset.load` does."""
+        super().__init__(vllm_config, tokenizer, vocab_size)
+        self._catalogue = Catalogue(StaticConfig.of(vllm_config.additional_config))
+        self._xgrammar: XgrammarBackend | None = None
+        self._xgrammar_lock = threading.Lock()
+        self._warm_up()
+
+    def admit(self, request: Request) -> None:
+        """Take over the index of an inline set that came with the request; it travels no further."""
+        params = request.sampling_params
+        if params is None or not params.extra_args or INDEX not in params.extra_args:
+            return
+        index = params.extra_args[INDEX]
+        reference = params.extra_args[REFERENCE]
+        if self._catalogue.inline(reference) is None:
+            self._catalogue.keep(reference, itemset.from_bytes(index, reference), index)
+        params.extra_args = {key: value for key, value in params.extra_args.items() if key != INDEX}
+
+    def compile_grammar(
+        self,
+        request_type: StructuredOutputOptions,
+        grammar_spec: str,
+        stop_token_ids: set[int] | None = None,
+    ) -> StructuredOutputGrammar:
+        if request_type != StructuredOutputOptions.CHOICE:
+            return self._xgrammar_backend().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
+        references = json.loads(grammar_spec)
+        if len(references) != 1:
+            raise ItemSetError("this request did not pass vLLM's input processor, which prepares its item set")
+        stops = stop_token_ids or {self.tokenizer.eos_token_id}
+        return StaticGrammar(self._catalogue[references[0]], stops)
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
+
+    def destroy(self) -> None:
+        if self._xgrammar is not None:
+            self._xgrammar.destroy()
+
+    def _xgrammar_backend(self) -> XgrammarBackend:
+        with self._xgrammar_lock:
+            if self._xgrammar is None:
+                self._xgrammar = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
+            return self._xgrammar
+
+    def _warm_up(self) -> None:
+        """Load the compiled walks now, for both widths of token ids: a first request should not wait for them."""
+        bitmask = self.allocate_token_bitmask(1)
+        for high in (1, 2**16):
+            grammar = StaticGrammar(itemset.build([[0, 0, high], [0, 1]]), {0})
+            grammar.fill_bitmask(bitmask, 0)
+            grammar.accept_tokens("warm-up", [0, 0])
+            grammar.fill_bitmask(bitmask, 0)

@@ -1,0 +1,61 @@
+"""The item sets one process knows: the registered ones by name, the inline ones by what they hold."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import itemset
+from itemset import ItemSet, ItemSetError
+from vllm_static.config import StaticConfig
+
+INLINE = "inline:"
+INLINE_BYTES = 256 << 20  # index bytes of inline sets kept for their next request
+
+
+class Catalogue:
+    """Maps a reference, as a request carries it, to its item set. Safe for threads.
+
+    A reference is the name of a registered set, or INLINE and a digest for a set that came with its request. Inline
+    sets are kept until newer ones need their room; a request that runs holds on to its own.
+    """
+
+    def __init__(self, config: StaticConfig) -> None:
+        """Open every registered set. Raises ItemSetError as `itemset.load` does."""
+        self.registered = {name: itemset.load(path) for name, path in config.item_sets.items()}
+        self._inline: OrderedDict[str, tuple[ItemSet, bytes]] = OrderedDict()
+        self._inline_bytes = 0
+        self._lock = threading.Lock()
+
+    def __getitem__(self, reference: str) -> ItemSet:
+        """Raises ItemSetError for a reference that is not known."""
+        if reference in self.registered:
+            return self.registered[reference]
+        if kept := self.inline(reference):
+            return kept[0]
+        raise ItemSetError(f"no item set is called {reference!r}: {self._known()}")
+
+    def inline(self, reference: str) -> tuple[ItemSet, bytes] | None:
+        """An inline set and its index file, if it is still here."""
+        with self._lock:
+            kept = self._inline.get(reference)
+            if kept:
+                self._inline.move_to_end(reference)
+            return kept
+
+    def keep(self, reference: str, item_set: ItemSet, index: bytes) -> None:
+        """Keep an inline set; the least recently used ones go where the room is short."""
+        with self._lock:
+            if reference in self._inline:
+                return
+            self._inline[reference] = (item_set, index)
+            self._inline_bytes += len(index)
+            while self._inline_bytes > INLINE_BYTES and len(self._inline) > 1:
+                _, (_, dropped) = self._inline.popitem(last=False)
+                self._inline_bytes -= len(dropped)
+
+    def _known(self) -> str:
+        if not self.registered:
+            return "this server has none, start it with --item-set NAME=FILE"
+        names = sorted(self.registered)
+        return "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

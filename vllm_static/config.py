@@ -1,0 +1,55 @@
+"""What the user configures: the registered item sets and the limits, out of vLLM's `additional_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from itemset import ItemSetError
+
+BACKEND = "static"
+INLINE_ITEM_LIMIT = 100_000
+
+
+@dataclass(frozen=True)
+class StaticConfig:
+    """item_sets: file of each registered set by name. inline_item_limit: items an inline set may have."""
+
+    item_sets: Mapping[str, str] = field(default_factory=dict)
+    inline_item_limit: int = INLINE_ITEM_LIMIT
+
+    @classmethod
+    def of(cls, additional_config: Any) -> StaticConfig:
+        """From ``{"item_sets": {NAME: FILE} or ["NAME=FILE"], "inline_item_limit": N}``; other keys are not ours.
+
+        Raises ItemSetError: a name given twice or empty, or a value of another form.
+        """
+        options = additional_config if isinstance(additional_config, Mapping) else {}
+        limit = options.get("inline_item_limit", INLINE_ITEM_LIMIT)
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+            raise ItemSetError(f"inline_item_limit must be a number of items, not {limit!r}")
+        return cls(_by_name(options.get("item_sets", {})), limit)
+
+
+def _by_name(item_sets: Any) -> dict[str, str]:
+    if isinstance(item_sets, Mapping):
+        pairs = list(item_sets.items())
+    elif isinstance(item_sets, Sequence) and not isinstance(item_sets, str):
+        pairs = [tuple(str(entry).split("=", 1)) for entry in item_sets]
+    else:
+        pairs = [()]
+    named: dict[str, str] = {}
+    for pair in pairs:
+        if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+            raise ItemSetError(
+                'item_sets must be {"NAME": "FILE"} or ["NAME=FILE"], such as --item-set films=films.itemset; '
+                f"got {item_sets!r:.200}"
+            )
+        name, path = pair
+        if name in named:
+            raise ItemSetError(f"the item set {name!r} is given twice ({named[name]} and {path}): rename one")
+        if ":" in name:
+            raise ItemSetError(f"the name of the item set {name!r} holds a colon: choose one without")
+        named[name] = path
+    return named

@@ -1,0 +1,136 @@
+"""The front end: a request's item set is found, checked and attached to it before the engine sees it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+import itemset
+from itemset import ItemSet, ItemSetError
+from itemset.text import fingerprint
+from vllm_static.catalogue import INLINE, Catalogue
+from vllm_static.config import StaticConfig
+
+REFERENCE = "item_set"
+"""Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also the reference of an inline one."""
+INDEX = "item_set_index"
+"""Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
+
+
+class FrontEnd:
+    """One of each process that takes requests. Safe for threads."""
+
+    def __init__(self, vllm_config: VllmConfig, tokenizer: Any) -> None:
+        """Open and check the registered sets. Raises ItemSetError: a file that is missing or damaged, a set made with
+        another tokenizer, outside the vocabulary, or with items longer than the context."""
+        self._config = StaticConfig.of(vllm_config.additional_config)
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._context = vllm_config.model_config.max_model_len
+        self._catalogue = Catalogue(self._config)
+        # Encoding runs on other threads than the engine's own use of the tokenizer, which is not safe for threads.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._encoding = threading.Lock()
+        model_print = None
+        for name, item_set in self._catalogue.registered.items():
+            if item_set.tokenizer is not None:
+                model_print = model_print or fingerprint(self._tokenizer)
+                self._check_tokenizer(name, item_set, model_print)
+            self._check_fit(f"the item set {name!r} ({self._config.item_sets[name]})", item_set)
+
+    def find(self, params: SamplingParams) -> str | None:
+        """The reference of the item set that `params` name or bring along, None where they do neither.
+
+        An inline set (`structured_outputs.choice`) is encoded and built here, unless it was not long ago.
+        Raises ItemSetError for whatever is wrong with the set.
+        """
+        reference = (params.extra_args or {}).get(REFERENCE)
+        if reference is None:
+            choice = params.structured_outputs and params.structured_outputs.choice
+            return None if choice is None else self._inline(choice)
+        if not isinstance(reference, str):
+            raise ItemSetError(f"item_set must be the name of an item set, a string, not {reference!r:.60}")
+        if params.structured_outputs is not None:
+            raise ItemSetError("item_set and structured_outputs (or response_format) exclude each other: give one")
+        if reference not in self._catalogue.registered:
+            self._catalogue[reference if not reference.startswith(INLINE) else ""]  # raises, naming what there is
+        return reference
+
+    def attach(self, reference: str, params: SamplingParams, prompt_tokens: int) -> None:
+        """Make `params`, the request's own, carry the set to the engine.
+
+        Raises ItemSetError where the set and the other parameters leave no way to end an item.
+        """
+        item_set = self._catalogue[reference]
+        called = "the inline set" if reference.startswith(INLINE) else f"the item set {reference!r}"
+        room = self._context - prompt_tokens
+        if item_set.longest > room:
+            raise ItemSetError(
+                f"{called} has an item of {item_set.longest} tokens, but max_model_len={self._context} leaves {room} "
+                f"after a prompt of {prompt_tokens}: shorten the prompt or the item, or raise --max-model-len"
+            )
+        if params.min_tokens > item_set.shortest:
+            raise ItemSetError(
+                f"min_tokens={params.min_tokens} forbids the shortest item of {called}, which has {item_set.shortest} "
+                f"tokens: set min_tokens to at most {item_set.shortest}"
+            )
+        for parameter in ("allowed_token_ids", "bad_words"):
+            if getattr(params, parameter):
+                raise ItemSetError(
+                    f"{parameter} can leave no item of {called}: leave it out, or register a smaller set"
+                )
+        inside = sorted(params.all_stop_token_ids.intersection(item_set.token_ids.tolist()))
+        if inside:
+            raise ItemSetError(
+                f"the stop token {inside[0]} occurs inside an item of {called}, which could never be finished: "
+                "choose another stop token, or build the set without it"
+            )
+        inline = self._catalogue.inline(reference)
+        params.extra_args = {**(params.extra_args or {}), REFERENCE: reference}
+        if inline:
+            params.extra_args[INDEX] = inline[1]
+        params.structured_outputs = StructuredOutputsParams(choice=[reference])
+
+    def _inline(self, choice: Any) -> str:
+        if not isinstance(choice, list) or not choice:
+            raise ItemSetError("choice must be a list of at least one text")
+        if len(choice) > self._config.inline_item_limit:
+            raise ItemSetError(
+                f"choice has {len(choice):,} items, the limit of an inline set is {self._config.inline_item_limit:,}: "
+                'register it with `itemset build` and --item-set, or raise {"inline_item_limit": N} in '
+                "--additional-config"
+            )
+        digest = hashlib.blake2b(repr(choice).encode("utf-8", "surrogatepass"), digest_size=16)
+        reference = INLINE + digest.hexdigest()
+        if self._catalogue.inline(reference) is None:
+            with self._encoding:
+                item_set = itemset.build_text(choice, self._tokenizer)
+            self._check_fit("the inline set", item_set)
+            self._catalogue.keep(reference, item_set, item_set.to_bytes())
+        return reference
+
+    def _check_fit(self, called: str, item_set: ItemSet) -> None:
+        highest = int(item_set.token_ids[-1])
+        if highest >= self._vocab_size:
+            raise ItemSetError(
+                f"{called} holds token id {highest}, the model's vocabulary ends at {self._vocab_size - 1}: "
+                "build the set with this model's token ids"
+            )
+        if item_set.longest > self._context:
+            raise ItemSetError(
+                f"{called} has an item of {item_set.longest} tokens, longer than max_model_len={self._context}: "
+                "raise --max-model-len or leave the item out"
+            )
+
+    def _check_tokenizer(self, name: str, item_set: ItemSet, model_print: str) -> None:
+        if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != model_print:
+            model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
+            raise ItemSetError(
+                f"the item set {name!r} ({self._config.item_sets[name]}) was built with the tokenizer "
+                f"{item_set.tokenizer.name} ({item_set.tokenizer.fingerprint[:12]}), the model uses {model} "
+                f"({model_print[:12]}): build the set with --tokenizer {model}"
+            )

@@ -81,6 +81,12 @@ class ItemSet:
         walk.mark_tail_tokens(tables, self.trie.tail_tokens, seen)
         return np.flatnonzero(seen)
 
+    def occurring(self, token_ids: Iterable[int]) -> list[int]:
+        """Those of `token_ids` that occur in an item, ascending."""
+        asked = np.array(sorted(token_ids), np.int64)
+        at = np.minimum(np.searchsorted(self.token_ids, asked), len(self.token_ids) - 1)
+        return [int(token) for token in asked[self.token_ids[at] == asked]]
+
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
         """Tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
 

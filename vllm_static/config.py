@@ -33,6 +33,7 @@ class StaticConfig:
 
 
 def _by_name(item_sets: Any) -> dict[str, str]:
+    pairs: list[tuple[Any, ...]]
     if isinstance(item_sets, Mapping):
         pairs = list(item_sets.items())
     elif isinstance(item_sets, Sequence) and not isinstance(item_sets, str):

@@ -17,7 +17,7 @@ from vllm_static.catalogue import INLINE, Catalogue
 from vllm_static.config import StaticConfig
 
 REFERENCE = "item_set"
-"""Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also the reference of an inline one."""
+"""Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
 INDEX = "item_set_index"
 """Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
 
@@ -83,8 +83,7 @@ class FrontEnd:
                 raise ItemSetError(
                     f"{parameter} can leave no item of {called}: leave it out, or register a smaller set"
                 )
-        inside = sorted(params.all_stop_token_ids.intersection(item_set.token_ids.tolist()))
-        if inside:
+        if inside := item_set.occurring(params.all_stop_token_ids):
             raise ItemSetError(
                 f"the stop token {inside[0]} occurs inside an item of {called}, which could never be finished: "
                 "choose another stop token, or build the set without it"

@@ -27,7 +27,7 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
 
 
 def refuse_beam_search(request: Any) -> None:
-    """vLLM's beam search over HTTP ignores constraints; raises VLLMValidationError (HTTP 400) where one is an item set."""
+    """vLLM's beam search over HTTP ignores constraints: VLLMValidationError (HTTP 400) where one is an item set."""
     named = (request.model_extra or {}).get(REFERENCE) or (request.vllm_xargs or {}).get(REFERENCE)
     structured = request.structured_outputs
     if named is not None or (structured is not None and structured.choice is not None):

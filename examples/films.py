@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import importlib.metadata
+import itertools
 import json
 import os
 import shlex
@@ -62,7 +63,7 @@ class Answer:
 
 
 def build_index(catalogue: Path, model: Path) -> None:
-    """The index of the titles, built anew only when it is older than what it is made from."""
+    """Build the index of the titles, unless it is newer than what it is made from."""
     sources = (catalogue, model / "tokenizer.json")
     if INDEX.exists() and INDEX.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return
@@ -73,18 +74,16 @@ def build_index(catalogue: Path, model: Path) -> None:
 
 
 def server_command(model: Path, port: int) -> list[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += [
-        "--served-model-name",
-        MODEL_NAME,
-        "--max-model-len",
-        "1024",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += ["--structured-outputs-config.backend", "static", "--item-set", f"{ITEM_SET}={INDEX}"]
+    options = {
+        "--model": str(model),
+        "--served-model-name": MODEL_NAME,
+        "--max-model-len": "1024",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--structured-outputs-config.backend": "static",
+        "--item-set": f"{ITEM_SET}={INDEX}",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *itertools.chain(*options.items())]
     if vllm_is_for_cpus():
         return [*command, "--dtype", "bfloat16", "--enforce-eager"]
     return [*command, "--gpu-memory-utilization", "0.5"]
@@ -170,7 +169,9 @@ def answers(url: str) -> bool:
 
 def end_process_group(leader: subprocess.Popen[bytes]) -> None:
     """End the server and its engine processes: politely, then by force."""
-    for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+    with suppress(OSError):  # the terminal may be gone
+        print("\nending the server", flush=True)
+    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
         with suppress(ProcessLookupError):
             os.killpg(leader.pid, number)
         deadline = time.monotonic() + seconds
@@ -258,8 +259,9 @@ def stop(number: int, frame: FrameType | None) -> NoReturn:
 def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGHUP, stop)
-    # The server is on this machine: no proxy stands between.
-    os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy", ""), "127.0.0.1"]))
+    # No proxy stands between this machine and itself.
+    exceptions = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = f"{exceptions},127.0.0.1" if exceptions else "127.0.0.1"
     try:
         catalogue, model = titles(), model_dir()
         build_index(catalogue, model)
@@ -273,7 +275,7 @@ def main() -> int:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
-        print(f"\nthis command failed: {shlex.join(map(str, error.cmd))}", file=sys.stderr)
+        print(f"\nthis command failed (its own words are above): {shlex.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

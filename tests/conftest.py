@@ -1,5 +1,4 @@
-"""Fixtures that every test module may use: tiny models, and real engines and servers that are started when first asked
-for."""
+"""Fixtures for every test module: tiny models, and real engines and servers, started when first asked for."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import pytest
 from engines import Engine
 from models import cached_tiny_llama
 from servers import Server
+from sets import NamedSet, token_sets
 
 Process = TypeVar("Process", Engine, Server)
 
@@ -78,3 +78,18 @@ def servers() -> Iterator[Pool[Server]]:
     pool = Pool(Server, keep=1)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def named_sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NamedSet]:
+    """Item sets of several shapes by name, each with its file."""
+    return token_sets(tmp_path_factory.mktemp("sets"))
+
+
+@pytest.fixture(scope="session")
+def static(named_sets: dict[str, NamedSet]) -> dict[str, Any]:
+    """The arguments of an engine with our backend and these sets."""
+    return {
+        "structured_outputs_config": {"backend": "static"},
+        "additional_config": {"item_sets": {name: named.path for name, named in named_sets.items()}},
+    }

@@ -58,9 +58,11 @@ def serve(connection: Connection, make_llm: Callable[..., Any]) -> None:
     """Answer requests until the other side closes. The first one starts the engine, the others run a function on it."""
     llm: Any = None
 
-    def start(environment: dict[str, str], arguments: dict[str, Any]) -> None:
+    def start(environment: dict[str, str], prepare: Callable[[], None] | None, arguments: dict[str, Any]) -> None:
         nonlocal llm
         os.environ.update(environment)
+        if prepare is not None:
+            prepare()
         llm = make_llm(**arguments)
 
     connection.send(os.getpid())

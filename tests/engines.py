@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,22 @@ def environment(runner: str) -> dict[str, str]:
 
 
 class Engine:
-    """A `vllm.LLM` in a process of its own. Keyword arguments go to `LLM`; `env` is set just before it is made.
+    """A `vllm.LLM` in a process of its own. Keyword arguments go to `LLM`.
 
+    Just before it is made, `env` is added to the environment and the function `prepare` is called there.
     `timeout` bounds, in seconds, the start and every call. An engine that exceeds it or dies raises `EngineError` with
     the end of its log, and is gone; an exception in the engine's process is raised here and leaves it running.
     """
 
     def __init__(
-        self, runner: str, model: Path | str, *, env: dict[str, str] | None = None, timeout: float = 120, **llm: Any
+        self,
+        runner: str,
+        model: Path | str,
+        *,
+        env: dict[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
+        timeout: float = 120,
+        **llm: Any,
     ) -> None:
         self.runner = runner
         self.timeout = timeout
@@ -86,7 +95,7 @@ class Engine:
             with theirs, self.log_path.open("wb") as log:
                 self._host.fork(theirs.fileno(), log.fileno())
             self.pid = pickle.loads(self._receive())
-            self._request(None, env or {}, FAST | {"model": str(model)} | llm)
+            self._request(None, env or {}, prepare, FAST | {"model": str(model)} | llm)
         except BaseException:
             self.close()
             raise
@@ -157,6 +166,21 @@ class Engine:
         self.close()
         log = self.log() if self.pid is not None else self._host.log_path.read_text(errors="replace")
         return EngineError(f"the {self.runner} engine {what}; the end of its log:\n{log[-LOG_TAIL:]}")
+
+
+def force_asynchronous_scheduling() -> None:
+    """For `Engine(prepare=...)`: schedule the next step before the last one has ended, as vLLM does by default on a GPU
+    and never on a CPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check_and_update_config = CpuPlatform.check_and_update_config
+
+    def keeping_the_scheduling(config: Any) -> None:
+        scheduling = config.scheduler_config.async_scheduling
+        check_and_update_config(config)
+        config.scheduler_config.async_scheduling = scheduling
+
+    CpuPlatform.check_and_update_config = staticmethod(keeping_the_scheduling)
 
 
 def _generate(llm: Any, prompts: Any, params: Any, kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,10 @@ import random
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
 
@@ -99,7 +103,7 @@ def cached_tiny_llama(vocab_size: int = 2112, seed: int = 0) -> Path:
     return path
 
 
-def _tokenizer():
+def _tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer that encodes any text and, like Llama's own, starts it with <s>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

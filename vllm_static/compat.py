@@ -96,6 +96,7 @@ def wrap(hook: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, type(static)(wrapper) if original is not static else wrapper)
 
 
+MIDDLEWARE = "vllm_static.http.RefuseItemSetElsewhere"
 _CONFIG_MODULE = "vllm.config.structured_outputs"
 
 
@@ -189,6 +190,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where vLLM's own configuration has its place for it."""
+    if MIDDLEWARE not in getattr(args, "middleware", [MIDDLEWARE]):
+        args.middleware = [*args.middleware, MIDDLEWARE]
     if getattr(args, "guided_decoding_backend", None):
         from vllm.config import StructuredOutputsConfig
 

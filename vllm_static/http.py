@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -35,3 +38,50 @@ def refuse_beam_search(request: Any) -> None:
             "use_beam_search would ignore the item set: leave use_beam_search out, and use n for several answers",
             parameter="use_beam_search",
         )
+
+
+SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"}
+
+
+class RefuseItemSetElsewhere:
+    """ASGI middleware (vLLM's --middleware): HTTP 400 for the field `item_set` at an endpoint that would ignore it."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        kind = dict(scope.get("headers", ())).get(b"content-type", b"")
+        if scope["type"] != "http" or scope["path"] in SERVED or not kind.startswith(b"application/json"):
+            await self._app(scope, receive, send)
+            return
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        if _names_item_set(b"".join(message.get("body", b"") for message in messages)):
+            await _refuse(send, f"{scope['path']} takes no item_set: send it to one of {', '.join(sorted(SERVED))}")
+            return
+        read = iter(messages)
+
+        async def replay() -> Any:
+            return next(read, None) or await receive()
+
+        await self._app(scope, replay, send)
+
+
+def _names_item_set(body: bytes) -> bool:
+    if REFERENCE.encode() not in body:
+        return False
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return False  # the endpoint itself says what is wrong with it
+    return isinstance(fields, dict) and fields.get(REFERENCE) is not None
+
+
+async def _refuse(send: Any, message: str) -> None:
+    code = HTTPStatus.BAD_REQUEST
+    error = {"message": message, "type": code.phrase, "param": REFERENCE, "code": code.value}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": code.value, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

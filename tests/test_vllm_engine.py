@@ -1,0 +1,224 @@
+"""Item sets in the real vLLM engine, on model runners V1 and V2: what is generated, and how requests end."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+EOS = 1
+CITIES = ["Paris", "London", "New York", "New York City"]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+SAMPLES = {"v1": 2_000, "v2": 200}
+
+
+@pytest.fixture
+def engine(runner, engines, tiny_model, static):
+    return engines(runner, tiny_model, **static)
+
+
+def named(name: str, **kwargs) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1, "max_tokens": 20, "extra_args": {"item_set": name}} | kwargs)
+
+
+def inline(choice: list[str], **kwargs) -> SamplingParams:
+    structured = StructuredOutputsParams(choice=choice)
+    return SamplingParams(**{"temperature": 1, "max_tokens": 40, "structured_outputs": structured} | kwargs)
+
+
+def answer(output) -> tuple[int, ...]:
+    """The tokens before the stop token."""
+    tokens = tuple(output.outputs[0].token_ids)
+    return tokens[:-1] if tokens[-1] == EOS else tokens
+
+
+def test_no_answer_is_outside_its_set(engine, runner, named_sets):
+    others = [
+        SamplingParams(max_tokens=8),
+        SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}")),
+        inline(CITIES),
+    ]
+    count = SAMPLES[runner]
+    kinds = list(itertools.islice(itertools.cycle([*named_sets, *range(len(others))]), count * 9 // 6))
+    params = [named(kind) if isinstance(kind, str) else others[kind] for kind in kinds]
+    outputs = engine.generate([f"request {i}" for i in range(len(kinds))], params)
+    checked = 0
+    for kind, output in zip(kinds, outputs, strict=True):
+        text = output.outputs[0].text
+        if isinstance(kind, str):
+            assert answer(output) in named_sets[kind].items
+            assert output.outputs[0].finish_reason == "stop"
+            checked += 1
+        elif kind == 1:
+            assert len(text) == 3
+            assert text.isdigit()
+        elif kind == 2:
+            assert text in CITIES
+    assert checked >= count
+    distinct = {answer(output) for kind, output in zip(kinds, outputs, strict=True) if kind == "large"}
+    assert len(distinct) > checked / 6 / 2  # the model chooses, not the trie
+
+
+def test_inline_sets_answer_as_xgrammar_does(runner, engines, tiny_model, engine):
+    choices = [CITIES, ["yes", "no"], ["red", "green", "blue"], [str(n) for n in range(100)]]
+    prompts = [f"Question {i}: " for i in range(12)]
+    params = [inline(choices[i % 4], temperature=0) for i in range(12)]
+    ours = [output.outputs[0].text for output in engine.generate(prompts, params)]
+    xgrammar = engines(runner, tiny_model, structured_outputs_config={"backend": "xgrammar"})
+    # xgrammar also allows other tokenisations of a choice; this model prefers the canonical one where they agree.
+    theirs = [output.outputs[0] for output in xgrammar.generate(prompts, params)]
+    canonical = engine.call(canonical_tokens, [text for choice in choices for text in choice])
+    compared = 0
+    for mine, their, i in zip(ours, theirs, itertools.count(), strict=False):
+        assert mine in choices[i % 4]
+        if tuple(their.token_ids[:-1]) == tuple(canonical[their.text]):
+            compared += 1
+            assert mine == their.text
+    assert compared >= 1
+
+
+def canonical_tokens(llm, texts: list[str]) -> dict[str, list[int]]:
+    tokenizer = llm.get_tokenizer()
+    return {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
+
+
+def test_an_item_may_be_a_prefix_of_another(engine, runner, named_sets):
+    outputs = engine.generate([f"p {i}" for i in range(SAMPLES[runner] // 10)], named("prefixes"))
+    assert {len(answer(output)) for output in outputs} >= {1, 2}
+
+
+def test_ignore_eos_goes_on_with_stop_tokens_only(engine, named_sets):
+    for output in engine.generate(["a", "b", "c"], named("prefixes", ignore_eos=True, max_tokens=24)):
+        tokens = list(output.outputs[0].token_ids)
+        item = tuple(itertools.takewhile(lambda token: token != EOS, tokens))
+        assert item in named_sets["prefixes"].items
+        assert set(tokens[len(item) :]) == {EOS}
+        assert (len(tokens), output.outputs[0].finish_reason) == (24, "length")
+
+
+def test_stop_token_ids_end_an_item_too(engine, named_sets):
+    outputs = engine.generate([f"p {i}" for i in range(16)], named("labels", stop_token_ids=[60, 61]))
+    ends = set()
+    for output in outputs:
+        *item, end = output.outputs[0].token_ids
+        assert tuple(item) in named_sets["labels"].items
+        ends.add(end)
+    assert ends <= {EOS, 60, 61}
+    assert ends & {60, 61}
+
+
+def test_max_tokens_cuts_inside_an_item(engine, named_sets):
+    (output,) = engine.generate(["p"], named("one", max_tokens=3))
+    assert tuple(output.outputs[0].token_ids) == (300, 301, 302)
+    assert output.outputs[0].finish_reason == "length"
+    (output,) = engine.generate(["p"], named("one", max_tokens=5))
+    assert tuple(output.outputs[0].token_ids) in named_sets["one"].items
+
+
+def test_min_tokens_holds_the_stop_back(engine):
+    for output in engine.generate(["p"] * 4, named("one", min_tokens=5)):
+        assert answer(output) == (300, 301, 302, 303, 304)
+
+
+def test_n_gives_independent_items(engine, named_sets):
+    (output,) = engine.generate(["p"], named("large", n=8, seed=3))
+    answers = {tuple(token for token in part.token_ids if token != EOS) for part in output.outputs}
+    assert answers <= named_sets["large"].items
+    assert len(answers) > 1
+
+
+def test_a_seed_repeats_its_answer(engine):
+    first, second = (engine.generate(["p"] * 3, named("large", seed=11)) for _ in range(2))
+    assert [answer(output) for output in first] == [answer(output) for output in second]
+
+
+def test_stop_strings_end_inside_an_item(engine):
+    (output,) = engine.generate(["p"], inline(["one two three"], stop=[" two"]))
+    assert output.outputs[0].text == "one"
+
+
+def test_logprobs_of_the_chosen_tokens(engine, named_sets):
+    (output,) = engine.generate(["p"], named("large", logprobs=3, temperature=0))
+    part = output.outputs[0]
+    assert len(part.logprobs) == len(part.token_ids)
+    for token, entries in zip(part.token_ids, part.logprobs, strict=True):
+        assert np.isfinite(entries[token].logprob)
+
+
+def test_a_reused_parameter_object_stays_as_it_is(engine):
+    params = inline(CITIES)
+    for _ in range(2):
+        assert engine.generate(["p"], params)[0].outputs[0].text in CITIES
+    assert params.structured_outputs.choice == CITIES
+    assert params.extra_args is None
+
+
+def test_ngram_speculation_changes_nothing_at_temperature_0(runner, engines, engine, tiny_model, static, named_sets):
+    items = {name: sorted(named_sets[name].items)[:6] for name in ("large", "ragged", "prefixes")}
+    # The prompt holds items twice over, so that its n-grams propose some that are in the set and some that are not.
+    prompts, params = [], []
+    for name, some in items.items():
+        for i in range(4):
+            tokens = [token for item in some[i:] + some[:i] for token in item]
+            prompts.append({"prompt_token_ids": (tokens * 2 + list(some[i][:1]))[-150:]})
+            params.append(named(name, temperature=0))
+    prompts += ["Paris London Paris London Pa", "the quick the quick the"]
+    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=10)]
+    plain = [tuple(output.outputs[0].token_ids) for output in engine.generate(prompts, params)]
+    speculating = engines(runner, tiny_model, speculative_config=NGRAM, disable_log_stats=False, **static)
+    assert [tuple(output.outputs[0].token_ids) for output in speculating.generate(prompts, params)] == plain
+    counted = speculating.call(metrics)
+    assert counted["vllm:spec_decode_num_draft_tokens"] >= counted["vllm:spec_decode_num_accepted_tokens"] > 0
+    if runner == "v2":
+        # On V1 vLLM's own C++ fallback for CPUs loses the temperature of every draft row (docs/vllm.md).
+        sampled = speculating.generate(prompts[:12], named("ragged"))
+        assert {answer(output) for output in sampled} <= named_sets["ragged"].items
+
+
+def metrics(llm) -> dict[str, float]:
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def test_prefix_caching_and_chunked_prefill(runner, engines, tiny_model, static, named_sets):
+    engine = engines(
+        runner, tiny_model, enable_prefix_caching=True, max_num_batched_tokens=64, enable_chunked_prefill=True, **static
+    )
+    prompt = {"prompt_token_ids": list(range(200, 350))}
+    for _ in range(2):
+        for output in engine.generate([prompt] * 4, named("ragged")):
+            assert answer(output) in named_sets["ragged"].items
+    assert output.num_cached_tokens > 0
+
+
+PREEMPTING = {"num_gpu_blocks_override": 9, "max_model_len": 128, "enable_prefix_caching": False}
+
+
+def test_preemption_and_resumption(runner, engines, engine, tiny_model, static, named_sets):
+    prompts = [{"prompt_token_ids": [200 + i] * 58} for i in range(8)]
+    params = [named("large", temperature=0, max_tokens=6, ignore_eos=True)] * 4
+    params += [named("ragged", seed=i, ignore_eos=True, max_tokens=30) for i in range(4)]
+    expected = [tuple(output.outputs[0].token_ids) for output in engine.generate(prompts, params)]
+    tight = engines(runner, tiny_model, disable_log_stats=False, **PREEMPTING, **static)
+    assert [tuple(output.outputs[0].token_ids) for output in tight.generate(prompts, params)] == expected
+    assert tight.call(metrics)["vllm:num_preemptions"] > 0
+
+
+def test_an_aborted_request_leaves_the_others_alone(engine, named_sets):
+    texts = engine.call(abort_some, [named("ragged") for _ in range(6)])
+    assert len(texts) == 3
+    assert set(texts) <= named_sets["ragged"].items
+
+
+def abort_some(llm, params: list[SamplingParams]) -> list[tuple[int, ...]]:
+    """Start all, abort every other one after two steps; the answers of the rest."""
+    names = [llm.llm_engine.add_request(f"abort-{i}", {"prompt_token_ids": [5, 6, 7]}, p) for i, p in enumerate(params)]
+    llm.llm_engine.step()
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request([f"abort-{i}" for i in range(0, len(names), 2)])
+    answers = []
+    while llm.llm_engine.has_unfinished_requests():
+        answers += [tuple(output.outputs[0].token_ids[:-1]) for output in llm.llm_engine.step() if output.finished]
+    return answers

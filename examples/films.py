@@ -66,7 +66,9 @@ def build_index(catalogue: Path, model: Path) -> None:
     """Build the index of the titles, unless it is newer than what it is made from."""
     sources = (catalogue, model / "tokenizer.json")
     if INDEX.exists() and INDEX.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-        return
+        with suppress(itemset.ItemSetError):  # of an older version of this project, say
+            itemset.load(INDEX)
+            return
     arguments = ["build", str(catalogue), "--column", "title", "--key", "movie_id"]
     arguments += ["--tokenizer", str(model), "-o", str(INDEX)]
     print("$", shlex.join(["itemset", *arguments]), flush=True)

@@ -146,6 +146,9 @@ def test_logprobs_of_the_chosen_tokens(engine, named_sets):
     assert len(part.logprobs) == len(part.token_ids)
     for token, entries in zip(part.token_ids, part.logprobs, strict=True):
         assert np.isfinite(entries[token].logprob)
+    part = engine.generate(["p"], named("one", logprobs=1))[0].outputs[0]
+    forced = [entries[token].logprob for token, entries in zip(part.token_ids, part.logprobs, strict=True)]
+    assert forced == [0.0] * 6
 
 
 def test_a_reused_parameter_object_stays_as_it_is(engine):

@@ -29,7 +29,7 @@ class ItemSet:
         trie: Trie,
         item_keys: pa.Array,
         *,
-        digest: str,
+        digest: str | None = None,
         duplicates: int = 0,
         vocab_size: int | None = None,
         tokenizer: TokenizerId | None = None,
@@ -37,8 +37,7 @@ class ItemSet:
     ) -> None:
         self.trie = trie
         self._keys = item_keys
-        self.digest = digest
-        """Hex digest of the tables: the same for two sets of the same items, whatever their keys."""
+        self._digest = digest
         self.duplicates = duplicates
         """Items of the input that were folded into an earlier equal one."""
         self.vocab_size = vocab_size
@@ -71,6 +70,13 @@ class ItemSet:
     def sections(self) -> dict[str, int]:
         """Bytes of each array in the file."""
         return {name: array.nbytes for name, array in self._arrays().items()}
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the tables: the same for two sets of the same items, whatever their keys."""
+        if self._digest is None:
+            self._digest = _digest(self.trie.tables)
+        return self._digest
 
     @functools.cached_property
     def token_ids(self) -> NDArray[np.int64]:
@@ -172,15 +178,15 @@ def build(
     Raises ItemSetError as `rows.as_rows`, `keys.as_keys` and `trie.build_trie` do.
     """
     rows = as_rows(items, vocab_size)
-    item_keys = as_keys(keys, len(rows))
     total = len(rows)
+    item_keys = None if keys is None else as_keys(keys, total)
     rows, order, lcp = sort_unique(rows)
     trie, members = build_trie(rows, lcp)
+    del rows, lcp
     kept = members if order is None else order[members]
     return ItemSet(
         trie,
-        item_keys.take(pa.array(kept)),
-        digest=_digest(trie.tables),
+        pa.array(kept.astype(np.int64)) if item_keys is None else item_keys.take(pa.array(kept)),
         duplicates=total - trie.items,
         vocab_size=vocab_size,
         tokenizer=identify(tokenizer) if tokenizer is not None else None,

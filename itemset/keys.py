@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 
 
-def as_keys(keys: Iterable[int] | Iterable[str] | NDArray[Any] | None, items: int) -> pa.Array:
-    """An int64 or large_string array of one key an item; the row numbers where `keys` is None.
+def as_keys(keys: Iterable[int] | Iterable[str] | NDArray[Any], items: int) -> pa.Array:
+    """An int64 or large_string array of one key an item.
 
     Raises ItemSetError: as many keys as items are needed, all integers or all strings.
     """
-    if keys is None:
-        return pa.array(np.arange(items, dtype=np.int64))
     try:
         array = pa.array(keys if isinstance(keys, np.ndarray | list | pa.Array) else list(keys))
     except (pa.ArrowException, OverflowError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,36 +12,53 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 
+MAX_ITEMS = 2**31 - 1
 MAX_ITEM_TOKENS = 65_535  # a prefix length fits in 16 bits
 MAX_TOKEN_ID = 2**31 - 2  # engines hold token ids in signed 32 bits; one value stays free for "end of item"
 
 
-@dataclass(frozen=True)
 class Rows:
     """N items, one after another.
 
-    tokens: [T], uint16 or uint32 (any integer type at construction), item i is ``tokens[offsets[i]:offsets[i + 1]]``.
-    offsets: [N + 1], int64, ascending from 0 to T.
+    tokens: [T], uint16 or uint32 (any integer type at construction).
+    offsets: [N + 1], int64, ascending from 0 to T: item i is ``tokens[offsets[i]:offsets[i + 1]]``.
+    width: tokens of each item where all have the same number; then there are no offsets to keep.
     """
 
-    tokens: NDArray[Any]
-    offsets: NDArray[np.int64]
+    def __init__(self, tokens: NDArray[Any], offsets: NDArray[np.int64] | None = None, *, width: int = 0) -> None:
+        if (offsets is None) == (width == 0):
+            raise ItemSetError("rows need offsets or a width")
+        self.tokens = tokens
+        self.layout = (np.zeros(0, np.int64) if offsets is None else offsets, width)
+        """What the compiled loops take: offsets, empty where there is a width, and the width, 0 where there is none."""
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        offsets, width = self.layout
+        return len(self.tokens) // width if width else len(offsets) - 1
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
+    def offsets(self) -> NDArray[np.int64]:
+        offsets, width = self.layout
+        return np.arange(len(self) + 1, dtype=np.int64) * width if width else offsets
 
-    def take(self, order: NDArray[np.int64]) -> Rows:
+    @property
+    def shortest(self) -> int:
+        return self.layout[1] or int(np.diff(self.offsets).min())
+
+    @property
+    def longest(self) -> int:
+        return self.layout[1] or int(np.diff(self.offsets).max())
+
+    def take(self, order: NDArray[Any]) -> Rows:
         """The rows `order` names, in that order."""
-        lengths = self.lengths[order]
-        offsets = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        tokens = np.empty(int(offsets[-1]), self.tokens.dtype)
-        _gather(self.tokens, self.offsets, order, offsets, tokens)
-        return Rows(tokens, offsets)
+        offsets, width = self.layout
+        if width:
+            return Rows(np.take(self.tokens.reshape(-1, width), order, axis=0).reshape(-1), width=width)
+        taken = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(np.diff(offsets)[order], out=taken[1:])
+        tokens = np.empty(int(taken[-1]), self.tokens.dtype)
+        _gather(self.tokens, offsets, order, taken, tokens)
+        return Rows(tokens, taken)
 
 
 def as_rows(items: Any, vocab_size: int | None = None) -> Rows:
@@ -53,33 +69,39 @@ def as_rows(items: Any, vocab_size: int | None = None) -> Rows:
     a token id below 0, above 2^31 - 2 or >= `vocab_size`.
     """
     if isinstance(items, Rows):
-        tokens, offsets = np.asarray(items.tokens), np.asarray(items.offsets, np.int64)
-        if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 0):
-            raise ItemSetError("offsets must ascend from 0 to the number of tokens")
+        rows = items
     elif isinstance(items, np.ndarray) and items.ndim == 2:
-        tokens = items.reshape(-1)
-        offsets = np.arange(items.shape[0] + 1, dtype=np.int64) * items.shape[1]
+        rows = Rows(items.reshape(-1), width=items.shape[1]) if items.size else Rows(*_flatten(items.tolist()))
     else:
-        tokens, offsets = _flatten(items)
-    if len(offsets) < 2:
+        rows = Rows(*_flatten(items))
+    tokens, (offsets, width) = np.asarray(rows.tokens), rows.layout
+    if len(rows) < 1:
         raise ItemSetError("the item set is empty: give at least one item")
+    if len(rows) > MAX_ITEMS:
+        raise ItemSetError(f"{len(rows):,} items are too many, the limit is {MAX_ITEMS:,}: split the set")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ItemSetError(f"token ids must be integers, not {tokens.dtype}: encode texts with build_text()")
-    lengths = np.diff(offsets)
-    if (shortest := int(lengths.argmin())) >= 0 and lengths[shortest] == 0:
-        raise ItemSetError(f"item {shortest} is empty: remove it, an item has at least one token")
-    if lengths[longest := int(lengths.argmax())] > MAX_ITEM_TOKENS:
-        raise ItemSetError(f"item {longest} has {lengths[longest]} tokens, the limit is {MAX_ITEM_TOKENS}")
+    if width == 0:
+        lengths = np.diff(offsets)
+        if offsets[0] != 0 or offsets[-1] != len(tokens) or (lengths < 0).any():
+            raise ItemSetError("offsets must ascend from 0 to the number of tokens")
+        if not lengths.all():
+            raise ItemSetError(f"item {int(lengths.argmin())} is empty: remove it, an item has at least one token")
+        if lengths.max() > MAX_ITEM_TOKENS:
+            longest = int(lengths.argmax())
+            raise ItemSetError(f"item {longest} has {lengths[longest]} tokens, the limit is {MAX_ITEM_TOKENS}")
+    elif width > MAX_ITEM_TOKENS:
+        raise ItemSetError(f"the items have {width} tokens, the limit is {MAX_ITEM_TOKENS}")
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else min(vocab_size, MAX_TOKEN_ID + 1)
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= limit:
         where = int(np.argmax((tokens < 0) | (tokens >= limit)))
-        item = int(np.searchsorted(offsets, where, side="right")) - 1
+        item = where // width if width else int(np.searchsorted(offsets, where, side="right")) - 1
         raise ItemSetError(
             f"item {item} holds token id {int(tokens[where])}, outside the vocabulary 0..{limit - 1}: "
             "use the model's own token ids"
         )
-    return Rows(np.ascontiguousarray(tokens, dtype=token_dtype(high)), offsets)
+    return Rows(np.ascontiguousarray(tokens, dtype=token_dtype(high)), None if width else offsets, width=width)
 
 
 def token_dtype(highest: int) -> type[np.uint16] | type[np.uint32]:
@@ -106,55 +128,68 @@ def _flatten(items: Iterable[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.i
     return tokens, offsets
 
 
-def sort_unique(rows: Rows) -> tuple[Rows, NDArray[np.int64] | None, NDArray[np.uint16]]:
+def sort_unique(rows: Rows) -> tuple[Rows, NDArray[np.uint32] | None, NDArray[np.uint16]]:
     """Sort the rows by their tokens and fold equal ones (the first of the input stays).
 
-    Returns the sorted distinct rows; their positions in the input [N], None where the input was sorted and distinct
-    already; and lcp [N + 1], uint16: lcp[i] = tokens that row i shares with row i - 1, 0 at both ends.
+    Returns the sorted distinct rows; their positions in the input [N] uint32, None where the input was sorted and
+    distinct already; and lcp [N + 1] uint16: lcp[i] = tokens that row i shares with row i - 1, 0 at both ends.
     """
     lcp = np.empty(len(rows) + 1, np.uint16)
-    verdict = _common_prefixes(rows.tokens, rows.offsets, lcp)
+    verdict = _common_prefixes(rows.tokens, *rows.layout, lcp)
     if verdict == _ASCENDING:
         return rows, None, lcp
-    order = np.arange(len(rows)) if verdict == _REPEATS else _sort_order(rows)
-    rows = rows.take(order) if verdict != _REPEATS else rows
-    if _common_prefixes(rows.tokens, rows.offsets, lcp) == _ASCENDING:
+    if verdict == _REPEATS:
+        order = np.arange(len(rows), dtype=np.uint32)
+    else:
+        order = _sort_order(rows)
+        rows = rows.take(order)
+        verdict = _common_prefixes(rows.tokens, *rows.layout, lcp)
+    if verdict == _ASCENDING:
         return rows, order, lcp
-    lengths = rows.lengths
-    first = np.empty(len(rows), np.bool_)
-    first[0] = True
-    np.not_equal(lengths[1:], lengths[:-1], out=first[1:])
-    first[1:] |= lcp[1:-1] != lengths[1:]
+    first = _first_of_equals(*rows.layout, lcp)
     starts = np.flatnonzero(first)
-    kept = rows.take(starts)
-    lcp = np.append(lcp[:-1][first], np.uint16(0))
-    return kept, np.minimum.reduceat(order, starts), lcp
+    rows = rows.take(starts)
+    return rows, np.minimum.reduceat(order, starts), np.append(lcp[:-1][first], np.uint16(0))
 
 
-def _sort_order(rows: Rows) -> NDArray[np.int64]:
-    """Positions of the rows in ascending order: argsort of the first tokens packed in 64 bits, then of the next
-    ones, for the rows that are still tied."""
+def _sort_order(rows: Rows) -> NDArray[np.uint32]:
+    """Positions of the rows in ascending order: by as many first tokens as fit into 64 bits beside the position, then
+    by the next ones, for the rows that are still tied."""
     bits = (int(rows.tokens.max()) + 1).bit_length()
-    width = 64 // bits
-    everything = np.arange(len(rows))
-    key = _pack_keys(rows.tokens, rows.offsets, everything, 0, width, bits)
-    order = np.argsort(key)
-    key = key[order]
-    tied = _runs(key[1:] == key[:-1])
-    positions, depth, longest = np.flatnonzero(tied), width, int(rows.lengths.max())
-    group = key[positions]
+    longest = rows.longest
+
+    def sort(members: NDArray[np.uint32], depth: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
+        """The order of `members` by their tokens from `depth` on, their keys in that order, and the tokens in a key."""
+        index_bits = max(1, (len(members) - 1).bit_length())
+        width = min((64 - index_bits) // bits, max(1, longest - depth))
+        keys = _pack_keys(rows.tokens, *rows.layout, members, depth, width, bits, index_bits)
+        keys.sort()
+        by_key = (keys & np.uint64((1 << index_bits) - 1)).astype(np.uint32)
+        keys >>= np.uint64(index_bits)
+        return by_key, keys, width
+
+    order, keys, depth = sort(np.arange(len(rows), dtype=np.uint32), 0)
+    same = keys[1:] == keys[:-1]
+    del keys
+    tied = _runs(same)
+    positions, group = np.flatnonzero(tied), _number_runs(same)[tied]
     while len(positions) and depth < longest:
         members = order[positions]
-        key = _pack_keys(rows.tokens, rows.offsets, members, depth, width, bits)
-        by_key = np.lexsort((key, group))
-        order[positions] = members[by_key]
-        key, group = key[by_key], group[by_key]
-        same = (key[1:] == key[:-1]) & (group[1:] == group[:-1])
+        by_key, keys, width = sort(members, depth)
+        keys_of = np.empty_like(keys)
+        keys_of[by_key] = keys
+        within = _stable_by_group(by_key, group)
+        order[positions] = members[within]
+        keys, group = keys_of[within], group[within]
+        same = (keys[1:] == keys[:-1]) & (group[1:] == group[:-1])
         tied = _runs(same)
-        # Groups stay in order, so the running number of the first of each run names it from now on.
-        group = np.cumsum(np.append(True, ~same))[tied]
-        positions, depth = positions[tied], depth + width
+        positions, group, depth = positions[tied], _number_runs(same)[tied], depth + width
     return order
+
+
+def _number_runs(same: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The number of the run that each element belongs to, from `same[i]`: element i + 1 equals element i."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(~same)))
 
 
 def _runs(same: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -169,22 +204,31 @@ _ASCENDING, _REPEATS, _UNSORTED = 0, 1, 2
 
 
 @numba.njit(cache=True)
-def _common_prefixes(tokens, offsets, lcp):  # type: ignore[no-untyped-def]
+def bounds(offsets, width, i):  # type: ignore[no-untyped-def]
+    """Where row i starts and ends, from `Rows.layout`."""
+    if width:
+        return i * width, (i + 1) * width
+    return offsets[i], offsets[i + 1]
+
+
+@numba.njit(cache=True)
+def _common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def]
     """Fill lcp for the rows as they stand, up to the first that is out of order; say whether they ascend strictly,
     ascend with repeats, or are unsorted."""
-    rows = len(offsets) - 1
+    rows = len(lcp) - 1
     verdict = 0
     lcp[0] = 0
     lcp[rows] = 0
     for i in range(1, rows):
-        a, b, end = offsets[i - 1], offsets[i], offsets[i + 1]
+        a, b = bounds(offsets, width, i - 1)
+        _, end = bounds(offsets, width, i)
         shared = min(b - a, end - b)
         k = 0
         while k < shared and tokens[a + k] == tokens[b + k]:
             k += 1
         lcp[i] = k
         if k == b - a:  # the earlier row is a prefix of this one, or the same
-            if k == end - b and verdict == 0:
+            if k == end - b:
                 verdict = 1
         elif k == end - b or tokens[b + k] < tokens[a + k]:
             return 2
@@ -192,18 +236,45 @@ def _common_prefixes(tokens, offsets, lcp):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _pack_keys(tokens, offsets, members, depth, width, bits):  # type: ignore[no-untyped-def]
-    """Tokens depth .. depth + width of each member, highest first, 0 after the item's end: [members] uint64."""
+def _first_of_equals(offsets, width, lcp):  # type: ignore[no-untyped-def]
+    """Whether each sorted row differs from the one before it."""
+    first = np.ones(len(lcp) - 1, np.bool_)
+    for i in range(1, len(first)):
+        a, b = bounds(offsets, width, i - 1)
+        _, end = bounds(offsets, width, i)
+        first[i] = lcp[i] != b - a or lcp[i] != end - b
+    return first
+
+
+@numba.njit(cache=True)
+def _pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
+    """Tokens depth .. depth + count of each member, the first one highest, 0 after the item's end, and in the lowest
+    `index_bits` the member's own position: [members] uint64."""
     keys = np.empty(len(members), np.uint64)
     for i in range(len(members)):
-        start, end = offsets[members[i]] + depth, offsets[members[i] + 1]
+        start, end = bounds(offsets, width, np.int64(members[i]))
+        start += depth
         key = np.uint64(0)
-        for k in range(width):
+        for k in range(count):
             key <<= np.uint64(bits)
             if start + k < end:
                 key |= np.uint64(tokens[start + k]) + np.uint64(1)
-        keys[i] = key
+        keys[i] = (key << np.uint64(index_bits)) | np.uint64(i)
     return keys
+
+
+@numba.njit(cache=True)
+def _stable_by_group(order, group):  # type: ignore[no-untyped-def]
+    """`order`, a permutation, rearranged by the group of each element; groups are numbered in order of their room."""
+    room = np.zeros(group[-1] + 2, np.int64)
+    for g in group:
+        room[g + 1] += 1
+    room = np.cumsum(room)
+    out = np.empty_like(order)
+    for i in order:
+        out[room[group[i]]] = i
+        room[group[i]] += 1
+    return out
 
 
 @numba.njit(cache=True)

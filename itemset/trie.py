@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.rows import Rows
+from itemset.rows import Rows, bounds
 
 BLOCK = 32  # edges that share one pair of bases
 MAX_INDEX = 2**31 - 1  # nodes, edges and tail tokens, each
@@ -75,9 +75,9 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
     they stand alone, in edge order, and after them those that end at a node, in node order.
     Raises ItemSetError where nodes, edges or tail tokens pass 2^31 - 1, before any table is made.
     """
-    longest = int(rows.lengths.max())
+    longest = rows.longest
     per_level = np.zeros((_COUNTS, longest + 2), np.int64)
-    longest_tail = _count(rows.offsets, lcp, per_level)
+    longest_tail = _count(*rows.layout, lcp, per_level)
     per_level[_NODES, 0] = 1
     totals = per_level.sum(axis=1)
     for name, total in zip(("nodes", "edges", "tail tokens"), totals[[_NODES, _EDGES, _TAIL_TOKENS]], strict=True):
@@ -100,7 +100,7 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
     starts = np.cumsum(per_level, axis=1) - per_level
     starts[_TERMINALS] += totals[_LEAVES]
     tables.row_offsets[nodes] = edges
-    _fill(rows.tokens, rows.offsets, lcp, starts, tables, members)
+    _fill(rows.tokens, *rows.layout, lcp, starts, tables, members)
     _set_targets(tables.targets, tables.node_base, tables.tail_base)
     for array in tables[:-1]:
         array.flags.writeable = False
@@ -108,7 +108,7 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
     trie = Trie(
         tables,
         items=len(rows),
-        shortest=int(rows.lengths.min()),
+        shortest=rows.shortest,
         longest=longest,
         level_nodes=tuple(per_level[_NODES, :levels].tolist()),
         level_edges=tuple(per_level[_EDGES, :levels].tolist()),
@@ -122,11 +122,12 @@ _COUNTS = 5
 
 
 @numba.njit(cache=True)
-def _count(offsets, lcp, per_level):  # type: ignore[no-untyped-def]
+def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
     """Nodes (but the root), edges, leaf edges, tail tokens and terminals of each level; returns the longest tail."""
     longest_tail = 0
-    for i in range(len(offsets) - 1):
-        length = offsets[i + 1] - offsets[i]
+    for i in range(len(lcp) - 1):
+        item, end = bounds(offsets, row_width, i)
+        length = end - item
         left, right = np.int64(lcp[i]), np.int64(lcp[i + 1])
         alone = max(left, right)
         for depth in range(left + 1, right + 1):
@@ -144,15 +145,16 @@ def _count(offsets, lcp, per_level):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _fill(tokens, offsets, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
+def _fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
     """One pass over the items, with one write position a level. Leaves in `targets` what `_set_targets` expects:
     0 at an edge to a node, the highest bit and the tail's length at any other."""
     leaf = tables.targets.dtype.type(1 << (tables.targets.itemsize * 8 - 1))
     width = tables.token_bits + 1
     last_bit = np.uint64(1) << np.uint64(tables.token_bits)
     tables.row_offsets[0] = 0
-    for i in range(len(offsets) - 1):
-        item, length = offsets[i], offsets[i + 1] - offsets[i]
+    for i in range(len(lcp) - 1):
+        item, end = bounds(offsets, row_width, i)
+        length = end - item
         left, right = np.int64(lcp[i]), np.int64(lcp[i + 1])
         alone = max(left, right)
         for depth in range(left + 1, right + 1):

@@ -19,12 +19,15 @@ from vllm_static.config import BACKEND
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
 
+KERNEL_SCAN = "vllm.triton_utils.dispatcher:_rebind_kernels"
+
 HOOKS = {
+    KERNEL_SCAN: "on a CPU, vLLM looks for its kernels in every imported module and trips over Numba's llvmlite",
     "vllm.config.structured_outputs:StructuredOutputsConfig": "the backend name is a Literal of this class",
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": "the flags --item-set and --guided-decoding-backend",
     "vllm.engine.arg_utils:EngineArgs.from_cli_args": "what these flags mean",
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "item sets are checked before the engine starts",
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": "knows the built-in backends only",
+    "vllm.v1.engine.input_processor:InputProcessor.__init__": "item sets are checked before the engine starts",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded off the event loop",
     "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
@@ -36,9 +39,6 @@ HOOKS = {
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params": "drops constraints",
 }
 """What is replaced or extended, and why. docs/architecture.md says more."""
-
-KERNEL_SCAN = "vllm.triton_utils.dispatcher:_rebind_kernels"
-"""On a CPU, vLLM 0.32 looks for its kernels in every imported module and trips over Numba's llvmlite."""
 
 
 def vllm_version() -> str:
@@ -62,7 +62,7 @@ def check() -> None:
             "install a supported version, or uninstall static-backend"
         )
     for hook, reason in HOOKS.items():
-        if not exists(hook):
+        if hook != KERNEL_SCAN and not exists(hook):
             raise RuntimeError(
                 f"vLLM {installed} has no {hook.replace(':', '.')}, which static-backend needs ({reason}): install "
                 "another vLLM version, or uninstall static-backend"
@@ -70,6 +70,7 @@ def check() -> None:
 
 
 def exists(hook: str) -> bool:
+    """Whether vLLM has the function that `hook` names."""
     module, _, path = hook.partition(":")
     try:
         functools.reduce(getattr, path.split("."), importlib.import_module(module))
@@ -80,6 +81,8 @@ def exists(hook: str) -> bool:
 
 def wrap(hook: str, around: Callable[..., Any]) -> None:
     """Replace the function `hook` names by ``around(original, *args, **kwargs)``; once, however often it is called."""
+    if not exists(hook):
+        return  # the kernel scan of vLLM's CPU worker, which a version may do without; `check` has seen all others
     module, _, path = hook.partition(":")
     *owners, name = path.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -201,6 +204,10 @@ def apply_flags(args: argparse.Namespace) -> None:
         else:
             args.structured_outputs_config = dataclasses.replace(current or StructuredOutputsConfig(), backend=BACKEND)
     if getattr(args, "item_set", None):
+        configured = getattr(args, "structured_outputs_config", None)
+        backend = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
+        if backend != BACKEND:
+            raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
         options = dict(getattr(args, "additional_config", None) or {})
         given = options.get("item_sets", [])
         listed = [f"{name}={path}" for name, path in given.items()] if isinstance(given, dict) else list(given)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from vllm_static import compat
 from vllm_static.config import BACKEND
@@ -23,24 +22,8 @@ def register() -> None:
     """
     compat.check()
     compat.add_backend_name()
-    if compat.exists(compat.KERNEL_SCAN):
-        compat.wrap(compat.KERNEL_SCAN, compat.hide_llvmlite)
-    arguments, requests = "vllm.engine.arg_utils:EngineArgs", "vllm.entrypoints.openai"
-    compat.wrap(f"{arguments}.add_cli_args", _add_cli_args)
-    compat.wrap(f"{arguments}.from_cli_args", _from_cli_args)
-    compat.wrap(f"{arguments}.create_engine_config", _create_engine_config)
-    compat.wrap("vllm.sampling_params:SamplingParams._validate_structured_outputs", _validate_structured_outputs)
-    compat.wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
-    compat.wrap("vllm.v1.engine.async_llm:AsyncLLM.add_request", _add_request)
-    compat.wrap("vllm.v1.structured_output:StructuredOutputManager.__init__", _manager_init)
-    compat.wrap("vllm.v1.structured_output:StructuredOutputManager.grammar_init", _grammar_init)
-    for request in (
-        f"{requests}.completion.protocol:CompletionRequest",
-        f"{requests}.chat_completion.protocol:ChatCompletionRequest",
-    ):
-        compat.wrap(f"{request}.to_sampling_params", _to_sampling_params)
-        compat.wrap(f"{request}.to_beam_search_params", _to_beam_search_params)
-    compat.wrap(f"{requests}.responses.protocol:ResponsesRequest.to_sampling_params", _to_sampling_params)
+    for hook, around in AROUND.items():
+        compat.wrap(hook, around)
 
 
 def is_ours(vllm_config: Any) -> bool:
@@ -58,32 +41,16 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     return original(cls, args)
 
 
-def _create_engine_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Bad item sets end the start-up here, before a model is loaded."""
-    vllm_config = original(*args, **kwargs)
+    original(self, vllm_config, *args, **kwargs)
+    self.static_front_end = None
     if is_ours(vllm_config):
-        from vllm.tokenizers import cached_tokenizer_from_config
-
         from vllm_static.front import FrontEnd
 
-        if vllm_config.model_config.skip_tokenizer_init:
+        if self.tokenizer is None:
             raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
-        FrontEnd(vllm_config, cached_tokenizer_from_config(vllm_config.model_config))
-    return vllm_config
-
-
-_front_ends: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-def _front_end(input_processor: Any) -> Any:
-    """The front end of this input processor, None where another backend is configured."""
-    if not is_ours(input_processor.vllm_config):
-        return None
-    if input_processor not in _front_ends:
-        from vllm_static.front import FrontEnd
-
-        _front_ends[input_processor] = FrontEnd(input_processor.vllm_config, input_processor.tokenizer)
-    return _front_ends[input_processor]
+        self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
 
 
 def _checked(function: Callable[..., Any], *args: Any) -> Any:
@@ -103,8 +70,9 @@ def _process_inputs(
 ) -> Any:
     from vllm.sampling_params import SamplingParams
 
-    front_end = _front_end(self)
-    reference = _checked(front_end.find, params) if front_end and isinstance(params, SamplingParams) else None
+    front_end, reference = self.static_front_end, None
+    if isinstance(params, SamplingParams):
+        reference = _checked(front_end.find if front_end else _refuse_item_set, params)
     request = original(self, request_id, prompt, params, *args, **kwargs)
     if reference is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
@@ -112,10 +80,21 @@ def _process_inputs(
     return request
 
 
+def _refuse_item_set(params: Any) -> None:
+    """With another backend an item set would be ignored."""
+    from itemset import ItemSetError
+    from vllm_static.front import REFERENCE
+
+    if (params.extra_args or {}).get(REFERENCE) is not None:
+        raise ItemSetError(
+            "this engine has no item sets: start it with --structured-outputs-config.backend static and --item-set"
+        )
+
+
 async def _add_request(
     original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    front_end = _front_end(self.input_processor)
+    front_end = self.input_processor.static_front_end
     if front_end and getattr(params, "structured_outputs", None) is not None:
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
         await asyncio.to_thread(_checked, front_end.find, params)
@@ -163,3 +142,29 @@ def _to_beam_search_params(original: Callable[..., Any], self: Any, *args: Any, 
 
     refuse_beam_search(self)
     return original(self, *args, **kwargs)
+
+
+_ARGUMENTS, _REQUESTS, _MANAGER, _INPUT = (
+    "vllm.engine.arg_utils:EngineArgs",
+    "vllm.entrypoints.openai",
+    "vllm.v1.structured_output:StructuredOutputManager",
+    "vllm.v1.engine.input_processor:InputProcessor",
+)
+
+AROUND: dict[str, Callable[..., Any]] = {
+    compat.KERNEL_SCAN: compat.hide_llvmlite,
+    f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
+    f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
+    "vllm.sampling_params:SamplingParams._validate_structured_outputs": _validate_structured_outputs,
+    f"{_INPUT}.__init__": _input_processor_init,
+    f"{_INPUT}.process_inputs": _process_inputs,
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": _add_request,
+    f"{_MANAGER}.__init__": _manager_init,
+    f"{_MANAGER}.grammar_init": _grammar_init,
+    f"{_REQUESTS}.completion.protocol:CompletionRequest.to_sampling_params": _to_sampling_params,
+    f"{_REQUESTS}.completion.protocol:CompletionRequest.to_beam_search_params": _to_beam_search_params,
+    f"{_REQUESTS}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": _to_sampling_params,
+    f"{_REQUESTS}.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params": _to_beam_search_params,
+    f"{_REQUESTS}.responses.protocol:ResponsesRequest.to_sampling_params": _to_sampling_params,
+}
+"""What runs around each of vLLM's functions in `compat.HOOKS`."""

@@ -80,6 +80,11 @@ def test_prefixes_that_are_no_items_have_no_key() -> None:
     for tokens in ([1], [1, 2], [5, 6, 7], [5, 6, 7, 8, 8], [9, 9], [2], [1, 2, 3, 3]):
         with pytest.raises(ItemSetError, match="no item of the set"):
             s.lookup([tokens])
+    with pytest.raises(ItemSetError, match="a flat list"):
+        s.children([[1, 2]])  # type: ignore[list-item]
+    with pytest.raises(ItemSetError, match="put it into a list"):
+        s.tokens("7")
+    assert list(s.lookup([])) == []
     with pytest.raises(ItemSetError, match="no item has the key 7"):
         s.tokens([0, 7])
 

@@ -31,6 +31,7 @@ def engine(engines, tiny_model, static):
     [
         ({"extra_args": {"item_set": "films"}}, "no item set is called 'films': it has fixed, labels, large, one"),
         ({"extra_args": {"item_set": "inline:0123"}}, "no item set is called"),
+        ({"extra_args": {"item_set": "raged"}}, "did you mean 'ragged'"),
         ({"extra_args": {"item_set": 7}}, "item_set must be the name of an item set, a string, not 7"),
         (NAMED | choice("a"), "item_set and structured_outputs .* exclude each other"),
         (NAMED | {"min_tokens": 2}, "min_tokens=2 forbids the shortest item of the item set 'ragged', which has 1"),
@@ -41,7 +42,7 @@ def engine(engines, tiny_model, static):
         (choice("red", ""), "item 1 .* is empty"),
         (choice("red", "\ud800"), "item 1 .* surrogate"),
         (choice(*map(str, range(1_001))), "choice has 1,001 items, the limit of an inline set is 1,000"),
-        (choice("a</s>b"), "the stop token 1 occurs inside an item of the inline set"),
+        (choice("a</s>b"), "item 0 .* holds the end-of-sequence token"),
         (choice("a b " * 200), "has an item of .* tokens, longer than max_model_len=256"),
     ],
 )
@@ -62,8 +63,14 @@ def test_the_rest_of_the_batch_is_not_hurt_by_a_prompt_that_leaves_no_room(engin
 
 def test_a_set_of_token_ids_outside_the_vocabulary(tmp_path, tiny_model):
     path = tmp_path / "a.itemset"
-    itemset.build([[1, 2112]]).save(path)
+    itemset.build([[5, 2112]]).save(path)
     refused(tiny_model, {"films": str(path)}, "token id 2112, the model's vocabulary ends at 2111")
+
+
+def test_a_set_with_the_end_of_sequence_token_inside(tmp_path, tiny_model):
+    path = tmp_path / "a.itemset"
+    itemset.build([[5, 1, 6]]).save(path)
+    refused(tiny_model, {"films": str(path)}, "an item with the model's end-of-sequence token 1 in it")
 
 
 def refused(model: Path, item_sets: object, message: str) -> None:
@@ -80,7 +87,7 @@ def refused(model: Path, item_sets: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.unlink(), "no such file: build it with"),
+        (lambda path: path.unlink(), "the item set 'films' cannot be opened: .* no such file: build it with"),
         (lambda path: (path.unlink(), path.mkdir()), "is a directory"),
         (lambda path: path.write_bytes(path.read_bytes()[:-5]), "is truncated"),
         (lambda path: path.write_bytes(b"PK" + path.read_bytes()[2:]), "is not an item-set index"),

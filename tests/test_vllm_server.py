@@ -21,13 +21,13 @@ COLOURS = ["red", "green", "blue"]
 
 @pytest.fixture
 def server(runner, servers, tiny_model, static, named_sets):
-    flags = [f"--item-set={name}={named.path}" for name, named in named_sets.items()]
+    flags = ["--item-set", *(f"{name}={named.path}" for name, named in named_sets.items())]
     word = {"v1": "--structured-outputs-config.backend", "v2": "--guided-decoding-backend"}[runner]
     return servers(runner, tiny_model, arguments=(word, "static", *flags))
 
 
 def complete(server, **body) -> dict:
-    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 40, **body})
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 200, **body})
     assert status == 200, answer
     return answer["choices"][0]
 
@@ -106,6 +106,7 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
     ("body", "message"),
     [
         ({"item_set": "films"}, "no item set is called 'films'"),
+        ({"item_set": "ragged", "vllm_xargs": {"item_set": "one"}}, "name different item sets"),
         ({"item_set": ["ragged"]}, "item_set must be the name of an item set"),
         ({"item_set": "ragged", "structured_outputs": {"choice": ["a"]}}, "exclude each other"),
         ({"item_set": "ragged", "response_format": {"type": "json_object"}}, "exclude each other"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections import OrderedDict
 
@@ -22,7 +23,7 @@ class Catalogue:
 
     def __init__(self, config: StaticConfig) -> None:
         """Open every registered set. Raises ItemSetError as `itemset.load` does."""
-        self.registered = {name: itemset.load(path) for name, path in config.item_sets.items()}
+        self.registered = {name: _load(name, path) for name, path in config.item_sets.items()}
         self._inline: OrderedDict[str, tuple[ItemSet, bytes]] = OrderedDict()
         self._inline_bytes = 0
         self._lock = threading.Lock()
@@ -33,7 +34,7 @@ class Catalogue:
             return self.registered[reference]
         if kept := self.inline(reference):
             return kept[0]
-        raise ItemSetError(f"no item set is called {reference!r}: {self._known()}")
+        raise ItemSetError(f"no item set is called {reference!r}: {self._known(reference)}")
 
     def inline(self, reference: str) -> tuple[ItemSet, bytes] | None:
         """An inline set and its index file, if it is still here."""
@@ -54,8 +55,17 @@ class Catalogue:
                 _, (_, dropped) = self._inline.popitem(last=False)
                 self._inline_bytes -= len(dropped)
 
-    def _known(self) -> str:
+    def _known(self, reference: str) -> str:
         if not self.registered:
             return "this server has none, start it with --item-set NAME=FILE"
         names = sorted(self.registered)
+        if alike := difflib.get_close_matches(reference, names, 1):
+            return f"did you mean {alike[0]!r}?"
         return "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def _load(name: str, path: str) -> ItemSet:
+    try:
+        return itemset.load(path)
+    except ItemSetError as error:
+        raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error

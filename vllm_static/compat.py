@@ -179,10 +179,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
     group.add_argument(
         "--item-set",
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="NAME=FILE",
-        help="Register the item set in FILE (see `itemset build`) under NAME, for the request field item_set. "
-        "Repeat it for several sets.",
+        help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
+        "item_set.",
     )
     group.add_argument(
         "--guided-decoding-backend",

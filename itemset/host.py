@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
+from itemset.jit import compiled
 from itemset.walk import DEAD, END, TAIL, advance, is_terminal, tail_token
 
 
@@ -76,7 +76,7 @@ class HostState:
         _fill_bitmask(self._tables, self.state, self._stops, row.view(np.uint32))
 
 
-@numba.njit(cache=True)
+@compiled
 def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
     row[:] = 0
     if state >= TAIL:
@@ -89,7 +89,7 @@ def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
             _set_bit(row, token)
 
 
-@numba.njit(cache=True)
+@compiled
 def _set_bit(row: Any, token: int) -> None:
     if 0 <= token < len(row) * 32:
         row[token >> 5] |= np.uint32(1) << np.uint32(token & 31)

@@ -172,8 +172,11 @@ def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArr
         header = msgspec.json.decode(body, type=Header)
         arrays = {}
         for section in header.sections:
-            if section.dtype not in _DTYPES or section.offset < 0 or section.count < 0:
+            room = len(buffer) - section.offset
+            if section.dtype not in _DTYPES or section.offset % _ALIGN or section.offset < 0:
                 raise ValueError(f"section {section.name}")
+            if not 0 <= section.count * np.dtype(section.dtype).itemsize <= room:
+                raise ValueError(f"section {section.name} has no room")
             array = np.frombuffer(buffer, section.dtype, section.count, section.offset)
             array.flags.writeable = False
             arrays[section.name] = array

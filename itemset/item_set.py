@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from itemset import index_file, numbering, walk
 from itemset.errors import ItemSetError
 from itemset.index_file import Header
-from itemset.keys import as_keys, from_sections, positions_of, to_sections
-from itemset.rows import MAX_TOKEN_ID, Rows, as_rows, sort_unique
+from itemset.keys import as_keys, from_sections, keys_at, positions_of, to_sections
+from itemset.rows import MAX_ITEM_TOKENS, MAX_TOKEN_ID, Rows, as_rows, sort_unique, token_dtype
 from itemset.text import TokenizerId, encode, identify
-from itemset.trie import Tables, Trie, build_trie
+from itemset.trie import BLOCK, Tables, Trie, build_trie
+
+_AGAIN = "build it again with `itemset build`"
+_VERIFIED_TOKENS = 1 << 24  # that `verify` unfolds at once
 
 
 class ItemSet:
@@ -81,17 +84,20 @@ class ItemSet:
     @functools.cached_property
     def token_ids(self) -> NDArray[np.int64]:
         """Every token id that occurs in an item, ascending. Read off the tables once."""
-        tables = self.trie.tables
-        seen = np.zeros(1 << tables.token_bits, np.bool_)
-        seen[tables.labels] = True
-        walk.mark_tail_tokens(tables, self.trie.tail_tokens, seen)
+        tables, tail_tokens = self.trie.tables, self.trie.tail_tokens
+        runs, ids = walk.token_runs(tables, tail_tokens), 1 << tables.token_bits
+        if ids > max(1 << 16, 8 * (len(tables.labels) + tail_tokens)):  # few tokens, some with high ids
+            return np.unique(np.concatenate(list(runs))).astype(np.int64)
+        seen = np.zeros(ids, np.bool_)
+        for run in runs:
+            seen[run[run < ids]] = True
         return np.flatnonzero(seen)
 
     def occurring(self, token_ids: Iterable[int]) -> list[int]:
         """Those of `token_ids` that occur in an item, ascending."""
         asked = np.array(sorted(token_ids), np.int64)
-        at = np.minimum(np.searchsorted(self.token_ids, asked), len(self.token_ids) - 1)
-        return [int(token) for token in asked[self.token_ids[at] == asked]]
+        first, behind = (np.searchsorted(self.token_ids, asked, side) for side in ("left", "right"))
+        return [int(token) for token in asked[first < behind]]
 
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
         """Tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
@@ -99,6 +105,8 @@ class ItemSet:
         Raises ItemSetError (a ValueError) where no item starts with `prefix_tokens`.
         """
         state = 0
+        if np.ndim(prefix_tokens) != 1:
+            raise ItemSetError("children() takes the tokens of one prefix, a flat list")
         for token in prefix_tokens:
             state = walk.advance(self.trie.tables, state, token) if 0 <= token <= MAX_TOKEN_ID else walk.DEAD
         if state == walk.DEAD:
@@ -110,21 +118,20 @@ class ItemSet:
 
         items: as for `build`. Raises ItemSetError for the first that is no item of the set.
         """
+        if not len(items):
+            return keys_at(self._keys, np.zeros(0, np.int64))
         rows = as_rows(items)
         numbers = numbering.numbers_of(self.trie.tables, self._terminal_rank, rows)
-        if (missing := np.flatnonzero(numbers < 0)).size:
+        if (missing := np.flatnonzero((numbers < 0) | (numbers >= len(self)))).size:
             i = int(missing[0])
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
-        found = self._keys.take(pa.array(numbers))
-        keys: NDArray[np.int64] | list[str]
-        keys = found.to_numpy() if pa.types.is_integer(found.type) else found.to_pylist()
-        return keys
+        return keys_at(self._keys, numbers)
 
     def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
         """The tokens of the items with these keys (the first such item). Raises ItemSetError for an unknown key."""
         numbers = positions_of(self._keys, item_keys)
-        rows = numbering.items_at(self.trie.tables, self._terminal_rank, numbers)
+        rows = numbering.items_at(self.trie.tables, self._terminal_rank, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -173,10 +180,12 @@ def build(
 
     items: an integer matrix [N, L], `Rows`, or an iterable of token-id lists of any lengths >= 1.
     keys: N integers or N strings; the row numbers where None.
-    vocab_size: token ids must be below it.
+    vocab_size: token ids must be below it; the tokenizer's where None and there is one.
     tokenizer: the Hugging Face tokenizer the ids belong to; an engine with another one refuses the index.
     Raises ItemSetError as `rows.as_rows`, `keys.as_keys` and `trie.build_trie` do.
     """
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = len(tokenizer)
     rows = as_rows(items, vocab_size)
     total = len(rows)
     item_keys = None if keys is None else as_keys(keys, total)
@@ -208,7 +217,7 @@ def build_text(
     Raises ItemSetError as `build` and `text.encode` do.
     """
     tokens, offsets = encode(texts, tokenizer, prefix=prefix, progress=progress)
-    return build(Rows(tokens, offsets), keys=keys, vocab_size=len(tokenizer), tokenizer=tokenizer, prefix=prefix)
+    return build(Rows(tokens, offsets), keys=keys, tokenizer=tokenizer, prefix=prefix)
 
 
 def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
@@ -226,17 +235,24 @@ def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
 
 
 def verify(path: str | os.PathLike[str]) -> ItemSet:
-    """Re-read the whole file: checksums, and every item through the trie. Raises ItemSetError at the first fault."""
+    """Re-read the whole file: checksums, the order of the tables, and every item through the trie.
+
+    Raises ItemSetError at the first fault.
+    """
     item_set = load(path)
-    again = "build it again with `itemset build`"
+    trie, terminal_rank = item_set.trie, item_set._terminal_rank
+    if not numbering.in_order(trie.tables, trie.tail_tokens):
+        raise ItemSetError(f"{path} is corrupted, its tables are no trie: {_AGAIN}")
     numbers = np.arange(len(item_set))
-    for part in np.array_split(numbers, -(-len(numbers) // 1_000_000)):
-        rows = numbering.items_at(item_set.trie.tables, item_set._terminal_rank, part)
-        back = numbering.numbers_of(item_set.trie.tables, item_set._terminal_rank, rows)
+    for part in np.array_split(numbers, -(-len(numbers) * trie.longest // _VERIFIED_TOKENS)):
+        rows = numbering.items_at(trie.tables, terminal_rank, part, trie.longest)
+        back = numbering.numbers_of(trie.tables, terminal_rank, rows)
         if (wrong := np.flatnonzero(back != part)).size:
-            raise ItemSetError(f"{path} is corrupted, item {int(part[wrong[0]])} does not lead back to itself: {again}")
-    if item_set.digest != _digest(item_set.trie.tables):
-        raise ItemSetError(f"{path} is corrupted, its digest does not match its tables: {again}")
+            raise ItemSetError(
+                f"{path} is corrupted, item {int(part[wrong[0]])} does not lead back to itself: {_AGAIN}"
+            )
+    if item_set.digest != _digest(trie.tables):
+        raise ItemSetError(f"{path} is corrupted, its digest does not match its tables: {_AGAIN}")
     return item_set
 
 
@@ -246,18 +262,20 @@ def _open(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: 
     try:
         tables = Tables(**{field: arrays[field] for field in Tables._fields[:-1]}, token_bits=header.token_bits)
         item_keys = from_sections(arrays)
+        trie = Trie(
+            tables,
+            header.items,
+            header.shortest,
+            header.longest,
+            header.level_nodes,
+            header.level_edges,
+            header.tail_tokens,
+        )
+        _check_shapes(trie, item_keys)
     except KeyError as missing:
-        raise ItemSetError(f"{name} is corrupted, it has no section {missing}") from missing
-    trie = Trie(
-        tables,
-        header.items,
-        header.shortest,
-        header.longest,
-        header.level_nodes,
-        header.level_edges,
-        header.tail_tokens,
-    )
-    _check_shapes(trie, item_keys, name)
+        raise ItemSetError(f"{name} is corrupted, it has no section {missing}: {_AGAIN}") from missing
+    except ValueError as error:
+        raise ItemSetError(f"{name} is corrupted, {error}: {_AGAIN}") from error
     return ItemSet(
         trie,
         item_keys,
@@ -269,15 +287,26 @@ def _open(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: 
     )
 
 
-def _check_shapes(trie: Trie, item_keys: pa.Array, name: str) -> None:
-    """That the arrays have the types and lengths that the walks rely on."""
-    tables = trie.tables
+def _check_shapes(trie: Trie, item_keys: pa.Array) -> None:
+    """That the arrays have the types and lengths that the walks rely on, and that no row leaves the edges.
+
+    Raises ValueError. Reads `row_offsets` and `terminal`, the smallest of the arrays.
+    """
+    tables, levels = trie.tables, len(trie.level_nodes)
+    if (
+        not levels == len(trie.level_edges) > 0
+        or min(*trie.level_nodes, *trie.level_edges) < 1
+        or not 1 <= tables.token_bits <= 31
+        or not 1 <= trie.shortest <= trie.longest <= MAX_ITEM_TOKENS
+        or trie.tail_tokens < 0
+    ):
+        raise ValueError("its counts do not fit each other")
     nodes, edges = sum(trie.level_nodes), sum(trie.level_edges)
-    blocks = -(-edges // 32)
+    blocks = -(-edges // BLOCK)
     expected = {
         "row_offsets": (nodes + 1, {"uint32"}),
         "terminal": (-(-nodes // 32), {"uint32"}),
-        "labels": (edges, {"uint16", "uint32"}),
+        "labels": (edges, {token_dtype((1 << tables.token_bits) - 1).__name__}),
         "targets": (edges, {"uint16", "uint32"}),
         "node_base": (blocks, {"uint32"}),
         "tail_base": (blocks, {"uint32"}),
@@ -285,12 +314,14 @@ def _check_shapes(trie: Trie, item_keys: pa.Array, name: str) -> None:
     }
     for field, (count, dtypes) in expected.items():
         array = getattr(tables, field)
-        if len(array) != count or array.dtype.name not in dtypes or nodes < 1 or edges < 1:
-            raise ItemSetError(
-                f"{name} is corrupted, section {field} does not fit the header: build it again with `itemset build`"
-            )
-    if not 1 <= tables.token_bits <= 31 or len(item_keys) != trie.items or trie.items < 1:
-        raise ItemSetError(f"{name} is corrupted, its counts do not fit: build it again with `itemset build`")
+        if len(array) != count or array.dtype.name not in dtypes:
+            raise ValueError(f"section {field} does not fit the header")
+    rows = tables.row_offsets
+    if rows[0] != 0 or rows[-1] != edges or np.any(rows[1:] < rows[:-1]):
+        raise ValueError("section row_offsets does not ascend to the number of edges")
+    items = edges - (nodes - 1) + np.count_nonzero(np.unpackbits(tables.terminal.view(np.uint8)))
+    if not len(item_keys) == trie.items == items:
+        raise ValueError("its number of items does not fit its tables or its keys")
 
 
 def _digest(tables: Tables) -> str:

@@ -37,23 +37,36 @@ def to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
     """The arrays that stand for the keys in a file."""
     if pa.types.is_integer(keys.type):
         return {"keys": keys.to_numpy(zero_copy_only=False)}
-    keys = pa.concat_arrays([keys])  # a gathered array may share buffers with another; this one starts at offset 0
-    offsets, text = keys.buffers()[1:]
-    count = len(keys) + 1
-    return {
-        "key_offsets": np.frombuffer(offsets, np.int64, count, keys.offset * 8),
-        "key_text": np.frombuffer(text, np.uint8) if text is not None else np.zeros(0, np.uint8),
-    }
+    starts, buffer = keys.buffers()[1:]
+    offsets = np.frombuffer(starts, np.int64, len(keys) + 1, keys.offset * 8)
+    text = np.zeros(0, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)
+    first, end = offsets[0], offsets[-1]  # a gathered array may share its buffers with another
+    return {"key_offsets": offsets - first if first else offsets, "key_text": text[first:end]}
 
 
 def from_sections(sections: dict[str, NDArray[Any]]) -> pa.Array:
-    """The keys over the file's own memory."""
+    """The keys over the file's own memory. Raises ValueError where the sections do not fit each other."""
     if "keys" in sections:
+        if sections["keys"].dtype != np.int64:
+            raise ValueError("its keys are no integers of 64 bits")
         return pa.array(sections["keys"])
     offsets, text = sections["key_offsets"], sections["key_text"]
-    if offsets[0] != 0 or offsets[-1] > len(text) or np.any(np.diff(offsets) < 0):
-        raise ItemSetError("the index is corrupted, its keys overlap: build it again with `itemset build`")
+    if offsets.dtype != np.int64 or text.dtype != np.uint8 or not len(offsets):
+        raise ValueError("its keys are no text")
+    if offsets[0] != 0 or offsets[-1] > len(text) or np.any(offsets[1:] < offsets[:-1]):
+        raise ValueError("its keys overlap")
     return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(text))
+
+
+def keys_at(keys: pa.Array, positions: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
+    """The keys at these positions, each 0 .. keys - 1. Raises ItemSetError where a damaged file holds no text."""
+    found = keys.take(pa.array(positions))
+    try:
+        taken: NDArray[np.int64] | list[str]
+        taken = found.to_numpy() if pa.types.is_integer(found.type) else found.to_pylist()
+        return taken
+    except UnicodeDecodeError as error:
+        raise ItemSetError("the index is corrupted, a key is no text: build it again with `itemset build`") from error
 
 
 def positions_of(keys: pa.Array, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> NDArray[np.int64]:
@@ -61,6 +74,8 @@ def positions_of(keys: pa.Array, wanted: Iterable[int] | Iterable[str] | NDArray
 
     One pass over `keys`, with a hash table of the wanted ones.
     """
+    if isinstance(wanted, str | bytes):
+        raise ItemSetError(f"keys must be a list, not the one key {wanted!r}: put it into a list")
     asked = wanted if isinstance(wanted, np.ndarray) else list(wanted)
     values = as_keys(asked, len(asked))
     if values.type != keys.type:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.errors import ItemSetError
+from itemset.jit import compiled
 from itemset.rows import Rows
 from itemset.trie import Tables
-from itemset.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_token
+from itemset.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_entry, tail_token
 
 
 def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
@@ -23,11 +24,19 @@ def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) ->
     return out
 
 
-def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64]) -> Rows:
-    """The tokens of the items with these numbers, each 0 .. items - 1."""
+def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64], longest: int) -> Rows:
+    """The tokens of the items with these numbers, each 0 .. items - 1.
+
+    Raises ItemSetError where one has more than `longest` tokens, which only a damaged index does.
+    """
     edges = np.empty(len(numbers), np.int64)
     offsets = np.zeros(len(numbers) + 1, np.int64)
-    _find_ends(tables, terminal_rank, numbers, edges, offsets)
+    _find_ends(tables, terminal_rank, numbers, longest, edges, offsets)
+    if len(numbers) and offsets.max() > longest:
+        raise ItemSetError(
+            f"the index is corrupted, item {int(numbers[offsets.argmax() - 1])} has more than {longest:,} tokens: "
+            "build it again with `itemset build`"
+        )
     np.cumsum(offsets, out=offsets)
     tokens: NDArray[Any] = np.empty(int(offsets[-1]), tables.labels.dtype)
     _collect(tables, edges, offsets, tokens)
@@ -40,7 +49,37 @@ def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return np.concatenate((np.zeros(1, np.uint32), np.cumsum(counts, dtype=np.uint32)))
 
 
-@numba.njit(cache=True)
+@compiled
+def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
+    """Whether the tables are a trie as it is built: labels ascend in their rows, and in the order of the edges the
+    nodes count up from 1 and the tails follow each other without gaps."""
+    nodes = len(tables.row_offsets) - 1
+    node, position = np.int64(1), np.int64(0)
+    for parent in range(nodes):
+        first, end = np.int64(tables.row_offsets[parent]), np.int64(tables.row_offsets[parent + 1])
+        if parent >= node:
+            return False
+        for edge in range(first, end):
+            if edge > first and tables.labels[edge] <= tables.labels[edge - 1]:
+                return False
+            state = follow(tables, edge)
+            if state == END:
+                continue
+            if state == node:
+                node += 1
+                continue
+            if state != TAIL + position:
+                return False
+            entry = np.int64(0)
+            while entry >> tables.token_bits == 0:
+                entry = tail_entry(tables, position)
+                position += 1
+            if position > tail_tokens:
+                return False
+    return node == nodes and position == tail_tokens
+
+
+@compiled
 def _branches_before(tables, edge):  # type: ignore[no-untyped-def]
     """Edges before `edge` that lead to a node."""
     bit = tables.targets.itemsize * 8 - 1
@@ -50,7 +89,7 @@ def _branches_before(tables, edge):  # type: ignore[no-untyped-def]
     return count
 
 
-@numba.njit(cache=True)
+@compiled
 def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no-untyped-def]
     leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
     for i in range(len(offsets) - 1):
@@ -76,7 +115,7 @@ def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no
                 out[i] += (tables.terminal[word] >> np.uint32(b)) & np.uint32(1)
 
 
-@numba.njit(cache=True)
+@compiled
 def _nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
     """The nth (from 0) edge that leads to a node (leaf = 0) or does not (leaf = 1), or -1."""
     bit = tables.targets.itemsize * 8 - 1
@@ -101,7 +140,7 @@ def _nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
     return np.int64(-1)
 
 
-@numba.njit(cache=True)
+@compiled
 def _node_of(tables, edge):  # type: ignore[no-untyped-def]
     """The node whose row holds `edge`."""
     low, high = np.int64(0), np.int64(len(tables.row_offsets) - 1)
@@ -114,9 +153,9 @@ def _node_of(tables, edge):  # type: ignore[no-untyped-def]
     return low
 
 
-@numba.njit(cache=True)
-def _find_ends(tables, terminal_rank, numbers, edges, lengths):  # type: ignore[no-untyped-def]
-    """The last edge of each item and, at i + 1, the item's length."""
+@compiled
+def _find_ends(tables, terminal_rank, numbers, longest, edges, lengths):  # type: ignore[no-untyped-def]
+    """The last edge of each item and, at i + 1, the item's length; no further than just above `longest`."""
     leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
     for i in range(len(numbers)):
         if numbers[i] < leaves:
@@ -136,18 +175,20 @@ def _find_ends(tables, terminal_rank, numbers, edges, lengths):  # type: ignore[
                 node += 1
             edge = _nth_edge(tables, node - 1, 0)
         edges[i] = edge
+        length = 0
         state = follow(tables, edge) if edge >= 0 else np.int64(END)
-        while state >= TAIL:
-            lengths[i + 1] += 1
+        while state >= TAIL and length <= longest:
+            length += 1
             state = advance(tables, state, tail_token(tables, state))
-        while edge >= 0:
-            lengths[i + 1] += 1
+        while edge >= 0 and length <= longest:
+            length += 1
             node = _node_of(tables, edge)
             above = _nth_edge(tables, node - 1, 0) if node > 0 else np.int64(-1)
             edge = above if above < edge else np.int64(-1)
+        lengths[i + 1] = length
 
 
-@numba.njit(cache=True)
+@compiled
 def _collect(tables, edges, offsets, tokens):  # type: ignore[no-untyped-def]
     for i in range(len(edges)):
         end, edge = offsets[i + 1], edges[i]

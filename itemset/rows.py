@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
+from itemset.jit import compiled
 
 MAX_ITEMS = 2**31 - 1
 MAX_ITEM_TOKENS = 65_535  # a prefix length fits in 16 bits
@@ -61,10 +61,11 @@ class Rows:
         return Rows(tokens, taken)
 
 
-def as_rows(items: Any, vocab_size: int | None = None) -> Rows:
+def as_rows(items: Any, vocab_size: int | None = None, *, before: int = 0) -> Rows:
     """Check `items` and bring them into the narrowest of uint16 and uint32.
 
     items: `Rows`, an integer matrix [N, L], or an iterable of token-id sequences of any lengths >= 1.
+    before: number of items before these, where they are a part of many: errors count from the first of all.
     Raises ItemSetError: no item, an empty item, an item of more than 65,535 tokens, a value that is no integer,
     a token id below 0, above 2^31 - 2 or >= `vocab_size`.
     """
@@ -77,8 +78,8 @@ def as_rows(items: Any, vocab_size: int | None = None) -> Rows:
     tokens, (offsets, width) = np.asarray(rows.tokens), rows.layout
     if len(rows) < 1:
         raise ItemSetError("the item set is empty: give at least one item")
-    if len(rows) > MAX_ITEMS:
-        raise ItemSetError(f"{len(rows):,} items are too many, the limit is {MAX_ITEMS:,}: split the set")
+    if before + len(rows) > MAX_ITEMS:
+        raise ItemSetError(f"{before + len(rows):,} items are too many, the limit is {MAX_ITEMS:,}: split the set")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ItemSetError(f"token ids must be integers, not {tokens.dtype}: encode texts with build_text()")
     if width == 0:
@@ -86,10 +87,11 @@ def as_rows(items: Any, vocab_size: int | None = None) -> Rows:
         if offsets[0] != 0 or offsets[-1] != len(tokens) or (lengths < 0).any():
             raise ItemSetError("offsets must ascend from 0 to the number of tokens")
         if not lengths.all():
-            raise ItemSetError(f"item {int(lengths.argmin())} is empty: remove it, an item has at least one token")
+            empty = before + int(lengths.argmin())
+            raise ItemSetError(f"item {empty} is empty: remove it, an item has at least one token")
         if lengths.max() > MAX_ITEM_TOKENS:
             longest = int(lengths.argmax())
-            raise ItemSetError(f"item {longest} has {lengths[longest]} tokens, the limit is {MAX_ITEM_TOKENS}")
+            raise ItemSetError(f"item {before + longest} has {lengths[longest]} tokens, the limit is {MAX_ITEM_TOKENS}")
     elif width > MAX_ITEM_TOKENS:
         raise ItemSetError(f"the items have {width} tokens, the limit is {MAX_ITEM_TOKENS}")
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else min(vocab_size, MAX_TOKEN_ID + 1)
@@ -98,7 +100,7 @@ def as_rows(items: Any, vocab_size: int | None = None) -> Rows:
         where = int(np.argmax((tokens < 0) | (tokens >= limit)))
         item = where // width if width else int(np.searchsorted(offsets, where, side="right")) - 1
         raise ItemSetError(
-            f"item {item} holds token id {int(tokens[where])}, outside the vocabulary 0..{limit - 1}: "
+            f"item {before + item} holds token id {int(tokens[where])}, outside the vocabulary 0..{limit - 1}: "
             "use the model's own token ids"
         )
     return Rows(np.ascontiguousarray(tokens, dtype=token_dtype(high)), None if width else offsets, width=width)
@@ -115,7 +117,10 @@ def _flatten(items: Iterable[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.i
     rows = list(items)
     for i, row in enumerate(rows):
         if isinstance(row, str | bytes) or not hasattr(row, "__len__"):
-            raise ItemSetError(f"item {i} is {row!r:.60}, not a list of token ids: encode texts with build_text()")
+            raise ItemSetError(
+                f"item {i} is {row!r:.60}, not a list of token ids: put each item into a list of its own, "
+                "encode texts with build_text()"
+            )
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
     flat = list(chain.from_iterable(rows))
@@ -203,7 +208,7 @@ def _runs(same: NDArray[np.bool_]) -> NDArray[np.bool_]:
 _ASCENDING, _REPEATS, _UNSORTED = 0, 1, 2
 
 
-@numba.njit(cache=True)
+@compiled
 def bounds(offsets, width, i):  # type: ignore[no-untyped-def]
     """Where row i starts and ends, from `Rows.layout`."""
     if width:
@@ -211,7 +216,7 @@ def bounds(offsets, width, i):  # type: ignore[no-untyped-def]
     return offsets[i], offsets[i + 1]
 
 
-@numba.njit(cache=True)
+@compiled
 def _common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def]
     """Fill lcp for the rows as they stand, up to the first that is out of order; say whether they ascend strictly,
     ascend with repeats, or are unsorted."""
@@ -235,7 +240,7 @@ def _common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-de
     return verdict
 
 
-@numba.njit(cache=True)
+@compiled
 def _first_of_equals(offsets, width, lcp):  # type: ignore[no-untyped-def]
     """Whether each sorted row differs from the one before it."""
     first = np.ones(len(lcp) - 1, np.bool_)
@@ -246,7 +251,7 @@ def _first_of_equals(offsets, width, lcp):  # type: ignore[no-untyped-def]
     return first
 
 
-@numba.njit(cache=True)
+@compiled
 def _pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
     """Tokens depth .. depth + count of each member, the first one highest, 0 after the item's end, and in the lowest
     `index_bits` the member's own position: [members] uint64."""
@@ -263,7 +268,7 @@ def _pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits):
     return keys
 
 
-@numba.njit(cache=True)
+@compiled
 def _stable_by_group(order, group):  # type: ignore[no-untyped-def]
     """`order`, a permutation, rearranged by the group of each element; groups are numbered in order of their room."""
     room = np.zeros(group[-1] + 2, np.int64)
@@ -277,7 +282,7 @@ def _stable_by_group(order, group):  # type: ignore[no-untyped-def]
     return out
 
 
-@numba.njit(cache=True)
+@compiled
 def _gather(tokens, offsets, order, out_offsets, out):  # type: ignore[no-untyped-def]
     for i in range(len(order)):
         start, size, to = offsets[order[i]], out_offsets[i + 1] - out_offsets[i], out_offsets[i]

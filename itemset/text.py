@@ -45,35 +45,36 @@ class TokenizerId(msgspec.Struct, frozen=True):
 
 
 def encode(
-    texts: Iterable[str], tokenizer: Any, *, prefix: str = "", progress: bool = False
+    texts: Iterable[str], tokenizer: Any, *, prefix: str = "", progress: bool = False, before: int = 0
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Encode each of N texts, with `prefix` before it, as the one token sequence that the tokenizer gives it.
 
     tokenizer: a Hugging Face tokenizer. No special tokens are added, nothing is padded or cut.
     progress: show a bar on a terminal when the work takes longer than a second.
+    before: number of items before these, where they are a part of many: errors count from the first of all.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
     Raises ItemSetError, naming the item by its position from 0: not a string, empty, no token, a lone surrogate or
-    whatever else the tokenizer refuses, the tokenizer's unknown token.
+    whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token.
     """
+    if isinstance(tokenizer, str | PurePath):
+        raise ItemSetError(f"the tokenizer must be a tokenizer object, not {tokenizer}: open it with load_tokenizer()")
     if isinstance(texts, str | bytes):
         raise ItemSetError(f"texts must be a list of texts, not the one text {_short(texts)}: put it in a list")
     if prefix and (why := _refusal(prefix, tokenizer)):
         raise ItemSetError(f"the prefix {_short(prefix)} {why}: give another prefix")
-    unknown = getattr(tokenizer, "unk_token_id", None)
+    forbidden = _forbidden_tokens(tokenizer)
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
     total = len(texts) if isinstance(texts, Sequence) else None
-    done = 0
+    done = before
     # disable=None is tqdm's "only on a terminal".
     with tqdm(total=total, desc="encoding", unit=" items", delay=1, disable=None if progress else True) as bar:
         for batch in _batches(texts):
             flat, sizes = _encode_batch(batch, done, tokenizer, prefix)
-            if unknown is not None and (where := np.flatnonzero(flat == unknown)).size:
-                i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
-                raise ItemSetError(
-                    f"{_name(done + i, batch[i])} encodes to the unknown token {_short(tokenizer.unk_token)}"
-                    f" (id {unknown}): remove the characters that the tokenizer does not know"
-                )
+            for token, why in forbidden.items():
+                if (where := np.flatnonzero(flat == token)).size:
+                    i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
+                    raise ItemSetError(f"{_name(done + i, batch[i])} {why}")
             tokens.append(flat)
             lengths.append(sizes)
             done += len(batch)
@@ -178,6 +179,23 @@ def _refusal(text: str, tokenizer: Any) -> str | None:
     except Exception as error:
         return f"is refused by the tokenizer ({error})"
     return None
+
+
+def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:
+    """Tokens that no item may hold, with what to say of an item that does."""
+    unknown, end = getattr(tokenizer, "unk_token_id", None), getattr(tokenizer, "eos_token_id", None)
+    forbidden = {}
+    if end is not None:
+        forbidden[end] = (
+            f"holds the end-of-sequence token {_short(tokenizer.eos_token)} (id {end}), at which an answer ends: "
+            "remove it from the text"
+        )
+    if unknown is not None and unknown != end:
+        forbidden[unknown] = (
+            f"encodes to the unknown token {_short(tokenizer.unk_token)} (id {unknown}): remove the characters that "
+            "the tokenizer does not know"
+        )
+    return forbidden
 
 
 def _name(position: int, text: object) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
+from itemset.jit import compiled
 from itemset.rows import Rows, bounds
 
 BLOCK = 32  # edges that share one pair of bases
@@ -121,7 +121,7 @@ _NODES, _EDGES, _LEAVES, _TAIL_TOKENS, _TERMINALS = range(5)
 _COUNTS = 5
 
 
-@numba.njit(cache=True)
+@compiled
 def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
     """Nodes (but the root), edges, leaf edges, tail tokens and terminals of each level; returns the longest tail."""
     longest_tail = 0
@@ -144,7 +144,7 @@ def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
     return longest_tail
 
 
-@numba.njit(cache=True)
+@compiled
 def _fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
     """One pass over the items, with one write position a level. Leaves in `targets` what `_set_targets` expects:
     0 at an edge to a node, the highest bit and the tail's length at any other."""
@@ -188,7 +188,7 @@ def _fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ig
             tables.tails[(at >> 5) + 1] |= np.uint32(bits >> np.uint64(32))
 
 
-@numba.njit(cache=True)
+@compiled
 def _set_targets(targets, node_base, tail_base):  # type: ignore[no-untyped-def]
     """Turn node marks and tail lengths, in edge order, into distances from the block's bases."""
     leaf = np.int64(1) << np.int64(targets.itemsize * 8 - 1)

@@ -1,13 +1,17 @@
-"""Walking the trie on the host: one integer of state, compiled by Numba, safe on any contents of the tables."""
+"""Walking the trie on the host: one integer of state, compiled by Numba.
+
+Safe on any contents of the tables but for `row_offsets`, which opening a file checks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.jit import compiled
 from itemset.trie import Tables
 
 # A state is a node (0 ..), a position in the tails (TAIL ..) or one of these.
@@ -17,11 +21,11 @@ FREE = -3  # no set constrains this row
 TAIL = 1 << 40
 
 
-@numba.njit(cache=True)
+@compiled
 def advance(tables, state, token):  # type: ignore[no-untyped-def]
     """The state after one more token; END and DEAD lead to DEAD, FREE to FREE."""
     if state >= TAIL:
-        entry = _tail_entry(tables, state - TAIL)
+        entry = tail_entry(tables, state - TAIL)
         if entry < 0 or entry & ((1 << tables.token_bits) - 1) != token:
             return np.int64(DEAD)
         return np.int64(END) if entry >> tables.token_bits else np.int64(state + 1)
@@ -31,19 +35,20 @@ def advance(tables, state, token):  # type: ignore[no-untyped-def]
     return follow(tables, edge)
 
 
-@numba.njit(cache=True)
+@compiled
 def follow(tables, edge):  # type: ignore[no-untyped-def]
     """The state behind an edge."""
     target, block = np.int64(tables.targets[edge]), edge >> 5
     leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
     if target & leaf == 0:
-        return np.int64(tables.node_base[block]) + target
+        node = np.int64(tables.node_base[block]) + target
+        return node if node < len(tables.row_offsets) - 1 else np.int64(DEAD)
     if target == 2 * leaf - 1:
         return np.int64(END)
     return np.int64(TAIL) + np.int64(tables.tail_base[block]) + (target - leaf)
 
 
-@numba.njit(cache=True)
+@compiled
 def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
     """The edge of node `state` that carries `token`, or -1."""
     if state < 0 or state >= len(tables.row_offsets) - 1:
@@ -60,7 +65,7 @@ def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
     return low if low < end and tables.labels[low] == token else np.int64(-1)
 
 
-@numba.njit(cache=True)
+@compiled
 def is_terminal(tables, state):  # type: ignore[no-untyped-def]
     """Whether an item may end here."""
     if state == END:
@@ -70,15 +75,15 @@ def is_terminal(tables, state):  # type: ignore[no-untyped-def]
     return (tables.terminal[state >> 5] >> np.uint32(state & 31)) & np.uint32(1) != 0
 
 
-@numba.njit(cache=True)
+@compiled
 def tail_token(tables, state):  # type: ignore[no-untyped-def]
     """The one token that may follow inside a tail, or -1."""
-    entry = _tail_entry(tables, state - TAIL)
+    entry = tail_entry(tables, state - TAIL)
     return entry & ((1 << tables.token_bits) - 1) if entry >= 0 else np.int64(-1)
 
 
-@numba.njit(cache=True)
-def _tail_entry(tables, position):  # type: ignore[no-untyped-def]
+@compiled
+def tail_entry(tables, position):  # type: ignore[no-untyped-def]
     """Token `position` of the tails with its last-of-tail bit on top, or -1 outside the tails."""
     width = tables.token_bits + 1
     word, shift = (position * width) >> 5, (position * width) & 31
@@ -88,13 +93,19 @@ def _tail_entry(tables, position):  # type: ignore[no-untyped-def]
     return np.int64((pair >> np.uint64(shift)) & np.uint64((1 << width) - 1))
 
 
-@numba.njit(cache=True)
-def mark_tail_tokens(tables, tail_tokens, seen):  # type: ignore[no-untyped-def]
-    """Set seen[token] for every token of the tails."""
-    for position in range(tail_tokens):
-        token = tail_token(tables, TAIL + position)
-        if 0 <= token < len(seen):
-            seen[token] = True
+@compiled
+def _read_tails(tables, position, tokens):  # type: ignore[no-untyped-def]
+    for i in range(len(tokens)):
+        tokens[i] = tail_token(tables, TAIL + position + i)
+
+
+def token_runs(tables: Tables, tail_tokens: int) -> Iterator[NDArray[Any]]:
+    """Every token that the tables hold, in runs: the edges', then the tails'."""
+    yield tables.labels
+    for position in range(0, tail_tokens, 1 << 20):
+        run = np.empty(min(tail_tokens - position, 1 << 20), np.uint32)
+        _read_tails(tables, position, run)
+        yield run
 
 
 def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:

@@ -125,7 +125,7 @@ def test_build_tokens_with_a_tokenizer_records_it(capsys, npy, tokenizers, tmp_p
     run(capsys, "build", npy, "--tokenizer", tokenizers[1], "--vocab-size", "301", "-o", path)
     saved = itemset.load(path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[1])
-    assert saved.tokenizer == itemset.build(MATRIX, tokenizer=tokenizer).tokenizer
+    assert saved.tokenizer == itemset.build(MATRIX, tokenizer=tokenizer, vocab_size=301).tokenizer
     assert saved.vocab_size == 301
     assert saved.digest == itemset.build(MATRIX).digest
 
@@ -249,7 +249,7 @@ def test_interrupted(capsys, npy, tmp_path, monkeypatch):
 
     monkeypatch.setattr(itemset, "build", interrupt)
     assert cli.main(["build", npy, "-o", str(tmp_path / "a.itemset")]) == 130
-    assert capsys.readouterr().err == "itemset: interrupted\n"
+    assert capsys.readouterr().err == "itemset: interrupted, nothing was written: run the same command again\n"
 
 
 def test_as_a_module(sids, tmp_path):

@@ -177,6 +177,15 @@ def test_bad_keys_are_named(keys: list[object], message: str) -> None:
         itemset.build([[1], [2]], keys=keys)  # type: ignore[arg-type]
 
 
+def test_the_tokenizers_vocabulary_is_the_limit() -> None:
+    class Tokenizer:
+        def __len__(self) -> int:
+            return 50
+
+    with pytest.raises(ItemSetError, match=r"token id 50, outside the vocabulary 0\.\.49"):
+        itemset.build([[50]], tokenizer=Tokenizer())
+
+
 def test_a_build_makes_no_python_object_an_item() -> None:
     matrix = np.random.default_rng(0).integers(0, 2048, (100_000, 8)).astype(np.uint16)
     itemset.build(matrix[:10])  # compiled code and imports are not the build's

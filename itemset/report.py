@@ -1,0 +1,195 @@
+"""What an item set costs: its levels, the published STATIC layout's size, and the least that any index could take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.item_set import ItemSet
+from itemset.jit import compiled
+from itemset.walk import END, TAIL, follow, is_terminal, tail_entry
+
+_SHOWN_LEVELS = 24
+
+
+@dataclass(frozen=True)
+class Level:
+    """nodes: prefixes of this many tokens that two or more items share. edges: tokens that follow them.
+    tail_tokens: tokens in the tails behind these edges."""
+
+    nodes: int
+    edges: int
+    tail_tokens: int
+
+
+def describe(s: ItemSet) -> list[str]:
+    """Lines for people: the levels, then the index's bytes an item beside STATIC's and the least possible."""
+    every = levels(s)
+    shown = every if len(every) <= _SHOWN_LEVELS else every[: _SHOWN_LEVELS - 1]
+    lines = [f"{'level':<12} {'nodes':>16} {'edges':>16} {'tail tokens':>16}"]
+    lines += [f"{i:<12} {x.nodes:>16,} {x.edges:>16,} {x.tail_tokens:>16,}" for i, x in enumerate(shown)]
+    if rest := every[len(shown) :]:
+        sums = [sum(column) for column in zip(*((x.nodes, x.edges, x.tail_tokens) for x in rest), strict=True)]
+        lines.append(f"{f'{len(shown)} to {len(every) - 1}':<12} " + " ".join(f"{total:>16,}" for total in sums))
+    static, least = static_bytes(s), least_bytes(s)
+    exact = "number of such sets" if s.shortest == s.longest else "estimate from its tokens and lengths"
+    costs = [
+        ("this index", s.nbytes, "keys not counted"),
+        ("STATIC", static, "published layout" if static else "no layout: it takes items of one length, 2 or more"),
+        ("information", least, f"log2 of the {exact}"),
+    ]
+    lines += ["", f"{'compared':<12} {'bytes':>16} {'bytes/item':>11}"]
+    for name, size, what in costs:
+        figures = f"{'-':>16} {'-':>11}" if size is None else f"{size:>16,.0f} {size / len(s):>11.2f}"
+        lines.append(f"{name:<12} {figures}  {what}")
+    return lines
+
+
+def levels(s: ItemSet) -> list[Level]:
+    """Nodes, edges and tail tokens of each level, root first."""
+    trie = s.trie
+    if s.shortest == s.longest:
+        behind = [count * (s.longest - 1 - depth) for depth, count in enumerate(_lone_items(s))]
+    else:
+        behind = _tally(s).tail_tokens.tolist()
+    return [Level(*level) for level in zip(trie.level_nodes, trie.level_edges, behind, strict=True)]
+
+
+def static_bytes(s: ItemSet) -> int | None:
+    """Bytes of the STATIC layout for the same set, None where it has none: for items of different lengths or one token.
+
+    Counted from the arrays that the authors' own `build_static_index` makes (static_decoding/csr_utils.py of
+    github.com/youtube/static-constraint-decoding, the code of "Vectorizing the Trie", arXiv 2602.22647). With V tokens,
+    numbered from 0 without gaps, items of L tokens, P(k) distinct prefixes of k tokens and d = 2 dense levels
+    (1 where L = 2):
+
+        packed_csr               8 (P(2) + ... + P(L) + V)
+        indptr                   4 (P(2) + ... + P(L - 1) + V + 3)
+        start_mask               V
+        dense_mask, dense_states 5 V^d
+    """
+    length = s.longest
+    if s.shortest != length or length < 2:
+        return None
+    # A prefix of k tokens is an edge at level k - 1, or lies in the tail of an item that stood alone before.
+    alone = np.cumsum([0, *_lone_items(s)])
+    prefixes = [0] * (length + 1)
+    for k in range(1, length + 1):
+        edges = s.trie.level_edges[k - 1] if k <= len(s.trie.level_edges) else 0
+        prefixes[k] = edges + int(alone[min(k - 1, len(alone) - 1)])
+    vocab = len(s.token_ids)
+    csr = 8 * (sum(prefixes[2:]) + vocab)
+    indptr = 4 * (sum(prefixes[2:length]) + vocab + 3)
+    dense = vocab**2 if length > 2 else vocab
+    return csr + indptr + vocab + 5 * dense
+
+
+def least_bytes(s: ItemSet) -> float:
+    """Bytes that name the set among all sets like it, so that no index of such sets can do with fewer on average.
+
+    For N items of one length L over V distinct tokens, log2 of the number of such sets: log2 C(V^L, N) / 8. For items
+    of different lengths an estimate, since there is no such number: N items drawn independently, each a length and
+    then its tokens, by the frequencies that lengths and tokens have in the set (zero-order entropies H), in an order
+    that is free: (N H(length) + T H(token) - log2 N!) / 8, with T tokens in all items. Items that resemble one another
+    more than that, as texts do, could be told apart with less.
+    """
+    if s.shortest == s.longest:
+        return _log2_choose(len(s.token_ids) ** s.longest, len(s)) / 8
+    tally = _tally(s)
+    order_is_free = math.lgamma(len(s) + 1) / math.log(2)
+    return max(0.0, _entropy_bits(tally.lengths) + _entropy_bits(tally.tokens) - order_is_free) / 8
+
+
+def _lone_items(s: ItemSet) -> list[int]:
+    """Edges of each level behind which an item stands alone."""
+    nodes, edges = s.trie.level_nodes, s.trie.level_edges
+    return [count - below for count, below in zip(edges, [*nodes[1:], 0], strict=True)]
+
+
+def _log2_choose(universe: int, chosen: int) -> float:
+    """log2 of the number of subsets of `chosen` members; accurate at any size."""
+    chosen = min(chosen, universe - chosen)
+    if chosen <= 0:
+        return 0.0
+    if universe < 2**20:
+        ln = math.lgamma(universe + 1) - math.lgamma(universe - chosen + 1)
+    else:  # the difference by Stirling's formula: the two terms would agree in nearly all of their digits
+        share = chosen / universe
+        spread = chosen if share < 1e-9 else (universe - chosen + 0.5) * -math.log1p(-share)
+        ln = chosen * math.log(universe) + spread - chosen
+    return (ln - math.lgamma(chosen + 1)) / math.log(2)
+
+
+def _entropy_bits(counts: NDArray[np.int64]) -> float:
+    """Bits that a sequence with these counts takes when each symbol costs -log2 of its frequency."""
+    seen = counts[counts > 0].astype(np.float64)
+    return float(-(seen * np.log2(seen / seen.sum())).sum())
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """Items by length, tokens of all items by their place in `token_ids`, tail tokens by level."""
+
+    lengths: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    tail_tokens: NDArray[np.int64]
+
+
+def _tally(s: ItemSet) -> _Tally:
+    """One pass over the tables, without unfolding any item."""
+    tally = _Tally(
+        np.zeros(s.longest + 1, np.int64),
+        np.zeros(len(s.token_ids), np.int64),
+        np.zeros(len(s.trie.level_nodes), np.int64),
+    )
+    tables, level_nodes = s.trie.tables, np.array(s.trie.level_nodes, np.int64)
+    _count_edges(tables, s.token_ids, len(s), tally.tokens)
+    _count_ends(tables, level_nodes, s.trie.tail_tokens, s.token_ids, *vars(tally).values())
+    return tally
+
+
+@compiled
+def _count_edges(tables, token_ids, items, tokens):  # type: ignore[no-untyped-def]
+    """Add to `tokens` each edge's token, as many times as items lie behind it."""
+    nodes = len(tables.row_offsets) - 1
+    items_below = np.zeros(nodes, np.int64)
+    for node in range(nodes - 1, -1, -1):  # children have higher numbers
+        total = np.int64(is_terminal(tables, node))
+        for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+            state = follow(tables, edge)
+            behind = items_below[state] if 0 <= state < TAIL else np.int64(1)
+            _add(tokens, np.searchsorted(token_ids, np.int64(tables.labels[edge])), behind)
+            total += behind
+        items_below[node] = min(total, items)
+
+
+@compiled
+def _count_ends(tables, level_nodes, room, token_ids, lengths, tokens, tail_tokens):  # type: ignore[no-untyped-def]
+    """Add the items' lengths, and the tails' tokens: tails stand in the order of their edges."""
+    mask = (1 << tables.token_bits) - 1
+    node, position = np.int64(0), np.int64(0)
+    for depth in range(len(level_nodes)):
+        for _ in range(level_nodes[depth]):
+            if is_terminal(tables, node):
+                _add(lengths, depth, 1)
+            for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+                state, start = follow(tables, edge), position
+                more = state >= TAIL
+                while more and position < room:
+                    entry = tail_entry(tables, position)
+                    _add(tokens, np.searchsorted(token_ids, entry & mask), 1)
+                    position += 1
+                    more = entry >> tables.token_bits == 0
+                tail_tokens[depth] += position - start
+                if state >= TAIL or state == END:
+                    _add(lengths, depth + 1 + position - start, 1)
+            node += 1
+
+
+@compiled
+def _add(counts, place, count):  # type: ignore[no-untyped-def]
+    if place < len(counts):
+        counts[place] += count

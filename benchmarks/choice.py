@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-LIMIT, PATIENCE = 300, 30  # seconds a process may take, and those of them it waits for other processes to rest
+LIMIT, PATIENCE = 300, 60  # seconds a process may take, and those of them it waits for other processes to rest
 CALM, TRIES = 0.1, 4  # cores that others may use while a process measures; else up to so many, and the calmest counts
 ENVIRONMENT = """HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR VLLM_ENABLE_V1_MULTIPROCESSING=0
 VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1"""

@@ -177,6 +177,32 @@ def test_bad_keys_are_named(keys: list[object], message: str) -> None:
         itemset.build([[1], [2]], keys=keys)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("module", "limit", "message"),
+    [
+        ("itemset.trie.MAX_INDEX", 2, "the set needs 3 edges, the limit is 2: split the set"),
+        ("itemset.trie.MAX_INDEX", 3, "the set needs 6 tail tokens, the limit is 3"),
+        ("itemset.rows.MAX_ITEMS", 2, "3 items are too many, the limit is 2: split the set"),
+    ],
+)
+def test_a_set_too_large_for_its_numbers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, module: str, limit: int, message: str
+) -> None:
+    monkeypatch.setattr(module, limit)
+    with pytest.raises(ItemSetError, match=message):
+        itemset.build([[1, 2, 3], [2, 3, 4], [3, 4, 5]])
+
+
+def test_long_items_over_a_large_vocabulary() -> None:
+    items = np.random.default_rng(3).integers(0, 152_000, (500, 200))
+    items[:, :150] = items[0, :150]
+    items[100:, 150:] = items[100, 150:]
+    items[100:, 199] = np.arange(151_600, 152_000)
+    s = itemset.build(items, vocab_size=152_000)
+    assert s.tokens(s.lookup(items)) == items.tolist()
+    assert s.children(items[100, :199])[0].tolist() == list(range(151_600, 152_000))
+
+
 def test_the_tokenizers_vocabulary_is_the_limit() -> None:
     class Tokenizer:
         def __len__(self) -> int:

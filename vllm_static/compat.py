@@ -174,6 +174,16 @@ def hide_llvmlite(scan: Callable[..., Any], *args: Any) -> Any:
         sys.modules.update(hidden)
 
 
+def without_thread_pool(grammar_init: Callable[..., Any], manager: Any, request: Any) -> None:
+    """Make the request's grammar here and now. An item set has nothing to compile, and the scheduler's busy thread lets
+    a pool's thread run only after Python's switch interval of 5 ms. vLLM calls `grammar_init` from one thread."""
+    pooled, manager._use_async_grammar_compilation = manager._use_async_grammar_compilation, False
+    try:
+        grammar_init(manager, request)
+    finally:
+        manager._use_async_grammar_compilation = pooled
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command-line flags this plugin brings."""
     group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")

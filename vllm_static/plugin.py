@@ -128,6 +128,9 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
 
     if isinstance(self.backend, StaticBackend):
         self.backend.admit(request)
+        if request.structured_output_request.params.choice is not None:
+            compat.without_thread_pool(original, self, request)
+            return
     original(self, request)
 
 

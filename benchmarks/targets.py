@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 import itemset
-from itemset.walk import TAIL, follow
+from itemset.walk import END, TAIL, follow
 
 LENGTH, CODES, EDGES, ROUNDS = 8, 2_048, 5_000_000, 5
 
@@ -32,7 +32,7 @@ def all_stored(stored, edges, out):  # type: ignore[no-untyped-def]
     for i in range(len(edges)):
         target = np.int64(stored[edges[i]])
         leaf = target >> 31
-        out[i] = (target & 0x7FFFFFFF) + leaf * (1 << 40)
+        out[i] = (target & 0x7FFFFFFF) + leaf * TAIL
 
 
 @numba.njit
@@ -58,7 +58,7 @@ def all_counted(words, before, level_leaves, level_tails, width, edges, out):  #
         while leaves >= level_leaves[level + 1]:
             level += 1
         start = level_tails[level] + (leaves - level_leaves[level]) * (width - 1 - level)
-        out[i] = (1 << 40) + start if level < width - 1 else -1
+        out[i] = TAIL + start if level < width - 1 else END
 
 
 def main() -> None:
@@ -69,8 +69,8 @@ def main() -> None:
     tables, total = s.trie.tables, len(s.trie.tables.labels)
     everything = np.empty(total, np.int64)
     all_targets(tables, np.arange(total), everything)
-    leaf = (everything >= TAIL) | (everything < 0)
-    place = np.where(everything < 0, 0, everything % (1 << 40))
+    leaf = (everything >= TAIL) | (everything == END)
+    place = np.where(everything == END, 0, everything % TAIL)
     stored = (place | (leaf.astype(np.int64) << 31)).astype(np.uint32)
     words = np.packbits(np.append(leaf, np.zeros(-total % 64, np.bool_)), bitorder="little").view(np.uint64)
     before = np.concatenate(([0], np.cumsum(np.bitwise_count(words))))[:-1].astype(np.uint32)

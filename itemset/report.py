@@ -160,7 +160,7 @@ def _count_edges(tables, token_ids, items, tokens):  # type: ignore[no-untyped-d
         total = np.int64(is_terminal(tables, node))
         for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
             state = follow(tables, edge)
-            behind = items_below[state] if 0 <= state < TAIL else np.int64(1)
+            behind = items_below[state] if state < nodes else np.int64(1)
             _add(tokens, np.searchsorted(token_ids, np.int64(tables.labels[edge])), behind)
             total += behind
         items_below[node] = min(total, items)

@@ -17,7 +17,7 @@ from itemset.jit import compiled
 from itemset.rows import Rows, bounds
 
 BLOCK = 32  # edges that share one pair of bases
-MAX_INDEX = 2**31 - 1  # nodes, edges and tail tokens, each
+MAX_INDEX = 2**31 - 4  # nodes, edges and tail tokens, each: a state is one of them or one of three marks
 
 
 class Tables(NamedTuple):
@@ -73,7 +73,7 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
 
     Returns the trie and `members` [N] uint32: the row behind each item number. Items are numbered by the edge at which
     they stand alone, in edge order, and after them those that end at a node, in node order.
-    Raises ItemSetError where nodes, edges or tail tokens pass 2^31 - 1, before any table is made.
+    Raises ItemSetError where nodes, edges or tail tokens pass MAX_INDEX, before any table is made.
     """
     longest = rows.longest
     per_level = np.zeros((_COUNTS, longest + 2), np.int64)

@@ -1,0 +1,198 @@
+"""The memory that the tables of all item sets share on a device.
+
+One allocation, made once. A set's tables lie in one piece of it, as they lie in its file, and one row of `Arena.sets`
+says where: a state on the device is a set's number and the state within that set, so one kernel serves every set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.numbering import in_order
+
+# The columns of `Arena.sets`: the word at which each section begins, then the widths of what is in them.
+ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, WIDTHS = range(8)
+NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
+
+SET_BITS = 12
+_ALIGNMENT = 128  # bytes: sections begin at a cache line
+
+
+class ArenaFullError(ItemSetError):
+    """There is no room for a set until one that is in use is released."""
+
+
+@dataclass
+class Resident:
+    """One set in the arena.
+
+    number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
+    """
+
+    number: int
+    digest: str
+    items: int
+    start: int
+    nbytes: int
+    users: int = 0
+
+
+class Arena:
+    """Tables of item sets on a device: added, shared by equal content, counted, and forgotten when room is wanted.
+
+    A set in use is never moved or freed. One that nobody uses stays until another needs its place. Call it from one
+    thread.
+
+    words: [nbytes / 4] int32. All tables.
+    sets: [max_sets, 8] int64. Where each set's sections begin, in words, and their widths.
+    widest, longest: most children of a node, and tokens of an item, that any set here so far had. They bound the work
+        of `torch_kernels`.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
+        """Raises ItemSetError where the device has no such room, or max_sets is more than a state can name (4,096)."""
+        if not 1 <= max_sets <= 1 << SET_BITS:
+            raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
+        self.device = torch.device(device)
+        self.nbytes = max(nbytes, 1) + -max(nbytes, 1) % _ALIGNMENT
+        try:
+            self.words = torch.zeros(self.nbytes // 4, dtype=torch.int32, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise ItemSetError(f"{self.device} has no room for an arena of {self.nbytes:,} bytes: {error}") from error
+        self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
+        self.widest = self.longest = 1
+        self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
+        self._free_numbers = list(range(max_sets - 1, -1, -1))
+        self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
+        self._by_number: dict[int, Resident] = {}
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def acquire(self, item_set: ItemSet) -> int:
+        """The number of this set, whose tables are copied to the device unless they, or equal ones, are there.
+
+        Work that the current stream does later sees the tables; the host waits for nothing. Raises ArenaFullError where
+        there is no room, which says how much is missing, and ItemSetError where the tables are no trie.
+        """
+        resident = self._residents.get(item_set.digest)
+        if resident is None:
+            resident = self._add(item_set)
+        resident.users += 1
+        return resident.number
+
+    def release(self, number: int) -> None:
+        """Take back one `acquire`. Raises ValueError where there is none to take back."""
+        resident = self._by_number.get(number)
+        if resident is None or not resident.users:
+            raise ValueError(f"set {number} of the arena is not in use")
+        resident.users -= 1
+        if not resident.users:
+            self._residents[resident.digest] = self._residents.pop(resident.digest)
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """What is in the arena, in use or kept: for reports and metrics."""
+        return tuple(self._residents.values())
+
+    @property
+    def used(self) -> int:
+        """Bytes taken by sets that are in use."""
+        return sum(resident.nbytes for resident in self._residents.values() if resident.users)
+
+    def _add(self, item_set: ItemSet) -> Resident:
+        tables = item_set.trie.tables
+        if not in_order(tables, item_set.trie.tail_tokens):
+            raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")
+        sections = [array.view(np.uint8) for array in tables[:-1]]
+        starts = np.cumsum([0, *(_aligned(section.nbytes) for section in sections)])
+        start = self._take(int(starts[-1]))
+        resident = Resident(
+            number=self._free_numbers.pop(),
+            digest=item_set.digest,
+            items=len(item_set),
+            start=start,
+            nbytes=int(starts[-1]),
+        )
+        row = np.zeros(WIDTHS + 1, np.int64)
+        row[:WIDTHS] = (start + starts[:-1]) // 4
+        row[WIDTHS] = tables.token_bits
+        row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
+        row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
+        memory = self.words.view(torch.uint8)
+        with self._on_copy_stream():
+            for section, offset in zip(sections, starts[:-1].tolist(), strict=True):
+                self._copy(memory[start + offset : start + offset + section.nbytes], section)
+            self._copy(self.sets[resident.number].view(torch.uint8), row.view(np.uint8))
+        self.widest = max(self.widest, int(np.diff(tables.row_offsets).max()))
+        self.longest = max(self.longest, item_set.longest)
+        self._residents[resident.digest] = self._by_number[resident.number] = resident
+        return resident
+
+    def _copy(self, target: torch.Tensor, source: NDArray[np.uint8]) -> None:
+        staging = target if self._copies is None else torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
+        np.copyto(staging.numpy(), source)
+        if staging is not target:
+            target.copy_(staging, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _on_copy_stream(self) -> Iterator[None]:
+        """Copies that run beside the steps, but after the steps that may still read what they overwrite."""
+        if self._copies is None:
+            yield
+            return
+        steps = torch.cuda.current_stream(self.device)
+        self._copies.wait_stream(steps)
+        with torch.cuda.stream(self._copies):
+            yield
+        steps.wait_stream(self._copies)
+
+    def _take(self, nbytes: int) -> int:
+        """Where there are so many free bytes in one piece; forgets unused sets, the longest unused first."""
+        unused = [resident for resident in self._residents.values() if not resident.users]
+        while True:
+            fitting = [hole for hole in self._holes if hole[1] >= nbytes]
+            if fitting and self._free_numbers:
+                start, size = min(fitting, key=lambda hole: hole[1])
+                self._holes.remove((start, size))
+                if size > nbytes:
+                    insort(self._holes, (start + nbytes, size - nbytes))
+                return start
+            if not unused:
+                raise ArenaFullError(self._what_is_missing(nbytes))
+            self._forget(unused.pop(0))
+
+    def _forget(self, resident: Resident) -> None:
+        del self._residents[resident.digest], self._by_number[resident.number]
+        self._free_numbers.append(resident.number)
+        insort(self._holes, (resident.start, resident.nbytes))
+        merged: list[tuple[int, int]] = []
+        for start, size in self._holes:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._holes = merged
+
+    def _what_is_missing(self, nbytes: int) -> str:
+        sets = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes"
+        if not self._free_numbers:
+            return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+        largest = max((size for _, size in self._holes), default=0)
+        free = sum(size for _, size in self._holes)
+        return (
+            f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
+            f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
+        )
+
+
+def _aligned(nbytes: Any) -> int:
+    return int(nbytes + -nbytes % _ALIGNMENT)

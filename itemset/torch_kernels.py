@@ -1,0 +1,225 @@
+"""The kernels in plain torch: the reference, and the fallback where there is no Triton.
+
+Shapes never depend on what the tensors hold and nothing is read back, so that all of it runs under
+`torch.compile(fullgraph=True)`. Each function stands in `triton_kernels` with the same arguments and results.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from itemset.arena import (
+    LABELS,
+    NARROW_LABELS,
+    NARROW_TARGETS,
+    NODE_BASE,
+    ROW_OFFSETS,
+    TAIL_BASE,
+    TAILS,
+    TARGETS,
+    TERMINAL,
+    WIDTHS,
+    Arena,
+)
+from itemset.batch import CONSUMED, CONSUMED_MASK, LOCAL, STATE, Batch
+from itemset.walk import DEAD, END, FREE, TAIL
+
+
+def advance(arena: Arena, states: Tensor, tokens: Tensor, stops: Tensor | None, out: Tensor) -> Tensor:
+    """out[i] = the state after states[i] and one more token; DEAD where it is neither the item's nor a stop token.
+
+    states, out: [n] int64, may be the same. tokens: [n] integers. stops: [n, any] the stop tokens of each, -1 where
+    there are fewer, or None.
+    """
+    return out.copy_(_Tables(arena, states).after(states, tokens.long(), stops, arena.widest.bit_length()))
+
+
+def walk(arena: Arena, cells: Tensor, stops: Tensor, batch: Batch, out: Tensor, most: int | None = None) -> Tensor:
+    """Take what each request has committed since the last call, and write the state of each logits row to `out`.
+
+    A row's state is its request's after the row's own drafts. It is DEAD where they leave the set, FREE where the row
+    has no set, or its constraint has not begun; END in place of DEAD where it was committed tokens that left the set,
+    because then nothing but the end of the request is right.
+
+    cells: [slots + 1] int64 as `slots.Slots` keeps them; written. stops: [slots + 1, any] as for `advance`.
+    out: [rows] int64. most: committed tokens that a request has at most gained since the last call; the longest item
+    and its end where None. Without Triton, the work grows with it.
+    """
+    rounds = arena.widest.bit_length()
+    live = batch.slots >= 0
+    slots = torch.where(live, batch.slots, len(cells) - 1).long()
+    cell, row_stops = cells[slots], stops[slots]
+    place = slots if batch.by_slot else torch.arange(len(slots), device=slots.device)
+    begin, end = (bound[torch.where(live, place, 0)].long() for bound in (batch.begin, batch.end))
+    total = end - begin
+    new = (total - (cell >> CONSUMED)) & CONSUMED_MASK
+    state = cell & STATE
+    begun = live & (total >= 0) & (state & LOCAL != FREE)
+    state = torch.where(begun & (new > end), _dead(state), state)  # the window does not reach back so far
+    last_column = batch.history.shape[1] - 1
+    for i in range(min(arena.longest + 1, batch.history.shape[1]) if most is None else most):
+        column = (end - new + i).clamp(0, last_column)
+        token = batch.history[torch.where(live, place, 0), column].long()
+        after = _Tables(arena, state).after(state, token, row_stops, rounds)
+        state = torch.where(begun & (i < new), after, state)
+    cells[torch.where(begun, slots, len(cells) - 1)] = state | (total & CONSUMED_MASK) << CONSUMED
+    state = torch.where(state & LOCAL == DEAD, state - DEAD + END, state)
+    state = torch.where(begun, state, FREE)
+    if batch.above is not None and batch.tokens is not None:
+        for row, draft in _draft_steps(batch):
+            token = batch.tokens[row.clamp(0, len(slots) - 1)].long()
+            after = _Tables(arena, state).after(state, token, row_stops, rounds)
+            state = torch.where(draft, after, state)
+    return out.copy_(state)
+
+
+def mask(arena: Arena, logits: Tensor, states: Tensor, stops: Tensor, slots: Tensor) -> Tensor:
+    """Set to -inf, in place, what may not follow each row's state: all but the children of its node, or its tail's
+    token, and where an item may end the stop tokens. Rows whose state is FREE or DEAD are left as they are.
+
+    logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. stops: [slots + 1, any].
+    slots: [rows], -1 where the row has none; then no stop token is allowed.
+    """
+    vocabulary = logits.shape[1]
+    tables = _Tables(arena, states)
+    local = states & LOCAL
+    first, end = tables.row(local)
+    lanes = torch.arange(min(vocabulary, arena.widest), device=logits.device)
+    edge = first[:, None] + lanes
+    inside = edge < end[:, None]
+    label = _Tables(arena, states[:, None]).label(torch.where(inside, edge, 0))
+    nothing = torch.full_like(states, vocabulary)[:, None]
+    keep = torch.zeros(len(logits), vocabulary + 1, dtype=torch.bool, device=logits.device)
+    keep.scatter_(1, torch.where(inside & (label < vocabulary), label, nothing), True)
+    tail = tables.tail_entry(local)[0][:, None]
+    keep.scatter_(1, torch.where((local >= TAIL)[:, None] & (tail < vocabulary), tail, nothing), True)
+    stop = stops[slots.clamp(min=0).long()].long()
+    allowed = (tables.may_end(local) & (slots >= 0))[:, None] & (stop >= 0) & (stop < vocabulary)
+    keep.scatter_(1, torch.where(allowed, stop, nothing), True)
+    applies = (local != FREE) & (local != DEAD)
+    return logits.masked_fill_(applies[:, None] & ~keep[:, :vocabulary], -torch.inf)
+
+
+def step(
+    arena: Arena, cells: Tensor, stops: Tensor, batch: Batch, out: Tensor, logits: Tensor, most: int | None = None
+) -> Tensor:
+    """`walk`, then `mask`."""
+    walk(arena, cells, stops, batch, out, most)
+    return mask(arena, logits, out, stops, batch.slots)
+
+
+def forced(arena: Arena, states: Tensor, stops: Tensor, slots: Tensor, out: Tensor) -> Tensor:
+    """The tokens that must follow each state, as many as `out` has columns and the set forces, then -1.
+
+    A token is forced where a node has one child and no item ends there, and in a tail. Behind a complete item stands
+    the row's first stop token, and then no more.
+
+    states: [rows] int64. stops, slots: as for `mask`. out: [rows, k] int32 or int64.
+    """
+    state, going = states, torch.ones_like(states, dtype=torch.bool)
+    stop = torch.where(slots >= 0, stops[slots.clamp(min=0).long(), 0].long(), -1)
+    for k in range(out.shape[1]):
+        tables, local = _Tables(arena, state), state & LOCAL
+        first, end = tables.row(local)
+        one = (end - first == 1) & ~tables.may_end(local)
+        token = torch.where(one, tables.label(torch.where(one, first, 0)), -1)
+        token = torch.where(local >= TAIL, tables.tail_entry(local)[0], token)
+        token = torch.where(local == END, stop, token)
+        out[:, k] = torch.where(going, token, -1)
+        going = going & (token >= 0) & (local != END)
+        state = torch.where(going, tables.after(state, token, None, arena.widest.bit_length()), state)
+    return out
+
+
+def _dead(state: Tensor) -> Tensor:
+    return (state & ~LOCAL) | DEAD
+
+
+def _draft_steps(batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """For each step down from the committed state: which row's token each row takes, and whether it takes one."""
+    above = batch.above
+    assert above is not None
+    rows = torch.arange(len(above), device=above.device)
+    if not batch.tree:
+        return [(rows - above + i + 1, above > i) for i in range(batch.max_drafts)]
+    path = [rows]  # the row, its parent, its parent's parent ...; -1 above a request's first row
+    for _ in range(batch.max_drafts):
+        path.append(torch.where(path[-1] >= 0, above[path[-1].clamp(0, len(rows) - 1)].long(), -1))
+    # A row's first token is that of the ancestor just below its request's first row, which has no parent.
+    return [(row, (row >= 0) & (parent >= 0)) for row, parent in zip(path[-2::-1], path[:0:-1], strict=True)]
+
+
+class _Tables:
+    """The tables behind each of some states. All arguments and results are int64 tensors of the states' shape."""
+
+    def __init__(self, arena: Arena, states: Tensor) -> None:
+        self.arena = arena
+        self.fields = arena.sets[states >> 32]
+
+    def field(self, column: int) -> Tensor:
+        return self.fields[..., column]
+
+    def word(self, column: int, index: Tensor) -> Tensor:
+        return self.arena.words[self.field(column) + index].long() & 0xFFFFFFFF
+
+    def element(self, column: int, index: Tensor, narrow_bit: int) -> Tensor:
+        narrow = self.field(WIDTHS) & narrow_bit != 0
+        word = self.word(column, torch.where(narrow, index >> 1, index))
+        return torch.where(narrow, (word >> ((index & 1) * 16)) & 0xFFFF, word)
+
+    def label(self, edge: Tensor) -> Tensor:
+        return self.element(LABELS, edge, NARROW_LABELS)
+
+    def row(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """First edge and the one behind the last; equal where the state is no node."""
+        node = torch.where(local < FREE, local, 0)
+        first, end = self.word(ROW_OFFSETS, node), self.word(ROW_OFFSETS, node + 1)
+        return first, torch.where(local < FREE, end, first)
+
+    def may_end(self, local: Tensor) -> Tensor:
+        node = torch.where(local < FREE, local, 0)
+        bit = (self.word(TERMINAL, node >> 5) >> (node & 31)) & 1
+        return (local == END) | ((local < FREE) & (bit != 0))
+
+    def tail_entry(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Token at this position of the tails, and whether it is the last of its tail."""
+        token_bits = self.field(WIDTHS) & 0xFF
+        at = torch.where(local >= TAIL, local - TAIL, 0) * (token_bits + 1)
+        shift = at & 31
+        low, high = self.word(TAILS, at >> 5), self.word(TAILS, (at >> 5) + 1)
+        entry = (low >> shift) | (high << (32 - shift))
+        return entry & ((1 << token_bits) - 1), (entry >> token_bits) & 1 != 0
+
+    def find(self, local: Tensor, token: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+        """The edge of node `local` that carries the token, and whether there is one. Rows are shorter than 2^rounds."""
+        low, end = self.row(local)
+        high, found = end, low < end
+        for _ in range(rounds):
+            middle = (low + high) >> 1
+            label = self.label(torch.where(low < high, middle, 0))
+            below = (low < high) & (label < token)
+            low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
+        edge = torch.where(low < end, low, 0)
+        return edge, found & (low < end) & (self.label(edge) == token)
+
+    def follow(self, edge: Tensor) -> Tensor:
+        """The state behind an edge, as `walk.follow`."""
+        target = self.element(TARGETS, edge, NARROW_TARGETS)
+        leaf = torch.where(self.field(WIDTHS) & NARROW_TARGETS != 0, 1 << 15, 1 << 31)
+        node = self.word(NODE_BASE, edge >> 5) + target
+        tail = self.word(TAIL_BASE, edge >> 5) + target - leaf + TAIL
+        return torch.where(target == 2 * leaf - 1, END, torch.where(target >= leaf, tail, node))
+
+    def after(self, states: Tensor, token: Tensor, stops: Tensor | None, rounds: int) -> Tensor:
+        """The state, with its set, after one more token."""
+        local = states & LOCAL
+        edge, found = self.find(local, token, rounds)
+        expected, last = self.tail_entry(local)
+        behind = torch.where(found, self.follow(edge), DEAD)
+        in_tail = torch.where(expected == token, torch.where(last, END, local + 1), DEAD)
+        result = torch.where(local >= TAIL, in_tail, behind)
+        if stops is not None:
+            is_stop = (token >= 0) & (stops == token[:, None]).any(1)
+            result = torch.where((result == DEAD) & is_stop & self.may_end(local), END, result)
+        return (states & ~LOCAL) | torch.where(local == FREE, FREE, result)

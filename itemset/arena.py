@@ -55,8 +55,7 @@ class Arena:
 
     words: [nbytes / 4] int32. All tables.
     sets: [max_sets, 8] int64. Where each set's sections begin, in words, and their widths.
-    widest, longest: most children of a node, and tokens of an item, that any set here so far had. They bound the work
-        of `torch_kernels`.
+    widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
     """
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
@@ -70,7 +69,7 @@ class Arena:
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             raise ItemSetError(f"{self.device} has no room for an arena of {self.nbytes:,} bytes: {error}") from error
         self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
-        self.widest = self.longest = 1
+        self.widest = 1
         self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
         self._free_numbers = list(range(max_sets - 1, -1, -1))
         self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
@@ -133,7 +132,6 @@ class Arena:
                 self._copy(memory[start + offset : start + offset + section.nbytes], section)
             self._copy(self.sets[resident.number].view(torch.uint8), row.view(np.uint8))
         self.widest = max(self.widest, int(np.diff(tables.row_offsets).max()))
-        self.longest = max(self.longest, item_set.longest)
         self._residents[resident.digest] = self._by_number[resident.number] = resident
         return resident
 

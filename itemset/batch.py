@@ -19,9 +19,10 @@ class Batch(NamedTuple):
     """The layout of one step. All tensors are integers on the device; their contents may change between replays.
 
     slots: [rows]. Each logits row's slot; -1 for padding.
-    history: [slots or rows, width]. Committed tokens: the item's begin at column `begin` and reach up to column `end`.
-    begin, end: [slots or rows]. begin > end: the constraint has not begun, and the row is free. begin may be negative
-        where history is a window on the newest tokens, as long as no token left of it has not been walked yet.
+    history: [slots or rows, width]. Committed tokens: a request's output begins at column `begin` and ends before
+        column `end`.
+    begin, end: [slots or rows]. begin may be negative where history is a window on the newest tokens, as long as no
+        token left of it has not been walked yet.
     by_slot: whether history, begin and end have one row a slot, or one a logits row.
     above: [rows]. In a chain the number of drafts before this row, 0 for a request's first row; in a tree the parent's
         row, -1 for a request's first. None: no drafts.

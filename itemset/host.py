@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.jit import compiled
-from itemset.walk import DEAD, END, FREE, TAIL, advance, is_terminal, tail_token
+from itemset.walk import DEAD, END, TAIL, WAITING, advance, is_terminal, tail_token
 
 
 class HostState:
@@ -81,7 +81,7 @@ def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
     row[:] = 0
     if state >= TAIL:
         _set_bit(row, tail_token(tables, state))
-    elif state < FREE:
+    elif state < WAITING:
         for edge in range(tables.row_offsets[state], tables.row_offsets[state + 1]):
             _set_bit(row, np.int64(tables.labels[edge]))
     if is_terminal(tables, state):

@@ -23,63 +23,67 @@ from itemset.arena import (
     Arena,
 )
 from itemset.batch import CONSUMED, CONSUMED_MASK, LOCAL, STATE, Batch
-from itemset.walk import DEAD, END, FREE, TAIL
+from itemset.walk import DEAD, END, FREE, TAIL, WAITING
 
 
-def advance(arena: Arena, states: Tensor, tokens: Tensor, stops: Tensor | None, out: Tensor) -> Tensor:
+def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
     """out[i] = the state after states[i] and one more token; DEAD where it is neither the item's nor a stop token.
 
-    states, out: [n] int64, may be the same. tokens: [n] integers. stops: [n, any] the stop tokens of each, -1 where
-    there are fewer, or None.
+    states, out: [n] int64, may be the same. tokens: [n] integers. marks: [n, 1 + any] integers or None: the token
+    behind which the constraint begins where the state is WAITING, then the stop tokens; -1 where there is none.
     """
-    return out.copy_(_Tables(arena, states).after(states, tokens.long(), stops, arena.widest.bit_length()))
+    return out.copy_(_Tables(arena, states).after(states, tokens.long(), marks, arena.widest.bit_length()))
 
 
-def walk(arena: Arena, cells: Tensor, stops: Tensor, batch: Batch, out: Tensor, most: int | None = None) -> Tensor:
+def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, most: int | None = None) -> Tensor:
     """Take what each request has committed since the last call, and write the state of each logits row to `out`.
 
-    A row's state is its request's after the row's own drafts. It is DEAD where they leave the set, FREE where the row
-    has no set, or its constraint has not begun; END in place of DEAD where it was committed tokens that left the set,
-    because then nothing but the end of the request is right.
+    A row's state is its request's after the row's own drafts. It is DEAD where they leave the set; END in place of DEAD
+    where it was committed tokens that left the set, because then nothing but the end of the request is right; and FREE
+    where the row has no slot.
 
-    cells: [slots + 1] int64 as `slots.Slots` keeps them; written. stops: [slots + 1, any] as for `advance`.
-    out: [rows] int64. most: committed tokens that a request has at most gained since the last call; the longest item
-    and its end where None. Without Triton, the work grows with it.
+    cells: [slots + 1] int64 as `slots.Slots` keeps them; written. marks: [slots + 1, 1 + any] as for `advance`.
+    out: [rows] int64. most: committed tokens that a request has at most gained since the last call, as the host knows
+        it; the width of `history` where None. The work grows with it. Triton looks at each request instead.
     """
     rounds = arena.widest.bit_length()
     live = batch.slots >= 0
     slots = torch.where(live, batch.slots, len(cells) - 1).long()
-    cell, row_stops = cells[slots], stops[slots]
+    cell, row_marks = cells[slots], marks[slots]
     place = slots if batch.by_slot else torch.arange(len(slots), device=slots.device)
     begin, end = (bound[torch.where(live, place, 0)].long() for bound in (batch.begin, batch.end))
     total = end - begin
     new = (total - (cell >> CONSUMED)) & CONSUMED_MASK
     state = cell & STATE
-    begun = live & (total >= 0) & (state & LOCAL != FREE)
-    state = torch.where(begun & (new > end), _dead(state), state)  # the window does not reach back so far
+    constrained = live & (state & LOCAL != FREE)
+    # The window does not reach back so far: what was missed may have left the set.
+    state = torch.where(constrained & (new > end), state & ~LOCAL | DEAD, state)
     last_column = batch.history.shape[1] - 1
-    for i in range(min(arena.longest + 1, batch.history.shape[1]) if most is None else most):
+    for i in range(batch.history.shape[1] if most is None else most):
         column = (end - new + i).clamp(0, last_column)
         token = batch.history[torch.where(live, place, 0), column].long()
-        after = _Tables(arena, state).after(state, token, row_stops, rounds)
-        state = torch.where(begun & (i < new), after, state)
-    cells[torch.where(begun, slots, len(cells) - 1)] = state | (total & CONSUMED_MASK) << CONSUMED
+        after = _Tables(arena, state).after(state, token, row_marks, rounds)
+        state = torch.where(constrained & (i < new), after, state)
+    cells[torch.where(constrained, slots, len(cells) - 1)] = state | (total & CONSUMED_MASK) << CONSUMED
     state = torch.where(state & LOCAL == DEAD, state - DEAD + END, state)
-    state = torch.where(begun, state, FREE)
+    state = torch.where(constrained, state, FREE)
     if batch.above is not None and batch.tokens is not None:
         for row, draft in _draft_steps(batch):
             token = batch.tokens[row.clamp(0, len(slots) - 1)].long()
-            after = _Tables(arena, state).after(state, token, row_stops, rounds)
+            after = _Tables(arena, state).after(state, token, row_marks, rounds)
             state = torch.where(draft, after, state)
     return out.copy_(state)
 
 
-def mask(arena: Arena, logits: Tensor, states: Tensor, stops: Tensor, slots: Tensor) -> Tensor:
+def mask(arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor) -> Tensor:
     """Set to -inf, in place, what may not follow each row's state: all but the children of its node, or its tail's
-    token, and where an item may end the stop tokens. Rows whose state is FREE or DEAD are left as they are.
+    token, and where an item may end the stop tokens. Rows whose state is FREE, WAITING or DEAD are left as they are.
 
-    logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. stops: [slots + 1, any].
-    slots: [rows], -1 where the row has none; then no stop token is allowed.
+    Where the item has ended, a stop token that something before has set to -inf becomes 0: the row would be empty, and
+    a sampler would take any token of it.
+
+    logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. marks: [slots + 1, 1 + any] as
+    for `advance`. slots: [rows], -1 where the row has none; then no stop token is allowed.
     """
     vocabulary = logits.shape[1]
     tables = _Tables(arena, states)
@@ -94,31 +98,33 @@ def mask(arena: Arena, logits: Tensor, states: Tensor, stops: Tensor, slots: Ten
     keep.scatter_(1, torch.where(inside & (label < vocabulary), label, nothing), True)
     tail = tables.tail_entry(local)[0][:, None]
     keep.scatter_(1, torch.where((local >= TAIL)[:, None] & (tail < vocabulary), tail, nothing), True)
-    stop = stops[slots.clamp(min=0).long()].long()
+    stop = marks[slots.clamp(min=0).long(), 1:].long()
     allowed = (tables.may_end(local) & (slots >= 0))[:, None] & (stop >= 0) & (stop < vocabulary)
     keep.scatter_(1, torch.where(allowed, stop, nothing), True)
-    applies = (local != FREE) & (local != DEAD)
-    return logits.masked_fill_(applies[:, None] & ~keep[:, :vocabulary], -torch.inf)
+    keep = keep[:, :vocabulary]
+    applies = (local < WAITING) | (local >= END)
+    logits.masked_fill_((local == END)[:, None] & keep & logits.isneginf(), 0)
+    return logits.masked_fill_(applies[:, None] & ~keep, -torch.inf)
 
 
 def step(
-    arena: Arena, cells: Tensor, stops: Tensor, batch: Batch, out: Tensor, logits: Tensor, most: int | None = None
+    arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor, most: int | None = None
 ) -> Tensor:
     """`walk`, then `mask`."""
-    walk(arena, cells, stops, batch, out, most)
-    return mask(arena, logits, out, stops, batch.slots)
+    walk(arena, cells, marks, batch, out, most)
+    return mask(arena, logits, out, marks, batch.slots)
 
 
-def forced(arena: Arena, states: Tensor, stops: Tensor, slots: Tensor, out: Tensor) -> Tensor:
+def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor) -> Tensor:
     """The tokens that must follow each state, as many as `out` has columns and the set forces, then -1.
 
     A token is forced where a node has one child and no item ends there, and in a tail. Behind a complete item stands
     the row's first stop token, and then no more.
 
-    states: [rows] int64. stops, slots: as for `mask`. out: [rows, k] int32 or int64.
+    states: [rows] int64. marks, slots: as for `mask`. out: [rows, k] int32 or int64.
     """
     state, going = states, torch.ones_like(states, dtype=torch.bool)
-    stop = torch.where(slots >= 0, stops[slots.clamp(min=0).long(), 0].long(), -1)
+    stop = torch.where(slots >= 0, marks[slots.clamp(min=0).long(), 1].long(), -1)
     for k in range(out.shape[1]):
         tables, local = _Tables(arena, state), state & LOCAL
         first, end = tables.row(local)
@@ -130,10 +136,6 @@ def forced(arena: Arena, states: Tensor, stops: Tensor, slots: Tensor, out: Tens
         going = going & (token >= 0) & (local != END)
         state = torch.where(going, tables.after(state, token, None, arena.widest.bit_length()), state)
     return out
-
-
-def _dead(state: Tensor) -> Tensor:
-    return (state & ~LOCAL) | DEAD
 
 
 def _draft_steps(batch: Batch) -> list[tuple[Tensor, Tensor]]:
@@ -173,14 +175,14 @@ class _Tables:
 
     def row(self, local: Tensor) -> tuple[Tensor, Tensor]:
         """First edge and the one behind the last; equal where the state is no node."""
-        node = torch.where(local < FREE, local, 0)
+        node = torch.where(local < WAITING, local, 0)
         first, end = self.word(ROW_OFFSETS, node), self.word(ROW_OFFSETS, node + 1)
-        return first, torch.where(local < FREE, end, first)
+        return first, torch.where(local < WAITING, end, first)
 
     def may_end(self, local: Tensor) -> Tensor:
-        node = torch.where(local < FREE, local, 0)
+        node = torch.where(local < WAITING, local, 0)
         bit = (self.word(TERMINAL, node >> 5) >> (node & 31)) & 1
-        return (local == END) | ((local < FREE) & (bit != 0))
+        return (local == END) | ((local < WAITING) & (bit != 0))
 
     def tail_entry(self, local: Tensor) -> tuple[Tensor, Tensor]:
         """Token at this position of the tails, and whether it is the last of its tail."""
@@ -211,7 +213,7 @@ class _Tables:
         tail = self.word(TAIL_BASE, edge >> 5) + target - leaf + TAIL
         return torch.where(target == 2 * leaf - 1, END, torch.where(target >= leaf, tail, node))
 
-    def after(self, states: Tensor, token: Tensor, stops: Tensor | None, rounds: int) -> Tensor:
+    def after(self, states: Tensor, token: Tensor, marks: Tensor | None, rounds: int) -> Tensor:
         """The state, with its set, after one more token."""
         local = states & LOCAL
         edge, found = self.find(local, token, rounds)
@@ -219,7 +221,9 @@ class _Tables:
         behind = torch.where(found, self.follow(edge), DEAD)
         in_tail = torch.where(expected == token, torch.where(last, END, local + 1), DEAD)
         result = torch.where(local >= TAIL, in_tail, behind)
-        if stops is not None:
-            is_stop = (token >= 0) & (stops == token[:, None]).any(1)
-            result = torch.where((result == DEAD) & is_stop & self.may_end(local), END, result)
-        return (states & ~LOCAL) | torch.where(local == FREE, FREE, result)
+        result = torch.where((local == FREE) | (local == WAITING), local, result)
+        if marks is not None:
+            is_mark = (token >= 0)[:, None] & (marks == token[:, None])
+            result = torch.where((result == DEAD) & is_mark[:, 1:].any(1) & self.may_end(local), END, result)
+            result = torch.where((local == WAITING) & is_mark[:, 0], 0, result)
+        return (states & ~LOCAL) | result

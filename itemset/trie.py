@@ -17,7 +17,7 @@ from itemset.jit import compiled
 from itemset.rows import Rows, bounds
 
 BLOCK = 32  # edges that share one pair of bases
-MAX_INDEX = 2**31 - 4  # nodes, edges and tail tokens, each: a state is one of them or one of three marks
+MAX_INDEX = 2**31 - 5  # nodes, edges and tail tokens, each: a state is one of them or one of four marks
 
 
 class Tables(NamedTuple):

@@ -26,6 +26,7 @@ _TAIL = tl.constexpr(walk_module.TAIL)
 _END = tl.constexpr(walk_module.END)
 _DEAD = tl.constexpr(walk_module.DEAD)
 _FREE = tl.constexpr(walk_module.FREE)
+_WAITING = tl.constexpr(walk_module.WAITING)
 _LOCAL = tl.constexpr(batch_module.LOCAL)
 _STATE = tl.constexpr(batch_module.STATE)
 _CONSUMED = tl.constexpr(batch_module.CONSUMED)
@@ -42,53 +43,53 @@ _NARROW_LABELS = tl.constexpr(arena_module.NARROW_LABELS)
 _NARROW_TARGETS = tl.constexpr(arena_module.NARROW_TARGETS)
 
 
-def advance(arena: Arena, states: Tensor, tokens: Tensor, stops: Tensor | None, out: Tensor) -> Tensor:
+def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
     _advance_kernel[(len(states),)](
-        arena.words, arena.sets, states, tokens, stops, 0 if stops is None else stops.stride(0), out,
-        **_stop_lanes(stops), LANES=LANES,
+        arena.words, arena.sets, states, tokens, marks, 0 if marks is None else marks.stride(0), out,
+        **_stop_lanes(marks), LANES=LANES,
     )
     return out
 
 
-def walk(arena: Arena, cells: Tensor, stops: Tensor, batch: Batch, out: Tensor, most: int | None = None) -> Tensor:
-    _launch(arena, cells, stops, batch, out, None)
+def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, most: int | None = None) -> Tensor:
+    _launch(arena, cells, marks, batch, out, None)
     return out
 
 
-def mask(arena: Arena, logits: Tensor, states: Tensor, stops: Tensor, slots: Tensor) -> Tensor:
+def mask(arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor) -> Tensor:
     rows, vocabulary = logits.shape
     _mask_kernel[(rows, triton.cdiv(vocabulary, _chunk(vocabulary)))](
-        arena.words, arena.sets, states, slots, stops, stops.stride(0), logits, logits.stride(0), vocabulary,
-        **_stop_lanes(stops), LANES=LANES, CHUNK=_chunk(vocabulary), FEW=FEW, num_warps=MASK_WARPS,
+        arena.words, arena.sets, states, slots, marks, marks.stride(0), logits, logits.stride(0), vocabulary,
+        **_stop_lanes(marks), LANES=LANES, CHUNK=_chunk(vocabulary), FEW=FEW, num_warps=MASK_WARPS,
     )
     return logits
 
 
 def step(
-    arena: Arena, cells: Tensor, stops: Tensor, batch: Batch, out: Tensor, logits: Tensor, most: int | None = None
+    arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor, most: int | None = None
 ) -> Tensor:
     """One launch where a row's logits are one chunk, else two: every chunk would repeat the walk."""
     if logits.shape[1] <= CHUNK:
-        _launch(arena, cells, stops, batch, out, logits)
+        _launch(arena, cells, marks, batch, out, logits)
         return logits
-    walk(arena, cells, stops, batch, out)
-    return mask(arena, logits, out, stops, batch.slots)
+    walk(arena, cells, marks, batch, out)
+    return mask(arena, logits, out, marks, batch.slots)
 
 
-def forced(arena: Arena, states: Tensor, stops: Tensor, slots: Tensor, out: Tensor) -> Tensor:
+def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor) -> Tensor:
     _forced_kernel[(len(states),)](
-        arena.words, arena.sets, states, slots, stops, stops.stride(0), out, out.stride(0), out.shape[1], LANES=LANES
+        arena.words, arena.sets, states, slots, marks, marks.stride(0), out, out.stride(0), out.shape[1], LANES=LANES
     )
     return out
 
 
-def _launch(arena: Arena, cells: Tensor, stops: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
+def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
     vocabulary = 0 if logits is None else logits.shape[1]
     _walk_kernel[(len(batch.slots),)](
-        arena.words, arena.sets, cells, stops, stops.stride(0),
+        arena.words, arena.sets, cells, marks, marks.stride(0),
         batch.slots, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above, batch.tokens, out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
-        BY_SLOT=batch.by_slot, TREE=batch.tree, **_stop_lanes(stops), LANES=LANES, CHUNK=_chunk(vocabulary), FEW=FEW,
+        BY_SLOT=batch.by_slot, TREE=batch.tree, **_stop_lanes(marks), LANES=LANES, CHUNK=_chunk(vocabulary), FEW=FEW,
         num_warps=WALK_WARPS if logits is None else MASK_WARPS,
     )
 
@@ -97,28 +98,28 @@ def _chunk(vocabulary: int) -> int:
     return min(CHUNK, int(triton.next_power_of_2(max(vocabulary, 1))))
 
 
-def _stop_lanes(stops: Tensor | None) -> dict[str, int]:
-    count = 0 if stops is None else stops.shape[1]
+def _stop_lanes(marks: Tensor | None) -> dict[str, int]:
+    count = 0 if marks is None else marks.shape[1] - 1
     return {"STOPS": count, "STOP_LANES": triton.next_power_of_2(max(count, 1))}
 
 
 @triton.jit
 def _advance_kernel(
-    words, sets, states, tokens, stops, stops_stride, out,
+    words, sets, states, tokens, marks, marks_stride, out,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     state = tl.load(states + i)
     token = tl.load(tokens + i).to(tl.int64)
-    is_stop = token < token
-    if STOPS > 0:
-        is_stop = _is_stop(stops + i * stops_stride, token, STOPS, STOP_LANES)
-    tl.store(out + i, _after(words, sets, state, token, is_stop, LANES))
+    row_marks = marks
+    if marks is not None:
+        row_marks = marks + i * marks_stride
+    tl.store(out + i, _after(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES))
 
 
 @triton.jit
 def _walk_kernel(
-    words, sets, cells, stops, stops_stride,
+    words, sets, cells, marks, marks_stride,
     slots, history, history_stride, begins, ends, above, tokens, out,
     logits, logits_stride, vocabulary,
     BY_SLOT: tl.constexpr, TREE: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
@@ -133,61 +134,58 @@ def _walk_kernel(
             place = slot if BY_SLOT else row
             begin = tl.load(begins + place).to(tl.int64)
             end = tl.load(ends + place).to(tl.int64)
-            if begin <= end:
-                row_stops = stops + slot * stops_stride
-                state = cell & _STATE
-                new = (end - begin - (cell >> _CONSUMED)) & _CONSUMED_MASK
-                if new > end:  # the window does not reach back so far
-                    state = (state & ~_LOCAL) | _DEAD
-                else:
-                    for column in range(end - new, end):
-                        token = tl.load(history + place * history_stride + column).to(tl.int64)
-                        is_stop = _is_stop(row_stops, token, STOPS, STOP_LANES)
-                        state = _after(words, sets, state, token, is_stop, LANES)
-                # Every row of a request writes the same.
-                tl.store(cells + slot, state | (((end - begin) & _CONSUMED_MASK) << _CONSUMED))
-                if state & _LOCAL == _DEAD:
-                    state = state - _DEAD + _END
-                if above is not None:
-                    depth = _depth(above, row, TREE)
-                    for i in range(1, depth + 1):
-                        ancestor = row - depth + i
-                        if TREE:
-                            ancestor = row
-                            for _ in range(i, depth):
-                                ancestor = tl.load(above + ancestor).to(tl.int64)
-                        token = tl.load(tokens + ancestor).to(tl.int64)
-                        is_stop = _is_stop(row_stops, token, STOPS, STOP_LANES)
-                        state = _after(words, sets, state, token, is_stop, LANES)
+            row_marks = marks + slot * marks_stride
+            state = cell & _STATE
+            new = (end - begin - (cell >> _CONSUMED)) & _CONSUMED_MASK
+            if new > end:  # the window does not reach back so far
+                state = (state & ~_LOCAL) | _DEAD
+            else:
+                for column in range(end - new, end):
+                    token = tl.load(history + place * history_stride + column).to(tl.int64)
+                    state = _after(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES)
+            # Every row of a request writes the same.
+            tl.store(cells + slot, state | (((end - begin) & _CONSUMED_MASK) << _CONSUMED))
+            if state & _LOCAL == _DEAD:
+                state = state - _DEAD + _END
+            if above is not None:
+                depth = _depth(above, row, TREE)
+                for i in range(1, depth + 1):
+                    ancestor = row - depth + i
+                    if TREE:
+                        ancestor = row
+                        for _ in range(i, depth):
+                            ancestor = tl.load(above + ancestor).to(tl.int64)
+                    token = tl.load(tokens + ancestor).to(tl.int64)
+                    state = _after(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES)
     tl.store(out + row, state)
     if logits is not None:
         _mask_chunk(
-            words, sets, state, stops + tl.maximum(slot, 0) * stops_stride, slot >= 0, logits + row * logits_stride,
+            words, sets, state, marks + tl.maximum(slot, 0) * marks_stride, slot >= 0, logits + row * logits_stride,
             0, vocabulary, STOPS, STOP_LANES, LANES, CHUNK, FEW,
         )
 
 
 @triton.jit
 def _mask_kernel(
-    words, sets, states, slots, stops, stops_stride, logits, logits_stride, vocabulary,
+    words, sets, states, slots, marks, marks_stride, logits, logits_stride, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     _mask_chunk(
-        words, sets, tl.load(states + row), stops + tl.maximum(slot, 0) * stops_stride, slot >= 0,
+        words, sets, tl.load(states + row), marks + tl.maximum(slot, 0) * marks_stride, slot >= 0,
         logits + row * logits_stride, tl.program_id(1) * CHUNK, vocabulary, STOPS, STOP_LANES, LANES, CHUNK, FEW,
     )
 
 
 @triton.jit
 def _forced_kernel(
-    words, sets, states, slots, stops, stops_stride, out, out_stride, columns, LANES: tl.constexpr
+    words, sets, states, slots, marks, marks_stride, out, out_stride, columns, LANES: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     state = tl.load(states + row)
-    stop = tl.load(stops + slot * stops_stride, mask=slot >= 0, other=-1).to(tl.int64)
+    stop = tl.load(marks + slot * marks_stride + 1, mask=slot >= 0, other=-1).to(tl.int64)
     going = state == state
     for column in range(columns):
         token = slot * 0 - 1
@@ -197,29 +195,29 @@ def _forced_kernel(
                 token, _ = _tail_entry(words, fields, local)
             elif local == _END:
                 token = stop
-            elif local < _FREE:
+            elif local < _WAITING:
                 first, end = _row(words, fields, local)
                 if (end - first == 1) & ~_may_end(words, fields, local):
                     token = _element(words, fields, _LABELS, first, _NARROW_LABELS, True)
             going = (token >= 0) & (local != _END)
             if going:
-                state = _after(words, sets, state, token, token < 0, LANES)
+                state = _after(words, sets, state, token, None, 0, 1, LANES)
         tl.store(out + row * out_stride + column, token)
 
 
 @triton.jit
 def _mask_chunk(
-    words, sets, state, row_stops, has_stops, logits, low, vocabulary,
+    words, sets, state, row_marks, has_marks, logits, low, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr,
 ):
     """Mask the logits from `low` to `low + CHUNK` of one row."""
     local = state & _LOCAL
-    if (local != _FREE) & (local != _DEAD):
+    if (local < _WAITING) | (local >= _END):
         fields = sets + (state >> 32) * (_WIDTHS + 1)
         first, count, tail_token, may_end = local * 0, local * 0, local * 0 - 1, local == _END
         if local >= _TAIL:
             tail_token, _ = _tail_entry(words, fields, local)
-        elif local < _FREE:
+        elif local < _WAITING:
             may_end = _may_end(words, fields, local)
             first, end = _row(words, fields, local)
             count = end - first
@@ -228,16 +226,16 @@ def _mask_chunk(
                 first = _first_from(words, fields, first, count, low, LANES)
                 count = behind - first
         if count > FEW:
-            _keep(words, fields, first, count, tail_token, row_stops, may_end & has_stops, logits, low, vocabulary,
-                  STOPS, STOP_LANES, CHUNK, CHUNK)
+            _keep(words, fields, first, count, tail_token, row_marks, may_end & has_marks, local == _END, logits, low,
+                  vocabulary, STOPS, STOP_LANES, CHUNK, CHUNK)
         else:
-            _keep(words, fields, first, count, tail_token, row_stops, may_end & has_stops, logits, low, vocabulary,
-                  STOPS, STOP_LANES, CHUNK, FEW)
+            _keep(words, fields, first, count, tail_token, row_marks, may_end & has_marks, local == _END, logits, low,
+                  vocabulary, STOPS, STOP_LANES, CHUNK, FEW)
 
 
 @triton.jit
 def _keep(
-    words, fields, first, count, tail_token, row_stops, keep_stops, logits, low, vocabulary,
+    words, fields, first, count, tail_token, row_marks, keep_stops, ended, logits, low, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """Read what stays of a chunk, overwrite all of it, write back what stays. Of edges there are at most WIDTH whose
@@ -249,9 +247,10 @@ def _keep(
     stays = (label >= low) & (label < high)
     kept = tl.load(logits + label, mask=stays)
     stop_lane = tl.arange(0, STOP_LANES)
-    stop = tl.load(row_stops + stop_lane, mask=(stop_lane < STOPS) & keep_stops, other=-1).to(tl.int64)
+    stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & keep_stops, other=-1).to(tl.int64)
     stop_stays = (stop >= low) & (stop < high)
     kept_stop = tl.load(logits + stop, mask=stop_stays)
+    kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)
     tl.debug_barrier()
     chunk = low + tl.arange(0, CHUNK)
     tl.store(logits + chunk, -float("inf"), mask=chunk < vocabulary)
@@ -261,12 +260,19 @@ def _keep(
 
 
 @triton.jit
-def _after(words, sets, state, token, is_stop, LANES: tl.constexpr):
+def _after(
+    words, sets, state, token, row_marks, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr
+):
     """The state, with its set, after one more token."""
     local = state & _LOCAL
     result = local * 0 + _DEAD
     if local == _FREE:
         result = local
+    elif local == _WAITING:
+        result = local
+        if row_marks is not None:
+            if (token >= 0) & (tl.load(row_marks) == token):
+                result = local * 0
     else:
         fields = sets + (state >> 32) * (_WIDTHS + 1)
         may_end = local == _END
@@ -274,11 +280,13 @@ def _after(words, sets, state, token, is_stop, LANES: tl.constexpr):
             expected, last = _tail_entry(words, fields, local)
             if expected == token:
                 result = tl.where(last, _END, local + 1).to(tl.int64)
-        elif local < _FREE:
+        elif local < _WAITING:
             may_end = _may_end(words, fields, local)
             result = _child(words, fields, local, token, LANES)
-        if (result == _DEAD) & may_end & is_stop:
-            result = local * 0 + _END
+        if row_marks is not None:
+            if (result == _DEAD) & may_end:
+                if _is_stop(row_marks, token, STOPS, STOP_LANES):
+                    result = local * 0 + _END
     return (state & ~_LOCAL) | result
 
 
@@ -363,9 +371,9 @@ def _word(words, fields, SECTION: tl.constexpr, index, mask):
 
 
 @triton.jit
-def _is_stop(row_stops, token, STOPS: tl.constexpr, STOP_LANES: tl.constexpr):
+def _is_stop(row_marks, token, STOPS: tl.constexpr, STOP_LANES: tl.constexpr):
     lane = tl.arange(0, STOP_LANES)
-    stop = tl.load(row_stops + lane, mask=lane < STOPS, other=-1)
+    stop = tl.load(row_marks + 1 + lane, mask=lane < STOPS, other=-1)
     return tl.max(((stop == token) & (stop >= 0)).to(tl.int32), 0) != 0
 
 

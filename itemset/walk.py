@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from itemset.jit import compiled
 from itemset.trie import Tables
 
-# A state has 32 bits, on the host and on the device: a node, a position in the tails (TAIL ..) or one of these three.
+# A state has 32 bits, on the host and on the device: a node, a position in the tails (TAIL ..) or one of these four.
 TAIL = 1 << 31
 END = TAIL - 1  # the item is complete
 DEAD = TAIL - 2  # the tokens left the set
 FREE = TAIL - 3  # no set constrains this row
+WAITING = TAIL - 4  # the constraint has not begun (device path): nothing does yet
 
 
 @compiled
@@ -113,7 +114,7 @@ def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:
     if state >= TAIL:
         token = tail_token(tables, state)
         return np.array([token] if token >= 0 else [], tables.labels.dtype), False
-    if state >= FREE:
+    if state >= WAITING:
         return tables.labels[:0], state == END
     row = tables.labels[int(tables.row_offsets[state]) : int(tables.row_offsets[state + 1])]
     return row, bool(is_terminal(tables, state))

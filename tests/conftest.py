@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
+import devices  # noqa: F401  prepares Triton before anything imports it
 import pytest
 from engines import Engine
 from models import cached_tiny_llama

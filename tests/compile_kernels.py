@@ -1,0 +1,41 @@
+"""Compiles every Triton kernel to machine code for a GPU of the given architecture, on a machine without one.
+
+python tests/compile_kernels.py 90
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from itemset import triton_kernels as kernels
+
+POINTERS = {
+    "logits": "*bf16",
+    **dict.fromkeys(["sets", "states", "cells", "out"], "*i64"),
+    **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
+}
+NO_DRAFTS = {"above": None, "tokens": None, "TREE": False}
+MASK = {"CHUNK": kernels.CHUNK, "FEW": kernels.FEW}
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "advance": (kernels._advance_kernel, {}),
+    "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
+    "forced": (kernels._forced_kernel, {}),
+    "mask": (kernels._mask_kernel, MASK),
+    "step": (kernels._walk_kernel, NO_DRAFTS | MASK),
+    "walk": (kernels._walk_kernel, {"TREE": False, "logits": None} | MASK),
+    "walk_tree": (kernels._walk_kernel, {"TREE": True, "logits": None} | MASK),
+}
+COMMON = {"STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
+
+for name, (kernel, constants) in VARIANTS.items():
+    constants = {key: value for key, value in (COMMON | constants).items() if key in kernel.arg_names}
+    types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
+    source = ASTSource(kernel, signature=types, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+    assert compiled.asm["cubin"]
+    print(name)

@@ -1,0 +1,16 @@
+"""Where the kernels are tested: on a GPU where there is one, else on the CPU with Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if DEVICE == "cpu":
+    # Triton looks at this when it is imported. Engines get their own value (engines.environment).
+    os.environ["TRITON_INTERPRET"] = "1"
+    runpy.run_path(str(Path(__file__).parent / "interpreter" / "sitecustomize.py"))

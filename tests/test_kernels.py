@@ -1,0 +1,326 @@
+"""The kernels, in torch and in Triton, against the dict trie and against the host's walk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICE
+from hypothesis import HealthCheck, given, settings
+from oracle import dict_trie, item_sets, prefixes
+from schedule import Schedule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import itemset
+from itemset import torch_kernels, triton_kernels
+from itemset.arena import Arena
+from itemset.batch import Batch
+from itemset.slots import Slots, kernels_for
+from itemset.walk import DEAD, END, FREE, TAIL, WAITING
+from itemset.walk import advance as host_advance
+
+VOCABULARY = 70
+NAMES = ["torch", "triton"]
+
+
+@pytest.fixture(params=[torch_kernels, triton_kernels], ids=NAMES)
+def kernels(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+@pytest.fixture
+def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels with lanes and chunks so small that every set needs several of each."""
+    for name, value in {"LANES": 4, "CHUNK": 16, "FEW": 2}.items():
+        monkeypatch.setattr(triton_kernels, name, value)
+
+
+def tensor(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def resident(*sets: list[list[int]]) -> tuple[Arena, list[itemset.ItemSet], list[int]]:
+    built = [itemset.build(items) for items in sets]
+    arena = Arena(sum(s.nbytes for s in built) + 4096 * len(built), DEVICE)
+    return arena, built, [arena.acquire(s) for s in built]
+
+
+def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int) -> None:
+    """The states, masks and forced tokens of every prefix (`most` of them), in a second set of the arena."""
+    arena, (_, built), (_, number) = resident([[3, 1], [4]], items)
+    nodes = list(prefixes(dict_trie(items)))
+    nodes = nodes[:: -(-len(nodes) // most)]
+    stop = VOCABULARY - 3
+    states = []
+    for prefix, _, _ in nodes:
+        state = 0
+        for token in prefix:
+            state = host_advance(built.trie.tables, state, token)
+        states.append(state | number << 32)
+    slots = torch.arange(len(nodes), device=DEVICE)
+    marks = tensor([[-1, stop, -1]] * len(nodes))
+
+    logits = torch.randn(len(nodes), VOCABULARY + 5, device=DEVICE)
+    masked = kernels.mask(arena, logits.clone(), tensor(states), marks, slots)
+    expected = torch.full_like(logits, -torch.inf)
+    for i, (_, children, terminal) in enumerate(nodes):
+        kept = sorted({*children, *([stop] if terminal else [])})
+        expected[i, kept] = logits[i, kept]
+    assert torch.equal(masked, expected)
+
+    tokens = [(i, token) for i, (_, children, _) in enumerate(nodes) for token in {*children, 0, 1, stop, 69, -1}]
+    tokens = tokens[:: -(-len(tokens) // (3 * most))]
+    picked = [i for i, _ in tokens]
+    out = torch.empty(len(tokens), dtype=torch.int64, device=DEVICE)
+    after = kernels.advance(
+        arena, tensor(states)[picked], tensor([t for _, t in tokens], torch.int32), marks[picked], out
+    )
+    for (i, token), device_state in zip(tokens, after.tolist(), strict=True):
+        state = host_advance(built.trie.tables, states[i] & 0xFFFFFFFF, token)
+        if state == DEAD and token == stop and nodes[i][2]:
+            state = END
+        assert device_state == (state | number << 32), (nodes[i], token)
+
+    forced = kernels.forced(arena, tensor(states), marks, slots, torch.empty(len(nodes), 4, dtype=torch.int32))
+    for (prefix, _, _), chain in zip(nodes, forced.tolist(), strict=True):
+        assert chain == forced_by_oracle(items, prefix, stop, 4)
+
+
+def forced_by_oracle(items: list[list[int]], prefix: tuple[int, ...], stop: int, k: int) -> list[int]:
+    node = dict_trie(items)
+    for token in prefix:
+        node = node[token]
+    chain = []
+    while len(chain) < k and len(node) == 1:
+        (token,) = node
+        chain.append(stop if token is None else token)
+        if token is None:
+            break
+        node = node[token]
+    return chain + [-1] * (k - len(chain))
+
+
+@given(item_sets(VOCABULARY - 4))
+@settings(max_examples=60, deadline=None)
+def test_random_sets_torch(items: list[list[int]]) -> None:
+    check_against_oracle(torch_kernels, items, most=60)
+
+
+@given(item_sets(VOCABULARY - 4))
+@settings(max_examples=15, deadline=None)
+def test_random_sets_triton(items: list[list[int]]) -> None:
+    check_against_oracle(triton_kernels, items, most=12)
+
+
+@given(item_sets(VOCABULARY - 4))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.usefixtures("small_constants")
+def test_random_sets_in_many_chunks(items: list[list[int]]) -> None:
+    check_against_oracle(triton_kernels, items, most=6)
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
+@pytest.mark.parametrize(("name", "steps"), [("torch", 5000), ("triton", 500)])
+def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
+    schedule = Schedule(seed=steps + window, kernels=name, device=DEVICE, window=window)
+    schedule.run(steps)
+    assert schedule.checked > 5 * steps
+    assert schedule.refused > 0  # the arena was full at times
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [67, 70, 128, 5000, 9001])
+def test_mask_in_place(kernels: ModuleType, dtype: torch.dtype, vocabulary: int) -> None:
+    """Any dtype, row stride and vocabulary; also one smaller than the set's, or that ends inside a chunk."""
+    arena, (built, _), (number, _) = resident([[t, 1] for t in range(68)] + [[68, 1, 2], [69]], [[8999], [3]])
+    tail = host_advance(built.trie.tables, 0, 69 - 1)
+    states = tensor([number << 32, END, FREE, DEAD, tail | number << 32, 1 << 32, WAITING])
+    marks = tensor([[0, 69, 2, -1]] * len(states), torch.int32)
+    slots = tensor([0, 1, 2, 3, -1, 5, 6], torch.int32)
+    whole = torch.randn(2 * len(states), vocabulary + 9, device=DEVICE).to(dtype)
+    logits, before = whole[::2, 4:-5], whole.clone()
+    kernels.mask(arena, logits, states, marks, slots)
+    expected = before.clone()
+    kept = [range(70), [2, 69], None, None, [1], [3, 8999], None]
+    for row, tokens in zip(expected[::2, 4:-5], kept, strict=True):
+        if tokens is not None:
+            legal = torch.tensor([t for t in tokens if t < vocabulary])
+            values = row[legal].clone()
+            row.fill_(-torch.inf)
+            row[legal] = values
+    assert torch.equal(whole, expected)
+
+
+def test_an_ended_row_is_never_empty(kernels: ModuleType) -> None:
+    """Another processor may have forbidden the stop tokens; a sampler takes any token of an empty row."""
+    arena, _, (number,) = resident([[3], [3, 4]])
+    logits = torch.full((2, 9), -torch.inf, device=DEVICE)
+    states = tensor([END, 1 | number << 32])
+    kernels.mask(arena, logits, states, tensor([[-1, 7, 5]] * 2), tensor([0, 1]))
+    assert legal(logits) == [[5, 7], []]
+
+
+def test_a_root_with_a_million_children(kernels: ModuleType) -> None:
+    children = np.unique(np.random.default_rng(1).integers(0, 2_000_000, 1_500_000))[:1_000_000]
+    items = np.stack([children, children[::-1]], 1)
+    built = itemset.build(items)
+    arena = Arena(built.nbytes + 4096, DEVICE)
+    state = tensor([arena.acquire(built) << 32] * 4)
+    asked = [int(children[0]), int(children[123_456]), int(children[-1]), int(np.setdiff1d(range(2000), children)[0])]
+    after = kernels.advance(arena, state, tensor(asked), None, torch.empty_like(state)).tolist()
+    assert after == [host_advance(built.trie.tables, 0, token) for token in asked]
+    assert after[0] >= TAIL
+    assert after[3] == DEAD
+    logits = torch.zeros(1, int(children[-1]) + 77, device=DEVICE)
+    kernels.mask(arena, logits, state[:1], tensor([[-1, -1]]), tensor([0]))
+    assert torch.equal(logits[0].isfinite().nonzero()[:, 0].cpu(), torch.from_numpy(children))
+
+
+def plain_step(kernels: str) -> tuple[Slots, Batch, torch.Tensor]:
+    """A step of three rows, the second with two drafts, on 4,999 logits: two launches in Triton."""
+    arena, _, (one, two) = resident([[5, 6, 7, 8], [5, 9], [7]], [[5], [6, 7]])
+    slots = Slots(arena, 4, max_rows=8, max_stop_tokens=2, kernels=kernels)
+    slots.assign(tensor([0, 1, 2]), tensor([one, two, -1]), tensor([[-1, 1, 2], [-1, 1, -1], [-1, -1, -1]]))
+    batch = Batch(
+        slots=tensor([0, 0, 0, 1, 2], torch.int32),
+        history=tensor([[5, 0, 0]] * 4, torch.int32),
+        begin=tensor([0] * 4, torch.int32),
+        end=tensor([1, 0, 1, 0], torch.int32),
+        above=tensor([0, 1, 2, 0, 0], torch.int32),
+        tokens=tensor([5, 6, 7, 0, 0], torch.int32),
+        max_drafts=2,
+    )
+    return slots, batch, torch.randn(5, 4999, device=DEVICE)
+
+
+def legal(logits: torch.Tensor) -> list[list[int]]:
+    rows = [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
+    return [row if len(row) < logits.shape[1] else ["all"] for row in rows]
+
+
+LEGAL = [[6, 9], [7], [8], [5, 6], ["all"]]
+
+
+class OnlyKernels(TorchDispatchMode):
+    """Refuses every torch operation: what a step does between launches of kernels may not be one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        allowed = {"aten.slice.Tensor", "aten.detach.default", "aten.alias.default"}  # views: nothing is computed
+        assert str(func) in allowed, f"a step called {func}"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_triton_step_is_two_launches_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, batch, logits = plain_step("triton")
+    launched = []
+    for name in ("_walk_kernel", "_mask_kernel"):
+        monkeypatch.setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
+    with OnlyKernels():
+        slots.step(batch, logits)
+    assert len(launched) == 2
+    assert legal(logits) == LEGAL
+    with OnlyKernels():
+        slots.step(batch, logits[:, :4096])
+    assert len(launched) == 3
+
+
+class Launches:
+    """A kernel whose launches are counted. What is inside, on a CPU the interpreter's tensors, is nobody's business."""
+
+    def __init__(self, kernel: Any, launched: list[Any]) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launched.append(grid)
+            with torch.utils._python_dispatch._disable_current_modes():
+                self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+class NothingReadBack(TorchDispatchMode):
+    """Refuses what would make the host wait for the device, or copy from the host to it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy", "lift_fresh", "equal.default")
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if "_to_copy" in name:
+            assert (kwargs or {}).get("device") is None, name
+        else:
+            assert not any(word in name for word in waits), name
+        if "copy_" in name and len(tensors) == 2:
+            assert tensors[0].device == tensors[1].device
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_torch_step_reads_nothing_back() -> None:
+    slots, batch, logits = plain_step("torch")
+    with NothingReadBack():
+        slots.step(batch, logits)
+    assert legal(logits) == LEGAL
+    with NothingReadBack(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        logits.sum().item()
+
+
+def test_the_torch_step_compiles_as_one_graph() -> None:
+    slots, batch, logits = plain_step("torch")
+    torch._dynamo.reset()
+    compiled = torch.compile(slots.step, fullgraph=True, backend="aot_eager")
+    compiled(batch, logits)
+    assert legal(logits) == LEGAL
+
+
+def test_stepping_twice_is_stepping_once(kernels: ModuleType) -> None:
+    """A row may read its slot's cell before or after another row has written it."""
+    slots, batch, logits = plain_step("torch" if kernels is torch_kernels else "triton")
+    slots.step(batch, logits)
+    before = slots.states()
+    again = torch.randn_like(logits)
+    slots.step(batch, again)
+    assert legal(again) == LEGAL
+    assert slots.states() == before
+
+
+def test_reset_begins_again(kernels: ModuleType) -> None:
+    slots, batch, logits = plain_step("torch" if kernels is torch_kernels else "triton")
+    slots.step(batch, logits)
+    slots.reset(tensor([0, 2]))
+    batch.end.zero_()
+    again = torch.randn(5, 4999, device=DEVICE)
+    slots.step(batch._replace(above=None, tokens=None), again)
+    assert legal(again) == [[5, 7]] * 3 + [[5, 6], ["all"]]
+
+
+def test_tokens_left_of_the_window_end_the_request(kernels: ModuleType) -> None:
+    """Never a wrong mask: where committed tokens were missed, only stop tokens remain."""
+    slots, batch, logits = plain_step("torch" if kernels is torch_kernels else "triton")
+    batch.begin.fill_(-1)
+    slots.step(batch._replace(above=None, tokens=None), logits)
+    assert legal(logits) == [[1, 2]] * 3 + [[1], ["all"]]
+
+
+def test_kernels_are_chosen_by_device() -> None:
+    assert kernels_for("cpu") is torch_kernels
+    assert kernels_for("cuda") is triton_kernels
+    assert kernels_for("cuda", "torch") is torch_kernels
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_every_kernel_compiles_for_a_gpu(architecture: int) -> None:
+    """To machine code, without a GPU: the interpreter takes what the compiler refuses."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run(
+        [sys.executable, script, str(architecture)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["advance", "advance_unmarked", "forced", "mask", "step", "walk", "walk_tree"]

@@ -138,6 +138,11 @@ def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tens
     return out
 
 
+def may_end(arena: Arena, states: Tensor) -> Tensor:
+    """Whether an item may end at each state: bool, in the shape of states."""
+    return _Tables(arena, states).may_end(states & LOCAL)
+
+
 def _draft_steps(batch: Batch) -> list[tuple[Tensor, Tensor]]:
     """For each step down from the committed state: which row's token each row takes, and whether it takes one."""
     above = batch.above

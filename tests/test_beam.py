@@ -1,0 +1,98 @@
+"""Beam search over a set: exact where the beam is wide enough, and never a filler."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pytest
+import torch
+from devices import DEVICE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import item_sets
+
+import itemset
+from itemset.arena import Arena
+from itemset.beam import Ranking, beam_search
+
+VOCABULARY = 40
+END_TOKEN = VOCABULARY - 1
+
+
+def model(row: int, prefix: Sequence[int]) -> torch.Tensor:
+    """Random logits that are a function of the prefix."""
+    seed = int.from_bytes(hashlib.blake2b(repr((row, list(prefix))).encode(), digest_size=6).digest(), "big")
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def logits_fn(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    assert parents.shape == tokens.shape[:2]
+    rows = [[model(b, prefix) for prefix in beams] for b, beams in enumerate(tokens.tolist())]
+    return torch.stack([torch.stack(row) for row in rows]).to(tokens.device)
+
+
+def brute_force(items: list[list[int]], row: int, end_token: int | None) -> list[tuple[float, tuple[int, ...]]]:
+    ranking = []
+    for item in {tuple(item) for item in items}:
+        tokens = [*item, *([end_token] if end_token is not None else [])]
+        score = sum(model(row, item[:i]).log_softmax(-1)[token].item() for i, token in enumerate(tokens))
+        ranking.append((score, item))
+    return sorted(ranking, reverse=True)
+
+
+def search(items: list[list[int]], width: int, end_token: int | None, batch: int = 2, kernels: str = "auto") -> Ranking:
+    built = itemset.build(items)
+    arena = Arena(built.nbytes + 4096, DEVICE)
+    number = arena.acquire(built)
+    return beam_search(
+        arena, number, logits_fn, batch=batch, width=width, longest=built.longest, end_token=end_token, kernels=kernels
+    )
+
+
+def check_exact(items: list[list[int]], answer: Ranking, row: int, end_token: int | None) -> None:
+    expected = brute_force(items, row, end_token)
+    assert answer.found[row] == len(expected)
+    found = [tuple(t for t in tokens if t >= 0) for tokens in answer.tokens[row, : len(expected)].tolist()]
+    assert found == [item for _, item in expected]
+    torch.testing.assert_close(answer.scores[row, : len(expected)].cpu(), torch.tensor([s for s, _ in expected]))
+    assert (answer.tokens[row, len(expected) :] == -1).all()
+    assert answer.scores[row, len(expected) :].isneginf().all()
+
+
+@given(item_sets(VOCABULARY - 1, max_items=12), st.sampled_from([None, END_TOKEN]), st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+def test_a_beam_as_wide_as_the_set_is_exact(items: list[list[int]], end_token: int | None, more: int) -> None:
+    answer = search(items, len({tuple(item) for item in items}) + more, end_token)
+    for row in range(2):
+        check_exact(items, answer, row, end_token)
+
+
+@pytest.mark.parametrize("end_token", [None, END_TOKEN])
+def test_triton_finds_the_same(end_token: int | None) -> None:
+    items = [[1, 2], [1, 2, 3], [4], [5, 6, 7, 8], [5, 6, 1, 2], [38, 0]]
+    check_exact(items, search(items, 8, end_token, batch=1, kernels="triton"), 0, end_token)
+
+
+def test_a_narrow_beam_returns_items_with_their_own_scores() -> None:
+    items = torch.randint(0, 12, (300, 4), generator=torch.Generator().manual_seed(1)).tolist()
+    answer = search(items, 5, None)
+    for row in range(2):
+        scores = {item: score for score, item in brute_force(items, row, None)}
+        found = [tuple(tokens) for tokens in answer.tokens[row].tolist()]
+        assert answer.found[row] == len(set(found)) == 5
+        torch.testing.assert_close(answer.scores[row].cpu(), torch.tensor([scores[item] for item in found]))
+        assert answer.scores[row].tolist() == sorted(answer.scores[row].tolist(), reverse=True)
+
+
+def test_an_impossible_item_is_not_found() -> None:
+    def forbids(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        logits = logits_fn(tokens, parents)
+        logits[:, :, 7] = -torch.inf
+        return logits
+
+    built = itemset.build([[7, 1], [3, 7], [3, 4], [5]])
+    arena = Arena(built.nbytes + 4096, DEVICE)
+    answer = beam_search(arena, arena.acquire(built), forbids, batch=1, width=4, longest=2)
+    assert answer.found.tolist() == [2]
+    assert sorted(answer.tokens[0, :2].tolist()) == [[3, 4], [5, -1]]

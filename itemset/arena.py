@@ -7,6 +7,7 @@ says where: a state on the device is a set's number and the state within that se
 from __future__ import annotations
 
 import contextlib
+import threading
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,117 +42,62 @@ class Resident:
 
     number: int
     digest: str
-    items: int
     start: int
     nbytes: int
     users: int = 0
 
 
-class Arena:
-    """Tables of item sets on a device: added, shared by equal content, counted, and forgotten when room is wanted.
+class Plan:
+    """Who has which piece of an arena: sets are added, shared by equal content, counted, and forgotten when room is
+    wanted. A set in use is never moved or forgotten; one that nobody uses stays until another needs its place.
 
-    A set in use is never moved or freed. One that nobody uses stays until another needs its place. Call it from one
-    thread.
-
-    words: [nbytes / 4] int32. All tables.
-    sets: [max_sets, 8] int64. Where each set's sections begin, in words, and their widths.
-    widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
+    It touches no memory, so that one process can plan the arenas of several devices. Safe for threads.
     """
 
-    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
-        """Raises ItemSetError where the device has no such room, or max_sets is more than a state can name (4,096)."""
+    def __init__(self, nbytes: int, *, max_sets: int = 1024) -> None:
+        """Raises ItemSetError where max_sets is more than a state can name (4,096)."""
         if not 1 <= max_sets <= 1 << SET_BITS:
             raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
-        self.device = torch.device(device)
-        self.nbytes = max(nbytes, 1) + -max(nbytes, 1) % _ALIGNMENT
-        try:
-            self.words = torch.zeros(self.nbytes // 4, dtype=torch.int32, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            raise ItemSetError(f"{self.device} has no room for an arena of {self.nbytes:,} bytes: {error}") from error
-        self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
-        self.widest = 1
+        self.nbytes = _aligned(max(nbytes, 1))
+        self.max_sets = max_sets
         self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
         self._free_numbers = list(range(max_sets - 1, -1, -1))
         self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
         self._by_number: dict[int, Resident] = {}
-        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._lock = threading.Lock()
 
-    def acquire(self, item_set: ItemSet) -> int:
-        """The number of this set, whose tables are copied to the device unless they, or equal ones, are there.
-
-        Work that the current stream does later sees the tables; the host waits for nothing. Raises ArenaFullError where
-        there is no room, which says how much is missing, and ItemSetError where the tables are no trie.
-        """
-        resident = self._residents.get(item_set.digest)
-        if resident is None:
-            resident = self._add(item_set)
-        resident.users += 1
-        return resident.number
+    def acquire(self, item_set: ItemSet) -> Resident:
+        """The place of this set, or of an equal one. Raises ArenaFullError, which says how much is missing."""
+        with self._lock:
+            resident = self._residents.get(item_set.digest)
+            if resident is None:
+                nbytes = room_for(item_set)
+                start = self._take(nbytes)
+                resident = Resident(self._free_numbers.pop(), item_set.digest, start, nbytes)
+                self._residents[resident.digest] = self._by_number[resident.number] = resident
+            resident.users += 1
+            return resident
 
     def release(self, number: int) -> None:
         """Take back one `acquire`. Raises ValueError where there is none to take back."""
-        resident = self._by_number.get(number)
-        if resident is None or not resident.users:
-            raise ValueError(f"set {number} of the arena is not in use")
-        resident.users -= 1
-        if not resident.users:
-            self._residents[resident.digest] = self._residents.pop(resident.digest)
+        with self._lock:
+            resident = self._by_number.get(number)
+            if resident is None or not resident.users:
+                raise ValueError(f"set {number} of the arena is not in use")
+            resident.users -= 1
+            if not resident.users:
+                self._residents[resident.digest] = self._residents.pop(resident.digest)
 
     @property
     def residents(self) -> tuple[Resident, ...]:
         """What is in the arena, in use or kept: for reports and metrics."""
-        return tuple(self._residents.values())
+        with self._lock:
+            return tuple(self._residents.values())
 
     @property
     def used(self) -> int:
         """Bytes taken by sets that are in use."""
-        return sum(resident.nbytes for resident in self._residents.values() if resident.users)
-
-    def _add(self, item_set: ItemSet) -> Resident:
-        tables = item_set.trie.tables
-        if not in_order(tables, item_set.trie.tail_tokens):
-            raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")
-        sections = [array.view(np.uint8) for array in tables[:-1]]
-        starts = np.cumsum([0, *(_aligned(section.nbytes) for section in sections)])
-        start = self._take(int(starts[-1]))
-        resident = Resident(
-            number=self._free_numbers.pop(),
-            digest=item_set.digest,
-            items=len(item_set),
-            start=start,
-            nbytes=int(starts[-1]),
-        )
-        row = np.zeros(WIDTHS + 1, np.int64)
-        row[:WIDTHS] = (start + starts[:-1]) // 4
-        row[WIDTHS] = tables.token_bits
-        row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
-        row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
-        memory = self.words.view(torch.uint8)
-        with self._on_copy_stream():
-            for section, offset in zip(sections, starts[:-1].tolist(), strict=True):
-                self._copy(memory[start + offset : start + offset + section.nbytes], section)
-            self._copy(self.sets[resident.number].view(torch.uint8), row.view(np.uint8))
-        self.widest = max(self.widest, int(np.diff(tables.row_offsets).max()))
-        self._residents[resident.digest] = self._by_number[resident.number] = resident
-        return resident
-
-    def _copy(self, target: torch.Tensor, source: NDArray[np.uint8]) -> None:
-        staging = target if self._copies is None else torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
-        np.copyto(staging.numpy(), source)
-        if staging is not target:
-            target.copy_(staging, non_blocking=True)
-
-    @contextlib.contextmanager
-    def _on_copy_stream(self) -> Iterator[None]:
-        """Copies that run beside the steps, but after the steps that may still read what they overwrite."""
-        if self._copies is None:
-            yield
-            return
-        steps = torch.cuda.current_stream(self.device)
-        self._copies.wait_stream(steps)
-        with torch.cuda.stream(self._copies):
-            yield
-        steps.wait_stream(self._copies)
+        return sum(resident.nbytes for resident in self.residents if resident.users)
 
     def _take(self, nbytes: int) -> int:
         """Where there are so many free bytes in one piece; forgets unused sets, the longest unused first."""
@@ -190,6 +136,99 @@ class Arena:
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
             f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
         )
+
+
+class Arena:
+    """Tables of item sets on a device. Call it from one thread.
+
+    words: [nbytes / 4] int32. All tables.
+    sets: [max_sets, 8] int64. Where each set's sections begin, in words, and their widths.
+    widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
+        """Raises ItemSetError where the device has no such room, or as `Plan` does."""
+        self.plan = Plan(nbytes, max_sets=max_sets)
+        self.device = torch.device(device)
+        self.widest = 1
+        nbytes = self.plan.nbytes
+        try:
+            self.words = torch.zeros(nbytes // 4, dtype=torch.int32, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise ItemSetError(f"{self.device} has no room for an arena of {nbytes:,} bytes: {error}") from error
+        self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
+        self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what stands there, by number
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def acquire(self, item_set: ItemSet) -> int:
+        """The number of this set, whose tables are copied to the device unless they, or equal ones, are there.
+
+        Raises as `Plan.acquire` and `place` do.
+        """
+        resident = self.plan.acquire(item_set)
+        try:
+            self.place(item_set, resident.number, resident.start)
+        except ItemSetError:
+            self.plan.release(resident.number)
+            raise
+        return resident.number
+
+    def release(self, number: int) -> None:
+        """As `Plan.release`."""
+        self.plan.release(number)
+
+    def place(self, item_set: ItemSet, number: int, start: int) -> None:
+        """Copy the tables to where a plan, this arena's or another with the same room, has put them.
+
+        Nothing is copied where they stand already. Work that the current stream does later sees them; the host waits
+        for nothing. Raises ItemSetError where the tables are no trie.
+        """
+        standing = (item_set.digest, start, start + room_for(item_set))
+        if self._placed.get(number) == standing:
+            return
+        tables = item_set.trie.tables
+        if not in_order(tables, item_set.trie.tail_tokens):
+            raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")
+        sections = [array.view(np.uint8) for array in tables[:-1]]
+        starts = start + np.cumsum([0, *(_aligned(section.nbytes) for section in sections)])
+        row = np.zeros(WIDTHS + 1, np.int64)
+        row[:WIDTHS] = starts[:-1] // 4
+        row[WIDTHS] = tables.token_bits
+        row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
+        row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
+        memory = self.words.view(torch.uint8)
+        with self._on_copy_stream():
+            for section, first in zip(sections, starts[:-1].tolist(), strict=True):
+                self._copy(memory[first : first + section.nbytes], section)
+            self._copy(self.sets[number].view(torch.uint8), row.view(np.uint8))
+        self.widest = max(self.widest, int(np.diff(tables.row_offsets).max()))
+        overwritten = [n for n, (_, first, end) in self._placed.items() if first < standing[2] and start < end]
+        for n in overwritten:
+            del self._placed[n]
+        self._placed[number] = standing
+
+    def _copy(self, target: torch.Tensor, source: NDArray[np.uint8]) -> None:
+        staging = target if self._copies is None else torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
+        np.copyto(staging.numpy(), source)
+        if staging is not target:
+            target.copy_(staging, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _on_copy_stream(self) -> Iterator[None]:
+        """Copies that run beside the steps, but after the steps that may still read what they overwrite."""
+        if self._copies is None:
+            yield
+            return
+        steps = torch.cuda.current_stream(self.device)
+        self._copies.wait_stream(steps)
+        with torch.cuda.stream(self._copies):
+            yield
+        steps.wait_stream(self._copies)
+
+
+def room_for(item_set: ItemSet) -> int:
+    """Bytes that a set takes in an arena."""
+    return sum(_aligned(array.nbytes) for array in item_set.trie.tables[:-1])
 
 
 def _aligned(nbytes: Any) -> int:

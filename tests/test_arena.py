@@ -24,7 +24,7 @@ def numbered(first: int, items: int = 300) -> itemset.ItemSet:
 def room_for(sets: int) -> int:
     arena = Arena(1 << 20)
     arena.acquire(numbered(900))
-    return arena.used * sets
+    return arena.plan.used * sets
 
 
 def root(arena: Arena, number: int) -> list[int]:
@@ -39,15 +39,15 @@ def test_equal_sets_share_one_place() -> None:
     arena = Arena(room_for(1), DEVICE)
     one, same = numbered(900), numbered(900)
     assert arena.acquire(one) == arena.acquire(same)
-    (resident,) = arena.residents
-    assert (resident.users, resident.items, resident.nbytes) == (2, len(one), arena.used)
+    (resident,) = arena.plan.residents
+    assert (resident.users, resident.nbytes) == (2, arena.plan.used)
     assert one.nbytes <= resident.nbytes <= one.nbytes + 7 * 128
 
 
 def test_a_full_arena_says_how_much_is_missing() -> None:
     arena = Arena(room_for(2), DEVICE)
     kept = [arena.acquire(numbered(900)), arena.acquire(numbered(901))]
-    need = arena.used // 2
+    need = arena.plan.used // 2
     with pytest.raises(ArenaFullError, match=re.escape(f"takes {need:,} bytes, {need:,} more than are free")):
         arena.acquire(numbered(902))
     assert [root(arena, number)[-1] for number in kept] == [900, 901]
@@ -61,10 +61,10 @@ def test_a_set_that_nobody_uses_stays_until_its_place_is_wanted() -> None:
     numbers = {first: arena.acquire(numbered(first)) for first in (900, 901, 902)}
     for first in (901, 900, 902):
         arena.release(numbers[first])
-    assert arena.used == 0
+    assert arena.plan.used == 0
     assert arena.acquire(numbered(900)) == numbers[900]  # no copy
     arena.acquire(numbered(903))  # in the place of 901, released longest ago
-    digests = {resident.digest for resident in arena.residents}
+    digests = {resident.digest for resident in arena.plan.residents}
     assert digests == {numbered(first).digest for first in (900, 902, 903)}
     assert root(arena, numbers[900])[-1] == 900
 
@@ -75,7 +75,7 @@ def test_neighbouring_holes_become_one() -> None:
     large = itemset.build(np.random.default_rng(4).integers(0, 900, (600, 5)))
     for number in numbers[1:3]:
         arena.release(number)
-    assert arena.used < large.nbytes * 2 < 3 * arena.used
+    assert arena.plan.used < large.nbytes * 2 < 3 * arena.plan.used
     assert root(arena, arena.acquire(large)) == large.children()[0].tolist()
     assert [root(arena, n)[-1] for n in (numbers[0], numbers[3])] == [900, 903]
 

@@ -19,8 +19,10 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 import itemset
 from itemset import ItemSet, ItemSetError
 from itemset.host import HostState
+from vllm_static import compat
 from vllm_static.catalogue import Catalogue
 from vllm_static.config import StaticConfig
+from vllm_static.device import DevicePath
 from vllm_static.front import INDEX, REFERENCE
 
 if TYPE_CHECKING:
@@ -65,21 +67,36 @@ class StaticBackend(StructuredOutputBackend):
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
         """Open the registered sets, once an engine core. Raises ItemSetError as `itemset.load` does."""
         super().__init__(vllm_config, tokenizer, vocab_size)
-        self._catalogue = Catalogue(StaticConfig.of(vllm_config.additional_config))
+        config = StaticConfig.of(vllm_config.additional_config)
+        self._catalogue = Catalogue(config)
+        self._device = None
+        if compat.on_device_path(vllm_config):
+            self._device = DevicePath(config, self._catalogue.registered.values())
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
         self._warm_up()
 
-    def admit(self, request: Request) -> None:
-        """Take over the index of an inline set that came with the request; it travels no further."""
+    def admit(self, manager: Any, request: Request) -> bool:
+        """Take over the inline set that came with the request, and say whether the device path takes the request.
+
+        The index travels on to the workers only on the device path, whose arenas may have forgotten it.
+        """
         params = request.sampling_params
-        if params is None or not params.extra_args or INDEX not in params.extra_args:
-            return
-        index = params.extra_args[INDEX]
-        reference = params.extra_args[REFERENCE]
-        if self._catalogue.inline(reference) is None:
+        reference = (params.extra_args or {}).get(REFERENCE) if params is not None else None
+        if reference is None:
+            return False
+        index = params.extra_args.get(INDEX)
+        if index is not None and self._catalogue.inline(reference) is None:
             self._catalogue.keep(reference, itemset.from_bytes(index, reference), index)
+        if self._device is not None and self._device.admit(manager, request, self._catalogue[reference]):
+            return True
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != INDEX}
+        return False
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if self._device is not None and request.sampling_params is not None:
+            self._device.release(request)
 
     def compile_grammar(
         self,

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from vllm_static.config import BACKEND
+from vllm_static.config import BACKEND, PATHS
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
 
@@ -26,12 +26,14 @@ HOOKS = {
     "vllm.config.structured_outputs:StructuredOutputsConfig": "the backend name is a Literal of this class",
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": "the flags --item-set and --guided-decoding-backend",
     "vllm.engine.arg_utils:EngineArgs.from_cli_args": "what these flags mean",
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "adds the device path's logits processor",
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": "knows the built-in backends only",
     "vllm.v1.engine.input_processor:InputProcessor.__init__": "item sets are checked before the engine starts",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded off the event loop",
     "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request": "an ended request's set may leave the device",
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params": "the field item_set",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "the field item_set",
     "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params": "the field item_set",
@@ -184,6 +186,59 @@ def without_thread_pool(grammar_init: Callable[..., Any], manager: Any, request:
         manager._use_async_grammar_compilation = pooled
 
 
+PROCESSOR = "vllm_static.processor:ItemSetProcessor"
+
+
+def why_host_path(vllm_config: Any) -> str | None:
+    """What keeps this configuration from the device path; None where nothing does."""
+    model, platform = vllm_config.model_config, importlib.import_module("vllm.platforms").current_platform
+    if not vllm_config.use_v2_model_runner:
+        return "vLLM uses model runner V1"
+    if model.runner_type != "generate" or model.is_diffusion:
+        return "the model does not sample token by token"
+    if model.return_sampling_mask:
+        return "return_sampling_mask allows no logits processor"
+    if platform.is_tpu() or platform.is_out_of_tree():
+        return f"the platform {platform.device_name} has a sampler of its own"
+    return None
+
+
+def on_device_path(vllm_config: Any) -> bool:
+    """Whether `create_engine_config` has chosen the device path: all processes read it off the same list."""
+    return PROCESSOR in (vllm_config.model_config.logits_processors or ())
+
+
+def make_ordinary(request: Any) -> None:
+    """A request without structured output, as far as vLLM's scheduler can see (v1/request.py): it waits for no grammar,
+    and no bitmask is made for it. To be called before the scheduler knows it."""
+    from vllm.v1.request import RequestStatus
+
+    request.sampling_params.structured_outputs = None
+    request.structured_output_request = None
+    request.status = RequestStatus.WAITING
+
+
+def reasoning_end_token(manager: Any, request: Any) -> int | None:
+    """The token behind which the request's constraint begins, -1 where it begins at once, and None where its end of
+    reasoning is more than one token or a rule of its own (v1/structured_output/__init__.py, _get_constraint_bounds)."""
+    from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
+    from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
+
+    structured = request.structured_output_request
+    if manager.enable_in_reasoning or structured.reasoning_ended:
+        return -1
+    reasoner = manager._get_reasoner(request)
+    if reasoner is None:
+        return -1
+    if structured.reasoning_ended is None and reasoner.is_reasoning_end(request.prompt_token_ids or []):
+        return -1
+    by_one_token = (BaseThinkingReasoningParser, ParserEngineReasoningAdapter)
+    if type(reasoner).is_reasoning_end_streaming not in [base.is_reasoning_end_streaming for base in by_one_token]:
+        return None
+    token: int | None = reasoner.vocab.get(reasoner.reasoning_end_str)
+    return token
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command-line flags this plugin brings."""
     group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
@@ -194,6 +249,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
         "item_set.",
+    )
+    group.add_argument(
+        "--item-set-path",
+        choices=PATHS,
+        help="Where the masks of item sets are computed: on the device, inside the sampler, or on the host. Default: "
+        "on the device where vLLM uses model runner V2.",
     )
     group.add_argument(
         "--guided-decoding-backend",
@@ -214,6 +275,8 @@ def apply_flags(args: argparse.Namespace) -> None:
             args.structured_outputs_config = {**current, "backend": BACKEND}
         else:
             args.structured_outputs_config = dataclasses.replace(current or StructuredOutputsConfig(), backend=BACKEND)
+    if getattr(args, "item_set_path", None):
+        args.additional_config = {**(args.additional_config or {}), "item_set_path": args.item_set_path}
     if getattr(args, "item_set", None):
         configured = getattr(args, "structured_outputs_config", None)
         backend = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)

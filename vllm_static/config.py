@@ -10,26 +10,55 @@ from itemset import ItemSetError
 
 BACKEND = "static"
 INLINE_ITEM_LIMIT = 100_000
+INLINE_MEMORY = 64 << 20  # bytes of device memory for inline sets
+PATHS = ("auto", "device", "host")
+KERNELS = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True)
 class StaticConfig:
-    """item_sets: file of each registered set by name. inline_item_limit: items an inline set may have."""
+    """What stands in `additional_config`.
+
+    item_sets: file of each registered set by name. inline_item_limit: items an inline set may have.
+    item_set_path: where masks are computed; "auto" takes the device wherever it can.
+    inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
+    item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
+    """
 
     item_sets: Mapping[str, str] = field(default_factory=dict)
     inline_item_limit: int = INLINE_ITEM_LIMIT
+    item_set_path: str = "auto"
+    inline_set_memory: int = INLINE_MEMORY
+    item_set_kernels: str = "auto"
 
     @classmethod
     def of(cls, additional_config: Any) -> StaticConfig:
-        """From ``{"item_sets": {NAME: FILE} or ["NAME=FILE"], "inline_item_limit": N}``; other keys are not ours.
+        """From ``{"item_sets": {NAME: FILE} or ["NAME=FILE"], "inline_item_limit": N, ...}``; other keys are not ours.
 
         Raises ItemSetError: a name given twice or empty, or a value of another form.
         """
         options = additional_config if isinstance(additional_config, Mapping) else {}
-        limit = options.get("inline_item_limit", INLINE_ITEM_LIMIT)
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-            raise ItemSetError(f"inline_item_limit must be a number of items, not {limit!r}")
-        return cls(_by_name(options.get("item_sets", {})), limit)
+        return cls(
+            _by_name(options.get("item_sets", {})),
+            _number(options, "inline_item_limit", INLINE_ITEM_LIMIT, "items"),
+            _one_of(options, "item_set_path", PATHS),
+            _number(options, "inline_set_memory", INLINE_MEMORY, "bytes"),
+            _one_of(options, "item_set_kernels", KERNELS),
+        )
+
+
+def _number(options: Mapping[str, Any], key: str, default: int, unit: str) -> int:
+    value = options.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ItemSetError(f"{key} must be a number of {unit}, not {value!r}")
+    return value
+
+
+def _one_of(options: Mapping[str, Any], key: str, values: tuple[str, ...]) -> str:
+    value = options.get(key, values[0])
+    if value not in values:
+        raise ItemSetError(f"{key} must be one of {', '.join(values)}, not {value!r}")
+    return str(value)
 
 
 def _by_name(item_sets: Any) -> dict[str, str]:

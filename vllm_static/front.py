@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 import itemset
 from itemset import ItemSet, ItemSetError, Rows
 from itemset.text import encode, fingerprint
+from vllm_static import compat
 from vllm_static.catalogue import INLINE, Catalogue
 from vllm_static.config import StaticConfig
 
@@ -23,6 +24,10 @@ REFERENCE = "item_set"
 """Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
 INDEX = "item_set_index"
 """Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
+
+PLACE = "item_set_place"
+"""Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
+byte there, the token behind which the constraint begins or -1]."""
 
 
 class FrontEnd:
@@ -46,7 +51,11 @@ class FrontEnd:
                 self._check_tokenizer(name, item_set, model_print)
             self._check_fit(f"the item set {name!r} ({self._config.item_sets[name]})", item_set)
         sets = [f"{name} ({len(item_set):,} items)" for name, item_set in self._catalogue.registered.items()]
-        logger.info("Structured output backend static, host path. Item sets: %s", ", ".join(sets) or "none")
+        path = "device path, masks inside the sampler" if compat.on_device_path(vllm_config) else "host path"
+        reason = compat.why_host_path(vllm_config)
+        if path == "host path":
+            path += f" ({reason or 'as configured'})"
+        logger.info("Structured output backend static, %s. Item sets: %s", path, ", ".join(sets) or "none")
 
     def find(self, params: SamplingParams) -> str | None:
         """The reference of the item set that `params` name or bring along, None where they do neither.
@@ -54,7 +63,10 @@ class FrontEnd:
         An inline set (`structured_outputs.choice`) is encoded and built here, unless it was not long ago.
         Raises ItemSetError for whatever is wrong with the set.
         """
-        reference = (params.extra_args or {}).get(REFERENCE)
+        extra = params.extra_args or {}
+        if INDEX in extra or PLACE in extra:
+            raise ItemSetError(f"{INDEX} and {PLACE} are not for requests: name the set as item_set, or send a choice")
+        reference = extra.get(REFERENCE)
         if reference is None:
             choice = params.structured_outputs and params.structured_outputs.choice
             return None if choice is None else self._inline(choice)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_static import compat
-from vllm_static.config import BACKEND
+from vllm_static.config import BACKEND, StaticConfig
 
 
 def register_early() -> None:
@@ -39,6 +39,22 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     compat.apply_flags(args)
     return original(cls, args)
+
+
+def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Choose the path, once, where every process will read it."""
+    config = original(self, *args, **kwargs)
+    if not is_ours(config):
+        return config
+    from vllm_static.device import refuse_synthetic_verification
+
+    wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
+    refuse_synthetic_verification(config)
+    if wanted == "device" and reason is not None:
+        raise ValueError(f"item_set_path is device, but {reason}: leave it out, or change that")
+    if wanted != "host" and reason is None and not compat.on_device_path(config):
+        config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]
+    return config
 
 
 def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,11 +143,21 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
     from vllm_static.backend import StaticBackend
 
     if isinstance(self.backend, StaticBackend):
-        self.backend.admit(request)
+        if self.backend.admit(self, request):
+            return
         if request.structured_output_request.params.choice is not None:
             compat.without_thread_pool(original, self, request)
             return
     original(self, request)
+
+
+def _free_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm_static.backend import StaticBackend
+
+    backend = self.structured_output_manager.backend
+    if isinstance(backend, StaticBackend):
+        backend.forget(request)
+    return original(self, request, *args, **kwargs)
 
 
 def _to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,12 +184,14 @@ AROUND: dict[str, Callable[..., Any]] = {
     compat.KERNEL_SCAN: compat.hide_llvmlite,
     f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
     f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
+    f"{_ARGUMENTS}.create_engine_config": _create_engine_config,
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": _validate_structured_outputs,
     f"{_INPUT}.__init__": _input_processor_init,
     f"{_INPUT}.process_inputs": _process_inputs,
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": _add_request,
     f"{_MANAGER}.__init__": _manager_init,
     f"{_MANAGER}.grammar_init": _grammar_init,
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request": _free_request,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_sampling_params": _to_sampling_params,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_beam_search_params": _to_beam_search_params,
     f"{_REQUESTS}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": _to_sampling_params,

@@ -53,6 +53,15 @@ def runner(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+WAYS = {"v1-host": ("v1", "host"), "v2-host": ("v2", "host"), "v2-device": ("v2", "device")}
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS.keys())
+def way(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A model runner and where its masks are computed."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """A random Llama with a vocabulary of 2112, of which the tokenizer knows the first few hundred."""

@@ -1,4 +1,4 @@
-"""Item sets in the real vLLM engine, on model runners V1 and V2: what is generated, and how requests end."""
+"""Item sets in the real vLLM engine, on both model runners and both paths: what is generated, and how requests end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,22 @@ from vllm.sampling_params import StructuredOutputsParams
 EOS = 1
 CITIES = ["Paris", "London", "New York", "New York City"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-SAMPLES = {"v1": 2_000, "v2": 200}
+SAMPLES = {("v1", "host"): 2_000, ("v2", "host"): 100, ("v2", "device"): 100}
+
+
+@pytest.fixture(scope="module")
+def runner(way):
+    return way[0]
+
+
+@pytest.fixture(scope="module")
+def static(way, static):
+    return on_path(static, way[1])
+
+
+def on_path(static: dict, path: str, kernels: str = "triton") -> dict:
+    options = {"item_set_path": path, "item_set_kernels": kernels}
+    return static | {"additional_config": static["additional_config"] | options}
 
 
 @pytest.fixture
@@ -35,13 +50,17 @@ def answer(output) -> tuple[int, ...]:
     return tokens[:-1] if tokens[-1] == EOS else tokens
 
 
-def test_no_answer_is_outside_its_set(engine, runner, named_sets):
+def test_no_answer_is_outside_its_set(engine, way, named_sets):
+    check_answers(engine, named_sets, SAMPLES[way])
+
+
+def check_answers(engine, named_sets, count: int) -> None:
+    """Generate `count` items in batches of all kinds of requests."""
     others = [
         SamplingParams(max_tokens=8),
         SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}")),
         inline(CITIES),
     ]
-    count = SAMPLES[runner]
     kinds = list(itertools.islice(itertools.cycle([*named_sets, *range(len(others))]), count * 9 // 6))
     params = [named(kind) if isinstance(kind, str) else others[kind] for kind in kinds]
     outputs = engine.generate([f"request {i}" for i in range(len(kinds))], params)
@@ -85,8 +104,8 @@ def canonical_tokens(llm, texts: list[str]) -> dict[str, list[int]]:
     return {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
 
 
-def test_an_item_may_be_a_prefix_of_another(engine, runner, named_sets):
-    outputs = engine.generate([f"p {i}" for i in range(SAMPLES[runner] // 10)], named("prefixes"))
+def test_an_item_may_be_a_prefix_of_another(engine, way, named_sets):
+    outputs = engine.generate([f"p {i}" for i in range(20 + SAMPLES[way] // 10)], named("prefixes"))
     assert {len(answer(output)) for output in outputs} >= {1, 2}
 
 
@@ -140,7 +159,7 @@ def test_stop_strings_end_inside_an_item(engine):
     assert output.outputs[0].text == "one"
 
 
-def test_logprobs_of_the_chosen_tokens(engine, named_sets):
+def test_logprobs_of_the_chosen_tokens(engine, way, named_sets):
     (output,) = engine.generate(["p"], named("large", logprobs=3, temperature=0))
     part = output.outputs[0]
     assert len(part.logprobs) == len(part.token_ids)
@@ -148,7 +167,10 @@ def test_logprobs_of_the_chosen_tokens(engine, named_sets):
         assert np.isfinite(entries[token].logprob)
     part = engine.generate(["p"], named("one", logprobs=1))[0].outputs[0]
     forced = [entries[token].logprob for token, entries in zip(part.token_ids, part.logprobs, strict=True)]
-    assert forced == [0.0] * 6
+    if way[1] == "host":
+        assert forced == [0.0] * 6
+    else:  # raw: the model's own, over the whole vocabulary
+        assert max(forced) < -1
 
 
 def test_a_reused_parameter_object_stays_as_it_is(engine):

@@ -95,7 +95,7 @@ class StaticBackend(StructuredOutputBackend):
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        if self._device is not None and request.sampling_params is not None:
+        if self._device is not None:
             self._device.release(request)
 
     def compile_grammar(

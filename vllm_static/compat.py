@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import importlib
@@ -208,11 +209,16 @@ def on_device_path(vllm_config: Any) -> bool:
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
-def make_ordinary(request: Any) -> None:
+def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
     """A request without structured output, as far as vLLM's scheduler can see (v1/request.py): it waits for no grammar,
-    and no bitmask is made for it. To be called before the scheduler knows it."""
+    and no bitmask is made for it. To be called before the scheduler knows it.
+
+    Its parameters become its own first: with n > 1, requests may share one object (v1/engine/parallel_sampling.py).
+    """
     from vllm.v1.request import RequestStatus
 
+    request.sampling_params = copy.copy(request.sampling_params)
+    request.sampling_params.extra_args = extra_args
     request.sampling_params.structured_outputs = None
     request.structured_output_request = None
     request.status = RequestStatus.WAITING

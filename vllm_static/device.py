@@ -42,6 +42,7 @@ class DevicePath:
 
     def __init__(self, config: StaticConfig, registered: Iterable[ItemSet]) -> None:
         self.plan = plan_for(config, registered)
+        self._numbers: dict[str, int] = {}  # of the sets that requests have acquired, by request id
 
     def admit(self, manager: Any, request: Request, item_set: ItemSet) -> bool:
         """Make the request an ordinary one for vLLM's scheduler, with its set named to the workers.
@@ -58,15 +59,15 @@ class DevicePath:
         except ArenaFullError as error:
             logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
             return False
-        params.extra_args = {**params.extra_args, PLACE: [resident.number, resident.start, start]}
-        compat.make_ordinary(request)
+        self._numbers[request.request_id] = resident.number
+        compat.make_ordinary(request, {**params.extra_args, PLACE: [resident.number, resident.start, start]})
         return True
 
     def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""
-        place = (request.sampling_params.extra_args or {}).get(PLACE)
-        if place is not None:
-            self.plan.release(place[0])
+        number = self._numbers.pop(request.request_id, None)
+        if number is not None:
+            self.plan.release(number)
 
 
 def refuse_synthetic_verification(vllm_config: Any) -> None:

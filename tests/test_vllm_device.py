@@ -1,0 +1,318 @@
+"""The device path inside the real V2 engine: what it leaves out, what it composes with, and that it samples exactly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import force_asynchronous_scheduling
+from test_vllm_engine import CITIES, EOS, answer, check_answers, inline, named, on_path
+from vllm import SamplingParams
+
+import itemset
+
+SAMPLES = int(os.environ.get("STATIC_SAMPLES", 2_000))  # 20,000 take a quarter of an hour in the interpreter
+PARSER = Path(__file__).parent / "tiny_reasoning.py"
+
+
+@pytest.fixture(scope="module")
+def device(static):
+    """Arguments of an engine on the device path, its kernels in torch: the interpreter is slow."""
+    return on_path(static, "device", "torch")
+
+
+@pytest.fixture(scope="module")
+def host(static):
+    return on_path(static, "host")
+
+
+def processor_of(llm: Any) -> Any:
+    from vllm_static.processor import ItemSetProcessor
+
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    (processor,) = [p for p in runner.sampler.logits_processors if isinstance(p, ItemSetProcessor)]
+    return processor
+
+
+def plan_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.structured_output_manager.backend._device.plan
+
+
+def test_two_thousand_answers_inside_their_sets(engines, tiny_model, device, named_sets):
+    check_answers(engines("v2", tiny_model, **device), named_sets, 2_000)
+
+
+def test_the_same_answers_as_on_the_host_path(engines, tiny_model, device, host, named_sets):
+    params = [named(name, temperature=0) for name in named_sets]
+    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
+    params += [named(name, seed=5) for name in named_sets]
+    prompts = [f"prompt {i}" for i in range(len(params))]
+    ours, theirs = (
+        [output.outputs[0].token_ids for output in engines("v2", tiny_model, **path).generate(prompts, params)]
+        for path in (device, host)
+    )
+    assert ours == theirs
+
+
+def count_calls(llm: Any) -> None:
+    """Count, from now on, what a grammar costs a step: bitmasks, their copies, and samplings that had to wait."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    counts = llm.counts = Counter()
+
+    def counting(owner: type, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if what != "waits" or result.pending_structured_output_tokens:
+                counts[what] += 1
+            return result
+
+        setattr(owner, name, counted)
+
+    counting(StructuredOutputManager, "grammar_bitmask", "bitmasks")
+    counting(StructuredOutputsWorker, "apply_grammar_bitmask", "bitmask copies")
+    counting(AsyncScheduler, "schedule", "waits")
+    counting(AsyncScheduler, "update_from_output", "steps")
+
+
+@pytest.mark.parametrize("path", ["device", "host"])
+def test_no_bitmask_and_no_waiting(engines, tiny_model, device, host, named_sets, path):
+    """With asynchronous scheduling the host path makes every batch wait for the tokens before it; the device path
+    makes none wait."""
+    config = {"device": device, "host": host}[path]
+    engine = engines("v2", tiny_model, prepare=force_asynchronous_scheduling, async_scheduling=True, **config)
+    engine.call(count_calls)
+    outputs = engine.generate(["p"] * 6, [named("fixed")] * 4 + [SamplingParams(max_tokens=5)] * 2)
+    assert {answer(output) for output in outputs[:4]} <= named_sets["fixed"].items
+    counts = engine.call(lambda llm: dict(llm.counts))
+    engine.close()  # its classes are patched
+    assert counts.pop("steps") >= 5
+    if path == "device":
+        assert counts == {}
+    else:
+        assert min(counts[what] for what in ("bitmasks", "bitmask copies", "waits")) >= 3
+
+
+SPECULATIVE = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+
+
+def test_asynchronous_scheduling_with_drafts(engines, tiny_model, device, named_sets):
+    engine = engines(
+        "v2",
+        tiny_model,
+        prepare=force_asynchronous_scheduling,
+        async_scheduling=True,
+        speculative_config=SPECULATIVE,
+        **device,
+    )
+    items = sorted(named_sets["fixed"].items)[:8]
+    prompts = [{"prompt_token_ids": [t for item in items for t in item] * 3 + [items[i][0]]} for i in range(8)]
+    for temperature in (0, 1):
+        outputs = engine.generate(prompts, named("fixed", temperature=temperature))
+        assert {answer(output) for output in outputs} <= named_sets["fixed"].items
+
+
+def test_what_apply_does_is_launching_kernels(engines, tiny_model, static):
+    """So a CUDA graph could hold it: at most two launches, whatever the batch, and no torch operation between."""
+    engine = engines("v2", tiny_model, **on_path(static, "device"))
+    assert engine.call(apply_under_guard) == {"nobody": 0, "one of three": 1, "all, with drafts": 1}
+
+
+def apply_under_guard(llm: Any) -> dict[str, int]:
+    from test_kernels import Launches, OnlyKernels
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+    from itemset import triton_kernels
+
+    processor = processor_of(llm)
+    launched: list[Any] = []
+    for name in ("_walk_kernel", "_mask_kernel"):
+        setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
+    root = processor._arena.plan.residents[0].number
+    counts = {}
+    for what, slots, above, constrained in (
+        ("nobody", [0, 1], [0, 0], []),
+        ("one of three", [0, 1, 2], [0, 0, 0], [1]),
+        ("all, with drafts", [0, 0, 1, 2, 2, 2], [0, 1, 0, 0, 1, 2], [0, 1, 2]),
+    ):
+        processor._constrained[:] = False
+        for slot in constrained:
+            processor._constrained[slot] = True
+            processor._staged[slot] = [root, -1, EOS, *[-1] * 127]
+        processor.apply_staged_writes()
+        rows = torch.tensor(slots)
+        context = LogitsContext(
+            expanded_idx_mapping=rows,
+            idx_mapping=rows.unique(),
+            idx_mapping_np=np.unique(slots),
+            expanded_local_pos=torch.tensor(above, dtype=torch.int32),
+            input_ids=torch.full((len(slots),), 100, dtype=torch.int32),
+            pos=rows,
+            seq_lens_upper_bound_np=np.zeros(3, np.int32),
+        )
+        logits = torch.zeros(len(slots), 2112)
+        launched.clear()
+        with OnlyKernels():
+            processor.apply(logits, context)
+        counts[what] = len(launched)
+        masked = logits.isneginf().any(1)
+        assert masked[[slot in constrained and above[i] == 0 for i, slot in enumerate(slots)]].all()
+        assert not masked[[slot not in constrained for slot in slots]].any()
+    processor._constrained[:] = False
+    return counts
+
+
+def test_a_full_arena_sends_requests_to_the_host_path(engines, tiny_model, device, named_sets):
+    config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 5_000}}
+    engine = engines("v2", tiny_model, **config)
+    lists = [CITIES, [str(n) for n in range(200)], ["left", "right"], [f"{n} miles" for n in range(300)]]
+    for round_ in range(2):
+        outputs = engine.generate(["p"] * 8, [inline(lists[i % 4]) for i in range(8)])
+        for i, output in enumerate(outputs):
+            assert output.outputs[0].text in lists[i % 4], round_
+    assert "takes the host path: the arena is full" in engine.log()
+    resident = engine.call(lambda llm: [(r.users, r.nbytes) for r in plan_of(llm).residents])
+    assert [users for users, _ in resident] == [1] * len(named_sets) + [0] * (len(resident) - len(named_sets))
+
+
+def test_inline_sets_come_and_go(engines, tiny_model, device):
+    """More of them than the arena holds at once, so that their places are reused."""
+    config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 12_000}}
+    engine = engines("v2", tiny_model, **config)
+    lists = [[f"{word} {n}" for n in range(40)] for word in ("red", "green", "blue", "black", "white", "grey")]
+    for i in range(6):
+        outputs = engine.generate(["p"] * 4, [inline(lists[(i + k) % 6]) for k in range(2)] + [inline(lists[i])] * 2)
+        for k, output in enumerate(outputs):
+            assert output.outputs[0].text in lists[(i + k) % 6 if k < 2 else i]
+
+
+def test_a_slot_forgets_its_set(engines, tiny_model, device):
+    engine = engines("v2", tiny_model, **device)
+    plain = SamplingParams(max_tokens=6, seed=1)
+    before = [output.outputs[0].token_ids for output in engine.generate(["p"] * 8, plain)]
+    engine.generate(["p"] * 8, named("one"))
+    assert [output.outputs[0].token_ids for output in engine.generate(["p"] * 8, plain)] == before
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0.3, "min_p": 0.2},
+        {"top_k": 2, "top_p": 0.8},
+        {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 1.9},
+        {"logit_bias": {5: 100, 700: -100, 1: -100}},
+        {"min_tokens": 1, "ignore_eos": True},
+    ],
+    ids=lambda parameters: "-".join(parameters),
+)
+def test_sampling_parameters_let_no_illegal_token_in(engines, tiny_model, device, named_sets, parameters):
+    engine = engines("v2", tiny_model, prepare=top_k_without_triton, **device)
+    for name in ("prefixes", "ragged"):
+        for output in engine.generate(["p"] * 8, named(name, **parameters)):
+            item = tuple(itertools.takewhile(lambda token: token != EOS, output.outputs[0].token_ids))
+            assert item in named_sets[name].items
+            assert set(output.outputs[0].token_ids[len(item) :]) == {EOS}
+
+
+def top_k_without_triton() -> None:
+    """vLLM's Triton kernel for top-k does not run in Triton's interpreter (v1/sample/ops/topk_topp_triton.py)."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+def test_logprobs_modes(engines, tiny_model, device, mode):
+    """Raw ones are the model's, over the whole vocabulary; processed ones are taken after the mask."""
+    engine = engines("v2", tiny_model, logprobs_mode=mode, max_logprobs=2112, **device)
+    (output,) = engine.generate(["p"], named("one", temperature=1, logprobs=2112))
+    first = {token: entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}
+    finite = [token for token, value in first.items() if math.isfinite(value)]
+    if mode.startswith("raw"):
+        assert len(finite) == 2112
+        total = sum(map(math.exp, first.values()))
+        assert (abs(total - 1) < 1e-3) == (mode == "raw_logprobs")
+    else:
+        assert finite == [300]
+        assert (first[300] == 0) == (mode == "processed_logprobs")
+    engine.close()
+
+
+def test_temperature_1_samples_the_exact_distribution(engines, odd_model, tmp_path):
+    """Chi-square over the first tokens of a set whose masked distribution is known from the logits; 99.9 % bound."""
+    tokens, samples = [100, 101, 250, 333, 420, 421, 700, 999], SAMPLES
+    itemset.build([[token] for token in tokens]).save(tmp_path / "few.itemset")
+    engine = engines(
+        "v2",
+        odd_model,
+        structured_outputs_config={"backend": "static"},
+        additional_config={"item_sets": {"few": str(tmp_path / "few.itemset")}, "item_set_path": "device"},
+        max_num_seqs=64,
+        max_logprobs=1013,
+        logprobs_mode="raw_logits",
+    )
+    prompt = {"prompt_token_ids": [7, 8, 9]}
+    (output,) = engine.generate([prompt], SamplingParams(max_tokens=1, logprobs=1013))
+    logits = np.array([output.outputs[0].logprobs[0][token].logprob for token in tokens]) * 3
+    expected = np.exp(logits - logits.max())
+    expected *= samples / expected.sum()
+    counts: Counter[int] = Counter()
+    params = SamplingParams(temperature=1 / 3, max_tokens=1, n=samples // 8, extra_args={"item_set": "few"})
+    for output in engine.generate([prompt] * 8, params):
+        counts.update(part.token_ids[0] for part in output.outputs)
+    assert set(counts) <= set(tokens)
+    observed = np.array([counts[token] for token in tokens])
+    assert observed.sum() == samples
+    assert ((observed - expected) ** 2 / expected).sum() < 24.3  # 7 degrees of freedom
+
+
+REASONING = {"reasoning_parser": "tiny", "reasoning_parser_plugin": str(PARSER)}
+
+
+@pytest.mark.parametrize("path", ["device", "host"])
+def test_the_set_begins_behind_the_reasoning(engines, tiny_model, device, host, named_sets, path):
+    config = {"device": device, "host": host}[path]
+    engine = engines("v2", tiny_model, **(config | {"structured_outputs_config": {"backend": "static"} | REASONING}))
+    (end,) = engine.call(lambda llm: llm.get_tokenizer().encode("station", add_special_tokens=False))
+    params = named("fixed", logit_bias={end: 6}, max_tokens=200)
+    thoughts = 0
+    for i, output in enumerate(engine.generate([f"p {i}" for i in range(8)], params)):
+        tokens = list(output.outputs[0].token_ids)
+        if end not in tokens:
+            assert output.outputs[0].finish_reason == "length" or tokens[-1] == EOS, i
+            continue
+        begin = tokens.index(end) + 1
+        thoughts += begin > 1
+        assert tuple(tokens[begin:-1]) in named_sets["fixed"].items
+    assert thoughts >= 3
+    # Where the prompt has ended the reasoning already, the set holds from the first token on.
+    (output,) = engine.generate([{"prompt_token_ids": [50, end]}], params)
+    assert answer(output) in named_sets["fixed"].items
+
+
+def test_the_log_names_the_path_and_its_reason(engines, tiny_model, device, host):
+    assert "static, device path, masks inside the sampler. Item sets: " in engines("v2", tiny_model, **device).log()
+    assert "static, host path (as configured). Item sets: " in engines("v2", tiny_model, **host).log()
+    assert "bytes, of which the registered sets take" in engines("v2", tiny_model, **device).log()
+
+
+def test_the_device_path_where_it_cannot_be(engines, tiny_model, device):
+    with pytest.raises(ValueError, match="item_set_path is device, but vLLM uses model runner V1"):
+        engines("v1", tiny_model, **device)
+
+
+def test_verification_that_looks_at_no_mask_is_refused(engines, tiny_model, device):
+    config = {**SPECULATIVE, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5, 0.5]}
+    with pytest.raises(ValueError, match="rejection_sample_method=synthetic accepts drafts without looking"):
+        engines("v2", tiny_model, speculative_config=config, **device)

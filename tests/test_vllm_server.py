@@ -151,3 +151,29 @@ def test_a_server_with_a_bad_set_does_not_start(tiny_model, runner):
         runner, tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", "films=missing.itemset")
     )
     assert "missing.itemset: no such file: build it with `itemset build`" in log
+
+
+def test_metrics(server, runner):
+    complete(server, item_set="labels")
+    complete(server, structured_outputs={"choice": COLOURS})
+    before = figures(server)
+    complete(server, item_set="labels")
+    complete(server, structured_outputs={"choice": COLOURS})
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "p", "item_set": "lable"})[0] == 400
+    after = figures(server)
+    gained = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    path = "device" if runner == "v2" else "host"
+    assert gained == {
+        'item_set:requests_total{item_set="labels"}': 1,
+        'item_set:requests_total{item_set="inline"}': 1,
+        'item_set:refused_requests_total{reason="unknown set"}': 1,
+        'item_set:answered_items{item_set="labels"}': 1,
+        'item_set:answered_items{item_set="inline"}': 1,
+        f'item_set:requests_by_path{{path="{path}"}}': 2,
+    }
+    assert (after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0) == (path == "device")
+
+
+def figures(server) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in server.get("/metrics")[1].splitlines() if line.startswith("item_set:")]
+    return {name: float(value) for name, value in lines if "_created" not in name}

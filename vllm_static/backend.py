@@ -24,11 +24,12 @@ from vllm_static.catalogue import Catalogue
 from vllm_static.config import StaticConfig
 from vllm_static.device import DevicePath
 from vllm_static.front import INDEX, REFERENCE
+from vllm_static.metrics import Figures, label
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 class StaticGrammar(StructuredOutputGrammar):
@@ -69,6 +70,7 @@ class StaticBackend(StructuredOutputBackend):
         super().__init__(vllm_config, tokenizer, vocab_size)
         config = StaticConfig.of(vllm_config.additional_config)
         self._catalogue = Catalogue(config)
+        self._figures = Figures(self._catalogue)
         self._device = None
         if compat.on_device_path(vllm_config):
             self._device = DevicePath(config, self._catalogue.registered.values())
@@ -89,7 +91,9 @@ class StaticBackend(StructuredOutputBackend):
         if index is not None and self._catalogue.inline(reference) is None:
             self._catalogue.keep(reference, itemset.from_bytes(index, reference), index)
         if self._device is not None and self._device.admit(manager, request, self._catalogue[reference]):
+            self._figures.by_path["device"] += 1
             return True
+        self._figures.by_path["host"] += 1
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != INDEX}
         return False
 
@@ -97,6 +101,14 @@ class StaticBackend(StructuredOutputBackend):
         """The request has ended."""
         if self._device is not None:
             self._device.release(request)
+        params = request.sampling_params
+        reference = (params.extra_args or {}).get(REFERENCE) if params is not None else None
+        if reference is not None and request.status.name == "FINISHED_STOPPED":
+            self._figures.answered[label(reference)] += 1
+
+    def figures(self) -> dict[str, Any]:
+        """For the metrics: plain values, which travel to the front end."""
+        return self._figures.as_dict(self._device and self._device.plan)
 
     def compile_grammar(
         self,

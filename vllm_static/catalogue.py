@@ -14,6 +14,14 @@ INLINE = "inline:"
 INLINE_BYTES = 256 << 20  # index bytes of inline sets kept for their next request
 
 
+class RefusedError(ItemSetError):
+    """One request cannot be served as it is. `reason` is a few words for the metrics, the same for all like it."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
@@ -29,12 +37,12 @@ class Catalogue:
         self._lock = threading.Lock()
 
     def __getitem__(self, reference: str) -> ItemSet:
-        """Raises ItemSetError for a reference that is not known."""
+        """Raises RefusedError for a reference that is not known."""
         if reference in self.registered:
             return self.registered[reference]
         if kept := self.inline(reference):
             return kept[0]
-        raise ItemSetError(f"no item set is called {reference!r}: {self._known(reference)}")
+        raise RefusedError("unknown set", f"no item set is called {reference!r}: {self._known(reference)}")
 
     def inline(self, reference: str) -> tuple[ItemSet, bytes] | None:
         """An inline set and its index file, if it is still here."""

@@ -34,6 +34,7 @@ HOOKS = {
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded off the event loop",
     "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
+    "vllm.v1.engine.core:EngineCore": "answers the front end's question for its figures",
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": "an ended request's set may leave the device",
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params": "the field item_set",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "the field item_set",
@@ -185,6 +186,11 @@ def without_thread_pool(grammar_init: Callable[..., Any], manager: Any, request:
         grammar_init(manager, request)
     finally:
         manager._use_async_grammar_compilation = pooled
+
+
+def add_engine_method(name: str, method: Callable[[Any], Any]) -> None:
+    """Give vLLM's engine core a method that its front ends can call (v1/engine/core_client.py, call_utility_async)."""
+    setattr(importlib.import_module("vllm.v1.engine.core").EngineCore, name, method)
 
 
 PROCESSOR = "vllm_static.processor:ItemSetProcessor"

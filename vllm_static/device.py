@@ -20,7 +20,7 @@ from vllm_static.front import PLACE
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 MAX_STOP_TOKENS = 128  # of a request; vLLM's own limit for min_tokens (v1/worker/gpu/sample/logit_bias.py)
 

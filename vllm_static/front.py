@@ -15,10 +15,10 @@ import itemset
 from itemset import ItemSet, ItemSetError, Rows
 from itemset.text import encode, fingerprint
 from vllm_static import compat
-from vllm_static.catalogue import INLINE, Catalogue
+from vllm_static.catalogue import INLINE, Catalogue, RefusedError
 from vllm_static.config import StaticConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 REFERENCE = "item_set"
 """Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
@@ -61,19 +61,25 @@ class FrontEnd:
         """The reference of the item set that `params` name or bring along, None where they do neither.
 
         An inline set (`structured_outputs.choice`) is encoded and built here, unless it was not long ago.
-        Raises ItemSetError for whatever is wrong with the set.
+        Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
         """
         extra = params.extra_args or {}
         if INDEX in extra or PLACE in extra:
-            raise ItemSetError(f"{INDEX} and {PLACE} are not for requests: name the set as item_set, or send a choice")
+            raise RefusedError(
+                "wrong type", f"{INDEX} and {PLACE} are not for requests: name the set as item_set, or send a choice"
+            )
         reference = extra.get(REFERENCE)
         if reference is None:
             choice = params.structured_outputs and params.structured_outputs.choice
             return None if choice is None else self._inline(choice)
         if not isinstance(reference, str):
-            raise ItemSetError(f"item_set must be the name of an item set, a string, not {reference!r:.60}")
+            raise RefusedError(
+                "wrong type", f"item_set must be the name of an item set, a string, not {reference!r:.60}"
+            )
         if params.structured_outputs is not None:
-            raise ItemSetError("item_set and structured_outputs (or response_format) exclude each other: give one")
+            raise RefusedError(
+                "two constraints", "item_set and structured_outputs (or response_format) exclude each other: give one"
+            )
         if reference not in self._catalogue.registered:
             self._catalogue[reference if not reference.startswith(INLINE) else ""]  # raises, naming what there is
         return reference
@@ -81,30 +87,33 @@ class FrontEnd:
     def attach(self, reference: str, params: SamplingParams, prompt_tokens: int) -> None:
         """Make `params`, the request's own, carry the set to the engine.
 
-        Raises ItemSetError where the set and the other parameters leave no way to end an item.
+        Raises RefusedError where the set and the other parameters leave no way to end an item.
         """
         item_set = self._catalogue[reference]
         called = "the inline set" if reference.startswith(INLINE) else f"the item set {reference!r}"
         room = self._context - prompt_tokens
         if item_set.longest > room:
-            raise ItemSetError(
+            raise RefusedError(
+                "no room in the context",
                 f"{called} has an item of {item_set.longest} tokens, but max_model_len={self._context} leaves {room} "
-                f"after a prompt of {prompt_tokens}: shorten the prompt or the item, or raise --max-model-len"
+                f"after a prompt of {prompt_tokens}: shorten the prompt or the item, or raise --max-model-len",
             )
         if params.min_tokens > item_set.shortest:
-            raise ItemSetError(
+            raise RefusedError(
+                "min_tokens",
                 f"min_tokens={params.min_tokens} forbids the shortest item of {called}, which has {item_set.shortest} "
-                f"tokens: set min_tokens to at most {item_set.shortest}"
+                f"tokens: set min_tokens to at most {item_set.shortest}",
             )
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
-                raise ItemSetError(
-                    f"{parameter} can leave no item of {called}: leave it out, or register a smaller set"
+                raise RefusedError(
+                    parameter, f"{parameter} can leave no item of {called}: leave it out, or register a smaller set"
                 )
         if inside := item_set.occurring(params.all_stop_token_ids):
-            raise ItemSetError(
+            raise RefusedError(
+                "stop token inside",
                 f"the stop token {inside[0]} occurs inside an item of {called}, which could never be finished: "
-                "choose another stop token, or build the set without it"
+                "choose another stop token, or build the set without it",
             )
         inline = self._catalogue.inline(reference)
         params.extra_args = {**(params.extra_args or {}), REFERENCE: reference}
@@ -114,12 +123,13 @@ class FrontEnd:
 
     def _inline(self, choice: Any) -> str:
         if not isinstance(choice, list) or not choice:
-            raise ItemSetError("choice must be a list of at least one text")
+            raise RefusedError("bad items", "choice must be a list of at least one text")
         if len(choice) > self._config.inline_item_limit:
-            raise ItemSetError(
+            raise RefusedError(
+                "inline limit",
                 f"choice has {len(choice):,} items, the limit of an inline set is {self._config.inline_item_limit:,}: "
                 'register it with `itemset build` and --item-set, or raise {"inline_item_limit": N} in '
-                "--additional-config"
+                "--additional-config",
             )
         digest = hashlib.blake2b(repr(choice).encode("utf-8", "surrogatepass"), digest_size=16)
         reference = INLINE + digest.hexdigest()

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from vllm_static import metrics
 from vllm_static.front import REFERENCE
 
 
@@ -46,12 +47,17 @@ SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch
 
 
 class RefuseItemSetElsewhere:
-    """ASGI middleware (vLLM's --middleware): HTTP 400 for the field `item_set` at an endpoint that would ignore it."""
+    """ASGI middleware (vLLM's --middleware): HTTP 400 for the field `item_set` at an endpoint that would ignore it.
+
+    It also brings the engine's figures up to date before /metrics shows them.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == metrics.PATH:
+            await metrics.refresh(scope["app"])
         kind = dict(scope.get("headers", ())).get(b"content-type", b"")
         if scope["type"] != "http" or scope["path"] in SERVED or not kind.startswith(b"application/json"):
             await self._app(scope, receive, send)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from vllm_static import compat
+from vllm_static import compat, metrics
 from vllm_static.config import BACKEND, StaticConfig
 
 
@@ -24,6 +24,7 @@ def register() -> None:
     compat.add_backend_name()
     for hook, around in AROUND.items():
         compat.wrap(hook, around)
+    compat.add_engine_method(metrics.ENGINE_METHOD, _figures)
 
 
 def is_ours(vllm_config: Any) -> bool:
@@ -78,6 +79,7 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except ItemSetError as error:
+        metrics.REFUSED.labels(getattr(error, "reason", "bad items")).inc()
         raise VLLMValidationError(str(error)) from error
 
 
@@ -93,6 +95,7 @@ def _process_inputs(
     if reference is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         _checked(front_end.attach, reference, request.sampling_params, prompt_tokens)
+        metrics.REQUESTS.labels(metrics.label(reference)).inc()
     return request
 
 
@@ -149,6 +152,11 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
             compat.without_thread_pool(original, self, request)
             return
     original(self, request)
+
+
+def _figures(engine_core: Any) -> dict[str, Any]:
+    figures: dict[str, Any] = engine_core.structured_output_manager.backend.figures()
+    return figures
 
 
 def _free_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

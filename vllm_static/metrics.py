@@ -1,0 +1,55 @@
+"""Figures in vLLM's own /metrics: what the front end counts itself, and what it asks the engine core for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter as Tally
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+
+from vllm_static.catalogue import INLINE, Catalogue
+
+PATH = "/metrics"
+PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in a long step
+
+REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set"])
+REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])
+ANSWERED = Gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode="max")
+BY_PATH = Gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode="max")
+ARENA = Gauge("item_set:arena_bytes", "Device memory kept for item sets.", multiprocess_mode="max")
+ARENA_USED = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode="mostrecent")
+
+ENGINE_METHOD = "item_set_figures"
+"""Method that the plugin adds to vLLM's EngineCore, for `refresh`."""
+
+
+def label(reference: str) -> str:
+    """Inline sets are counted together: a label of its own for each would never end."""
+    return "inline" if reference.startswith(INLINE) else reference
+
+
+class Figures:
+    """What an engine core counts. Written by its input thread and by its loop, each its own entries."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.answered = Tally(dict.fromkeys(catalogue.registered, 0))
+        self.by_path = Tally({"device": 0, "host": 0})
+
+    def as_dict(self, plan: Any) -> dict[str, Any]:
+        arena = {"bytes": plan.nbytes, "used": plan.used} if plan is not None else {"bytes": 0, "used": 0}
+        return {"answered": dict(self.answered), "by_path": dict(self.by_path), "arena": arena}
+
+
+async def refresh(app: Any) -> None:
+    """Ask the engine core, the first of several, and set the gauges. Keeps the old values where it does not answer."""
+    with contextlib.suppress(Exception):
+        ask = app.state.engine_client.engine_core.call_utility_async(ENGINE_METHOD)
+        figures = await asyncio.wait_for(ask, PATIENCE)
+        for name, count in figures["answered"].items():
+            ANSWERED.labels(name).set(count)
+        for path, count in figures["by_path"].items():
+            BY_PATH.labels(path).set(count)
+        ARENA.set(figures["arena"]["bytes"])
+        ARENA_USED.set(figures["arena"]["used"])

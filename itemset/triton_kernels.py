@@ -221,7 +221,7 @@ def _mask_chunk(
             may_end = _may_end(words, fields, local)
             first, end = _row(words, fields, local)
             count = end - first
-            if count > LANES:
+            if count > min(LANES, CHUNK):
                 behind = _first_from(words, fields, first, count, low + CHUNK, LANES)
                 first = _first_from(words, fields, first, count, low, LANES)
                 count = behind - first

@@ -10,7 +10,7 @@ import torch
 from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import item_sets
+from strategies import item_sets
 
 import itemset
 from itemset.arena import Arena

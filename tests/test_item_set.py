@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import dict_trie, item_sets, prefixes
+from oracle import dict_trie, prefixes
+from strategies import item_sets
 
 import itemset
 from itemset import ItemSetError, Rows

@@ -14,8 +14,9 @@ import pytest
 import torch
 from devices import DEVICE
 from hypothesis import HealthCheck, given, settings
-from oracle import dict_trie, item_sets, prefixes
+from oracle import dict_trie, prefixes
 from schedule import Schedule
+from strategies import item_sets
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import itemset

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from oracle import item_sets
+from strategies import item_sets
 
 import itemset
 from itemset import report

@@ -13,7 +13,7 @@ from gpu_peers import Step, capture, constants
 from torch import Tensor
 
 from itemset.arena import Arena
-from itemset.batch import Batch
+from itemset.batch import CHAIN, TREE, Batch
 from itemset.slots import Slots, kernels_for
 
 
@@ -63,10 +63,10 @@ class Replayed(Slots):
         fixed = {name: torch.zeros(shape, dtype=torch.int32, device=arena.device) for name, shape in shapes.items()}
         self.batch = Batch(**fixed)
         self.logits = torch.zeros(max_rows, vocabulary, device=arena.device)
-        self.replay: dict[bool, Step] = {}
-        for tree in (False, True):
-            step = partial(super().step, self.batch._replace(tree=tree), self.logits)
-            self.replay[tree] = capture([step]) if arena.device.type == "cuda" else step
+        self.replay: dict[int, Step] = {}
+        for layout in (CHAIN, TREE):
+            step = partial(super().step, self.batch._replace(layout=layout), self.logits)
+            self.replay[layout] = capture([step]) if arena.device.type == "cuda" else step
 
     def step(self, batch: Batch, logits: Tensor, *, most: int | None = None) -> None:
         self.batch.slots.fill_(-1)
@@ -74,7 +74,7 @@ class Replayed(Slots):
             if isinstance(fixed, Tensor) and isinstance(now, Tensor):
                 fixed[: len(now)].copy_(now)
         self.logits[: len(logits)].copy_(logits)
-        self.replay[batch.tree]()
+        self.replay[batch.layout]()
         logits.copy_(self.logits[: len(logits)])
 
 

@@ -15,6 +15,9 @@ CONSUMED_MASK = (1 << 20) - 1
 STATE = (1 << CONSUMED) - 1
 
 
+CHAIN, TREE, COLUMNS = range(3)
+
+
 class Batch(NamedTuple):
     """The layout of one step. All tensors are integers on the device; their contents may change between replays.
 
@@ -24,11 +27,12 @@ class Batch(NamedTuple):
     begin, end: [slots or rows]. begin may be negative where history is a window on the newest tokens, as long as no
         token left of it has not been walked yet.
     by_slot: whether history, begin and end have one row a slot, or one a logits row.
-    above: [rows]. In a chain the number of drafts before this row, 0 for a request's first row; in a tree the parent's
-        row, -1 for a request's first. None: no drafts.
-    tokens: [rows]. The token that leads to each row; not read for a request's first row.
-    tree: which of the two `above` holds.
-    max_drafts: depth of the deepest row. Read by `torch_kernels` only.
+    above, tokens: the drafts that lead to each row, or None and None. Laid out as a
+        CHAIN: a request's rows are neighbours. above [rows]: how many drafts lead to this row, 0 for a request's first.
+            tokens [rows]: the last of them; not read for a request's first row.
+        TREE: above [rows]: the parent's row, -1 for a request's first. tokens as in a chain.
+        COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
+    max_drafts: most drafts that lead to a row. Read by `torch_kernels` only.
     """
 
     slots: Tensor
@@ -38,5 +42,5 @@ class Batch(NamedTuple):
     by_slot: bool = True
     above: Tensor | None = None
     tokens: Tensor | None = None
-    tree: bool = False
+    layout: int = CHAIN
     max_drafts: int = 0

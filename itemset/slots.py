@@ -90,9 +90,9 @@ class Slots:
         """Mask the logits of rows whose states [rows] and slots [rows] are given."""
         self.kernels.mask(self.arena, logits, states, self.marks, slots)
 
-    def forced(self, states: Tensor, slots: Tensor, out: Tensor) -> None:
-        """Fill out [rows, k] with the tokens that must follow the states, then -1."""
-        self.kernels.forced(self.arena, states, self.marks, slots, out)
+    def forced(self, states: Tensor, slots: Tensor, out: Tensor, *, guess: bool = False) -> None:
+        """Fill out [rows, k] with what must follow the states, then -1 or guesses: see `torch_kernels.forced`."""
+        self.kernels.forced(self.arena, states, self.marks, slots, out, guess)
 
     def states(self) -> list[tuple[int, int, int]]:
         """(set, state, committed tokens) of every slot. Waits for the device: for tests and metrics."""

@@ -22,7 +22,7 @@ from itemset.arena import (
     WIDTHS,
     Arena,
 )
-from itemset.batch import CONSUMED, CONSUMED_MASK, LOCAL, STATE, Batch
+from itemset.batch import CHAIN, COLUMNS, CONSUMED, CONSUMED_MASK, LOCAL, STATE, Batch
 from itemset.walk import DEAD, END, FREE, TAIL, WAITING
 
 
@@ -68,8 +68,7 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
     state = torch.where(state & LOCAL == DEAD, state - DEAD + END, state)
     state = torch.where(constrained, state, FREE)
     if batch.above is not None and batch.tokens is not None:
-        for row, draft in _draft_steps(batch):
-            token = batch.tokens[row.clamp(0, len(slots) - 1)].long()
+        for token, draft in _draft_steps(batch, batch.above, batch.tokens):
             after = _Tables(arena, state).after(state, token, row_marks, rounds)
             state = torch.where(draft, after, state)
     return out.copy_(state)
@@ -102,9 +101,8 @@ def mask(arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Ten
     allowed = (tables.may_end(local) & (slots >= 0))[:, None] & (stop >= 0) & (stop < vocabulary)
     keep.scatter_(1, torch.where(allowed, stop, nothing), True)
     keep = keep[:, :vocabulary]
-    applies = (local < WAITING) | (local >= END)
     logits.masked_fill_((local == END)[:, None] & keep & logits.isneginf(), 0)
-    return logits.masked_fill_(applies[:, None] & ~keep, -torch.inf)
+    return logits.masked_fill_(_applies(local)[:, None] & ~keep, -torch.inf)
 
 
 def step(
@@ -115,27 +113,35 @@ def step(
     return mask(arena, logits, out, marks, batch.slots)
 
 
-def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor) -> Tensor:
+def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False) -> Tensor:
     """The tokens that must follow each state, as many as `out` has columns and the set forces, then -1.
 
     A token is forced where a node has one child and no item ends there, and in a tail. Behind a complete item stands
-    the row's first stop token, and then no more.
+    the row's first stop token, and then no more. Rows whose state is FREE, WAITING or DEAD are left as they are.
 
-    states: [rows] int64. marks, slots: as for `mask`. out: [rows, k] int32 or int64.
+    states: [rows] int64. marks, slots: as for `mask`. out: [rows, k] int32 or int64. guess: go on with a node's first
+    child where no token is forced, and with the stop token behind the first one, so that every token is a legal one.
     """
-    state, going = states, torch.ones_like(states, dtype=torch.bool)
+    applies = _applies(states & LOCAL)
+    state, going = states, applies
     stop = torch.where(slots >= 0, marks[slots.clamp(min=0).long(), 1].long(), -1)
     for k in range(out.shape[1]):
         tables, local = _Tables(arena, state), state & LOCAL
         first, end = tables.row(local)
-        one = (end - first == 1) & ~tables.may_end(local)
+        one = (end > first) if guess else (end - first == 1) & ~tables.may_end(local)
         token = torch.where(one, tables.label(torch.where(one, first, 0)), -1)
         token = torch.where(local >= TAIL, tables.tail_entry(local)[0], token)
         token = torch.where(local == END, stop, token)
-        out[:, k] = torch.where(going, token, -1)
-        going = going & (token >= 0) & (local != END)
-        state = torch.where(going, tables.after(state, token, None, arena.widest.bit_length()), state)
+        out[:, k] = torch.where(applies, torch.where(going, token, -1), out[:, k])
+        going = going & (token >= 0) & (guess | (local != END))
+        after = tables.after(state, token, None, arena.widest.bit_length())
+        state = torch.where(going & (local != END), after, state)
     return out
+
+
+def _applies(local: Tensor) -> Tensor:
+    """Whether the state restricts what may follow."""
+    return (local < WAITING) | (local >= END)
 
 
 def may_end(arena: Arena, states: Tensor) -> Tensor:
@@ -143,18 +149,22 @@ def may_end(arena: Arena, states: Tensor) -> Tensor:
     return _Tables(arena, states).may_end(states & LOCAL)
 
 
-def _draft_steps(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """For each step down from the committed state: which row's token each row takes, and whether it takes one."""
-    above = batch.above
-    assert above is not None
-    rows = torch.arange(len(above), device=above.device)
-    if not batch.tree:
-        return [(rows - above + i + 1, above > i) for i in range(batch.max_drafts)]
+def _draft_steps(batch: Batch, above: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For each step down from the committed state: the token that each row takes, and whether it takes one."""
+    if batch.layout == COLUMNS:
+        return [(tokens[:, i].long(), above > i) for i in range(batch.max_drafts)]
+    rows = torch.arange(len(tokens), device=tokens.device)
+
+    def at(row: Tensor) -> Tensor:
+        return tokens[row.clamp(0, len(tokens) - 1)].long()
+
+    if batch.layout == CHAIN:
+        return [(at(rows - above + i + 1), above > i) for i in range(batch.max_drafts)]
     path = [rows]  # the row, its parent, its parent's parent ...; -1 above a request's first row
     for _ in range(batch.max_drafts):
         path.append(torch.where(path[-1] >= 0, above[path[-1].clamp(0, len(rows) - 1)].long(), -1))
     # A row's first token is that of the ancestor just below its request's first row, which has no parent.
-    return [(row, (row >= 0) & (parent >= 0)) for row, parent in zip(path[-2::-1], path[:0:-1], strict=True)]
+    return [(at(row), (row >= 0) & (parent >= 0)) for row, parent in zip(path[-2::-1], path[:0:-1], strict=True)]
 
 
 class _Tables:

@@ -31,6 +31,8 @@ _LOCAL = tl.constexpr(batch_module.LOCAL)
 _STATE = tl.constexpr(batch_module.STATE)
 _CONSUMED = tl.constexpr(batch_module.CONSUMED)
 _CONSUMED_MASK = tl.constexpr(batch_module.CONSUMED_MASK)
+_TREE = tl.constexpr(batch_module.TREE)
+_COLUMNS = tl.constexpr(batch_module.COLUMNS)
 _ROW_OFFSETS = tl.constexpr(arena_module.ROW_OFFSETS)
 _TERMINAL = tl.constexpr(arena_module.TERMINAL)
 _LABELS = tl.constexpr(arena_module.LABELS)
@@ -76,9 +78,12 @@ def step(
     return mask(arena, logits, out, marks, batch.slots)
 
 
-def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor) -> Tensor:
+def forced(
+    arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False
+) -> Tensor:
     _forced_kernel[(len(states),)](
-        arena.words, arena.sets, states, slots, marks, marks.stride(0), out, out.stride(0), out.shape[1], LANES=LANES
+        arena.words, arena.sets, states, slots, marks, marks.stride(0), out, out.stride(0), out.shape[1],
+        GUESS=guess, LANES=LANES,
     )
     return out
 
@@ -87,10 +92,11 @@ def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tenso
     vocabulary = 0 if logits is None else logits.shape[1]
     _walk_kernel[(len(batch.slots),)](
         arena.words, arena.sets, cells, marks, marks.stride(0),
-        batch.slots, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above, batch.tokens, out,
+        batch.slots, batch.history, batch.history.stride(0), batch.begin, batch.end,
+        batch.above, batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
-        BY_SLOT=batch.by_slot, TREE=batch.tree, **_stop_lanes(marks), LANES=LANES, CHUNK=_chunk(vocabulary), FEW=FEW,
-        num_warps=WALK_WARPS if logits is None else MASK_WARPS,
+        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=_chunk(vocabulary),
+        FEW=FEW, num_warps=WALK_WARPS if logits is None else MASK_WARPS,
     )
 
 
@@ -120,9 +126,9 @@ def _advance_kernel(
 @triton.jit
 def _walk_kernel(
     words, sets, cells, marks, marks_stride,
-    slots, history, history_stride, begins, ends, above, tokens, out,
+    slots, history, history_stride, begins, ends, above, tokens, tokens_stride, out,
     logits, logits_stride, vocabulary,
-    BY_SLOT: tl.constexpr, TREE: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
+    BY_SLOT: tl.constexpr, LAYOUT: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
     CHUNK: tl.constexpr, FEW: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -148,14 +154,16 @@ def _walk_kernel(
             if state & _LOCAL == _DEAD:
                 state = state - _DEAD + _END
             if above is not None:
-                depth = _depth(above, row, TREE)
+                depth = _depth(above, row, LAYOUT)
                 for i in range(1, depth + 1):
-                    ancestor = row - depth + i
-                    if TREE:
-                        ancestor = row
+                    place = row - depth + i
+                    if LAYOUT == _TREE:
+                        place = row
                         for _ in range(i, depth):
-                            ancestor = tl.load(above + ancestor).to(tl.int64)
-                    token = tl.load(tokens + ancestor).to(tl.int64)
+                            place = tl.load(above + place).to(tl.int64)
+                    if LAYOUT == _COLUMNS:
+                        place = row * tokens_stride + i - 1
+                    token = tl.load(tokens + place).to(tl.int64)
                     state = _after(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES)
     tl.store(out + row, state)
     if logits is not None:
@@ -180,13 +188,15 @@ def _mask_kernel(
 
 @triton.jit
 def _forced_kernel(
-    words, sets, states, slots, marks, marks_stride, out, out_stride, columns, LANES: tl.constexpr
+    words, sets, states, slots, marks, marks_stride, out, out_stride, columns,
+    GUESS: tl.constexpr, LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     state = tl.load(states + row)
     stop = tl.load(marks + slot * marks_stride + 1, mask=slot >= 0, other=-1).to(tl.int64)
-    going = state == state
+    applies = (state & _LOCAL < _WAITING) | (state & _LOCAL >= _END)
+    going = applies
     for column in range(columns):
         token = slot * 0 - 1
         if going:
@@ -197,12 +207,12 @@ def _forced_kernel(
                 token = stop
             elif local < _WAITING:
                 first, end = _row(words, fields, local)
-                if (end - first == 1) & ~_may_end(words, fields, local):
+                if GUESS | ((end - first == 1) & ~_may_end(words, fields, local)):
                     token = _element(words, fields, _LABELS, first, _NARROW_LABELS, True)
-            going = (token >= 0) & (local != _END)
-            if going:
+            going = (token >= 0) & (GUESS | (local != _END))
+            if going & (local != _END):
                 state = _after(words, sets, state, token, None, 0, 1, LANES)
-        tl.store(out + row * out_stride + column, token)
+        tl.store(out + row * out_stride + column, token, mask=applies)
 
 
 @triton.jit
@@ -378,10 +388,10 @@ def _is_stop(row_marks, token, STOPS: tl.constexpr, STOP_LANES: tl.constexpr):
 
 
 @triton.jit
-def _depth(above, row, TREE: tl.constexpr):
+def _depth(above, row, LAYOUT: tl.constexpr):
     """How many drafts lead to this row."""
-    depth = tl.load(above + row).to(tl.int64)
-    if TREE:
+    depth = tl.load(above + (0 if LAYOUT == _COLUMNS else row)).to(tl.int64)
+    if LAYOUT == _TREE:
         parent = depth
         depth = row * 0
         while parent >= 0:

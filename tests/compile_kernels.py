@@ -13,22 +13,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from itemset import triton_kernels as kernels
+from itemset.batch import CHAIN, COLUMNS, TREE
 
 POINTERS = {
     "logits": "*bf16",
     **dict.fromkeys(["sets", "states", "cells", "out"], "*i64"),
     **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
 }
-NO_DRAFTS = {"above": None, "tokens": None, "TREE": False}
+NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
 MASK = {"CHUNK": kernels.CHUNK, "FEW": kernels.FEW}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
-    "forced": (kernels._forced_kernel, {}),
+    "forced": (kernels._forced_kernel, {"GUESS": False}),
+    "forced_guess": (kernels._forced_kernel, {"GUESS": True}),
     "mask": (kernels._mask_kernel, MASK),
     "step": (kernels._walk_kernel, NO_DRAFTS | MASK),
-    "walk": (kernels._walk_kernel, {"TREE": False, "logits": None} | MASK),
-    "walk_tree": (kernels._walk_kernel, {"TREE": True, "logits": None} | MASK),
+    "walk": (kernels._walk_kernel, {"LAYOUT": CHAIN, "logits": None} | MASK),
+    "walk_columns": (kernels._walk_kernel, {"LAYOUT": COLUMNS, "logits": None} | MASK),
+    "walk_tree": (kernels._walk_kernel, {"LAYOUT": TREE, "logits": None} | MASK),
 }
 COMMON = {"STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
 

@@ -17,7 +17,7 @@ from oracle import Node, dict_trie
 
 import itemset
 from itemset.arena import Arena, ArenaFullError
-from itemset.batch import LOCAL, Batch
+from itemset.batch import CHAIN, LOCAL, TREE, Batch
 from itemset.slots import NO_SET, Kernels, Slots
 from itemset.walk import DEAD, END, FREE, WAITING
 
@@ -145,7 +145,7 @@ class Schedule:
             *self._committed(rows, padding),
             above=self._tensor(above + [0] * padding),
             tokens=self._tensor(tokens + [0] * padding),
-            tree=tree,
+            layout=TREE if tree else CHAIN,
             max_drafts=3,
         )
         dtype = self.random.choice([torch.float32, torch.float16, torch.bfloat16])

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import itemset
 from itemset import torch_kernels, triton_kernels
 from itemset.arena import Arena
-from itemset.batch import Batch
+from itemset.batch import COLUMNS, Batch
 from itemset.slots import Slots, kernels_for
 from itemset.walk import DEAD, END, FREE, TAIL, WAITING
 from itemset.walk import advance as host_advance
@@ -309,10 +309,37 @@ def test_tokens_left_of_the_window_end_the_request(kernels: ModuleType) -> None:
     assert legal(logits) == [[1, 2]] * 3 + [[1], ["all"]]
 
 
+def test_drafts_in_columns(kernels: ModuleType) -> None:
+    """As a draft model proposes them: all rows have as many, and the count lies on the device."""
+    slots, batch, _ = plain_step("torch" if kernels is torch_kernels else "triton")
+    tokens = tensor([[6, 7, 0], [5, 2, 0], [9, 9, 9], [9, 1, 0]])
+    depth = tensor([0])
+    batch = batch._replace(
+        slots=tensor([0, 1, 2, -1]), above=depth, tokens=tokens, layout=COLUMNS, max_drafts=3, end=tensor([1, 0, 0, 0])
+    )
+    expected = [[[6, 9], [5, 6]], [[7], [1]], [[8], ["all"]], [["all"], ["all"]]]
+    for count, rows in enumerate(expected):
+        depth.fill_(count)
+        logits = torch.randn(4, 80, device=DEVICE)
+        slots.step(batch, logits)
+        assert legal(logits) == [*rows, ["all"], ["all"]], count
+
+
+def test_a_guess_is_always_legal(kernels: ModuleType) -> None:
+    arena, _, (number,) = resident([[5, 6, 7, 8], [5, 9], [7], [7, 3]])
+    out = torch.full((5, 6), -7, device=DEVICE)
+    states = tensor([number << 32, END, FREE, DEAD, WAITING])
+    kernels.forced(arena, states, tensor([[-1, 2, 1]] * 5), tensor([0, 1, 2, 3, 4]), out, True)
+    assert out.tolist() == [[5, 6, 7, 8, 2, 2], [2] * 6, *[[-7] * 6] * 3]
+
+
 def test_kernels_are_chosen_by_device() -> None:
     assert kernels_for("cpu") is torch_kernels
     assert kernels_for("cuda") is triton_kernels
     assert kernels_for("cuda", "torch") is torch_kernels
+
+
+NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "mask", "step", "walk", "walk_columns", "walk_tree"]
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
@@ -324,4 +351,4 @@ def test_every_kernel_compiles_for_a_gpu(architecture: int) -> None:
         [sys.executable, script, str(architecture)], env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == ["advance", "advance_unmarked", "forced", "mask", "step", "walk", "walk_tree"]
+    assert run.stdout.split() == NAMED

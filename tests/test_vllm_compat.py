@@ -8,12 +8,13 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_static import compat, plugin
+from vllm_static import compat, drafts, plugin
 
 
 def test_every_hook_is_used_and_said_why():
     extended = {"vllm.config.structured_outputs:StructuredOutputsConfig", "vllm.v1.engine.core:EngineCore"}
     assert set(plugin.AROUND) | extended == set(compat.HOOKS)
+    assert set(drafts.AROUND) == set(compat.WORKER_HOOKS)
     plugin.register()
     plugin.register()
     assert LLM.__init__.__name__ == "__init__"

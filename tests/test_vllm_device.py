@@ -149,7 +149,7 @@ def apply_under_guard(llm: Any) -> dict[str, int]:
         processor._constrained[:] = False
         for slot in constrained:
             processor._constrained[slot] = True
-            processor._staged[slot] = [root, -1, EOS, *[-1] * 127]
+            processor._staged[slot] = [0, root, -1, EOS, *[-1] * 127]
         processor.apply_staged_writes()
         rows = torch.tensor(slots)
         context = LogitsContext(

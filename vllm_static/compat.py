@@ -44,6 +44,15 @@ HOOKS = {
 }
 """What is replaced or extended, and why. docs/architecture.md says more."""
 
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+WORKER_HOOKS = {
+    f"{_SPECULATORS}.speculator:DraftModelSpeculator.sample_draft": "which rows a draft model drafts",
+    f"{_SPECULATORS}.speculator:DraftModelSpeculator.compute_draft_logits": "a draft model's logits are masked",
+    f"{_SPECULATORS}.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits": "the same",
+    f"{_SPECULATORS}.ngram.speculator:NgramGPUSpeculator.propose": "forced tokens as drafts",
+}
+"""The same, in workers that speculate on the device path: too heavy to import elsewhere."""
+
 
 def vllm_version() -> str:
     """The installed version of vLLM, whichever distribution brought it."""
@@ -55,7 +64,7 @@ def vllm_version() -> str:
     raise RuntimeError("static-backend needs vLLM: pip install static-backend[vllm]")
 
 
-def check() -> None:
+def check(hooks: dict[str, str] = HOOKS) -> None:
     """Raises RuntimeError that names the version or the missing hook."""
     installed = vllm_version()
     first, last = SUPPORTED
@@ -65,7 +74,7 @@ def check() -> None:
             f"static-backend supports vLLM {first[0]}.{first[1]} to {last[0]}.{last[1]}, this is {installed}: "
             "install a supported version, or uninstall static-backend"
         )
-    for hook, reason in HOOKS.items():
+    for hook, reason in hooks.items():
         if hook != KERNEL_SCAN and not exists(hook):
             raise RuntimeError(
                 f"vLLM {installed} has no {hook.replace(':', '.')}, which static-backend needs ({reason}): install "

@@ -23,6 +23,7 @@ class StaticConfig:
     item_set_path: where masks are computed; "auto" takes the device wherever it can.
     inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
     item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
+    forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
     """
 
     item_sets: Mapping[str, str] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class StaticConfig:
     item_set_path: str = "auto"
     inline_set_memory: int = INLINE_MEMORY
     item_set_kernels: str = "auto"
+    forced_drafts: bool = True
 
     @classmethod
     def of(cls, additional_config: Any) -> StaticConfig:
@@ -44,6 +46,7 @@ class StaticConfig:
             _one_of(options, "item_set_path", PATHS),
             _number(options, "inline_set_memory", INLINE_MEMORY, "bytes"),
             _one_of(options, "item_set_kernels", KERNELS),
+            bool(options.get("forced_drafts", True)),
         )
 
 

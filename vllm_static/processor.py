@@ -16,8 +16,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 
 import itemset
 from itemset.arena import Arena
-from itemset.batch import Batch
+from itemset.batch import COLUMNS, Batch
 from itemset.slots import NO_SET, Slots
+from vllm_static import drafts
 from vllm_static.catalogue import Catalogue
 from vllm_static.config import StaticConfig
 from vllm_static.device import MAX_STOP_TOKENS, plan_for
@@ -42,7 +43,7 @@ class ItemSetProcessor(LogitsProcessor):
         # [max_num_reqs] whether the slot's request has a set, and the committed tokens its slot has yet to walk.
         self._constrained = np.zeros(req_states.max_num_reqs, np.bool_)
         self._behind = np.zeros(req_states.max_num_reqs, np.int64)
-        self._staged: dict[int, list[int]] = {}  # slot -> its set and marks, as `Slots.assign` takes them
+        self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks
         self._drafts = 0
         if vllm_config.speculative_config is not None:
             self._drafts = vllm_config.speculative_config.num_speculative_tokens
@@ -64,6 +65,10 @@ class ItemSetProcessor(LogitsProcessor):
             kernels=config.item_set_kernels,  # type: ignore[arg-type]
         )
         self._registered = registered
+        # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
+        self._begin = torch.zeros(self._req_states.max_num_reqs, dtype=torch.int32, device=self._req_states.device)
+        if vllm_config.speculative_config is not None:
+            drafts.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
         self._warm_up()
         logger.info(
             "Item sets on %s: %s bytes, of which the registered sets take %s",
@@ -78,16 +83,17 @@ class ItemSetProcessor(LogitsProcessor):
         place = extra.get(PLACE)
         if place is None:
             if self._constrained[req_idx]:
-                self._staged[req_idx] = [NO_SET] + [-1] * (1 + MAX_STOP_TOKENS)
+                self._staged[req_idx] = [0, NO_SET] + [-1] * (1 + MAX_STOP_TOKENS)
             self._constrained[req_idx] = False
             return False
         number, start, begins_behind = place
         item_set = self._registered.get(extra[REFERENCE])
         self._arena.place(item_set or itemset.from_bytes(extra[INDEX]), number, start)
         stops = sorted(sampling_params.all_stop_token_ids)
-        self._staged[req_idx] = [number, begins_behind, *stops, *[-1] * (MAX_STOP_TOKENS - len(stops))]
+        prompt = int(self._req_states.prompt_len.np[req_idx])
+        self._staged[req_idx] = [prompt, number, begins_behind, *stops, *[-1] * (MAX_STOP_TOKENS - len(stops))]
         self._constrained[req_idx] = True
-        self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - self._req_states.prompt_len.np[req_idx]
+        self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return True
 
     def apply_staged_writes(self) -> None:
@@ -96,7 +102,8 @@ class ItemSetProcessor(LogitsProcessor):
         rows = torch.tensor([[slot, *row] for slot, row in self._staged.items()], dtype=torch.int32)
         device = self._req_states.device
         rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
-        self._slots.assign(rows[:, 0], rows[:, 1], rows[:, 2:])
+        self._begin.index_copy_(0, rows[:, 0].long(), rows[:, 1])
+        self._slots.assign(rows[:, 0], rows[:, 2], rows[:, 3:])
         self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -107,21 +114,37 @@ class ItemSetProcessor(LogitsProcessor):
         # What the host knows: one token and the accepted drafts a step, and the output so far of one that comes back.
         most = int(self._behind[slots].max()) + 1 + self._drafts
         self._behind[slots] = 0
-        self._slots.step(
-            self._batch(ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.input_ids), logits, most=most
-        )
+        batch = self._batch(ctx.expanded_idx_mapping, above=ctx.expanded_local_pos, tokens=ctx.input_ids)
+        self._slots.step(batch, logits, most=most)
         return logits
 
-    def _batch(self, slots: torch.Tensor, above: torch.Tensor, tokens: torch.Tensor) -> Batch:
+    def mask_drafts(
+        self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor
+    ) -> None:
+        """Mask a draft model's logits, [rows, vocabulary], in place: a draft continues an item, or ends it.
+
+        slots: [rows], -1 for padding. draft_step: one integer on the device, how many drafts each row has.
+        draft_tokens: [at least rows, drafts], the drafts so far.
+        """
+        batch = self._batch(slots, above=draft_step.view(1), tokens=draft_tokens[: len(slots)], layout=COLUMNS)
+        self._slots.step(batch, logits, most=1 + self._drafts)
+
+    def force_drafts(self, drafts: torch.Tensor, slots: torch.Tensor, slots_np: np.ndarray) -> None:
+        """Overwrite drafts, [rows, k], of requests with a set by what the set forces, and then by guesses within it."""
+        if not self._constrained[slots_np].any():
+            return
+        states = self._slots.walk(self._batch(slots), most=1 + self._drafts)
+        self._slots.forced(states, slots, drafts, guess=True)
+
+    def _batch(self, slots: torch.Tensor, **layout: Any) -> Batch:
         states = self._req_states
         return Batch(
             slots=slots,
             history=states.all_token_ids.gpu,
-            begin=states.prompt_len.gpu,
+            begin=self._begin,
             end=states.total_len.gpu,
-            above=above,
-            tokens=tokens,
             max_drafts=self._drafts,
+            **layout,
         )
 
     def _warm_up(self) -> None:
@@ -132,4 +155,5 @@ class ItemSetProcessor(LogitsProcessor):
             return torch.zeros(1, dtype=dtype, device=device)
 
         logits = torch.zeros(1, self._req_states.vocab_size, device=device)
-        self._slots.step(self._batch(zeros(torch.int64), zeros(torch.int32), zeros(torch.int32)), logits, most=1)
+        batch = self._batch(zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32))
+        self._slots.step(batch, logits, most=1)

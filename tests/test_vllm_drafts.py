@@ -1,0 +1,174 @@
+"""Speculative decoding on the device path, in the real V2 engine: drafts stay in their sets, and change no answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from models import cached_tiny_llama
+from test_vllm_device import SAMPLES
+from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
+from vllm import SamplingParams
+
+import itemset
+
+FORCED = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}
+
+
+@pytest.fixture(scope="module")
+def device(static):
+    return on_path(static, "device", "torch")
+
+
+@pytest.fixture(scope="module")
+def draft_model():
+    return str(cached_tiny_llama(seed=1))
+
+
+def drafting(draft_model: str, **more: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": draft_model, "num_speculative_tokens": 3} | more
+
+
+def spoken(engine) -> tuple[float, float]:
+    """Tokens drafted and accepted so far, by vLLM's own counters."""
+    counted = engine.call(metrics)
+    names = ("num_draft_tokens", "num_accepted_tokens")
+    return tuple(counted.get(f"vllm:spec_decode_{name}", 0) for name in names)
+
+
+@pytest.fixture
+def speculating(engines, tiny_model, device, draft_model):
+    """`speculating(kind)`: an engine that drafts by a model, greedily or by its distribution, or what is forced."""
+
+    def start(kind: str, **more: Any):
+        config = {
+            "greedy": drafting(draft_model),
+            "probabilistic": drafting(draft_model, draft_sample_method="probabilistic"),
+            "forced": FORCED,
+        }[kind]
+        return engines("v2", tiny_model, speculative_config=config, disable_log_stats=False, **(device | more))
+
+    return start
+
+
+@pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
+def test_answers_are_those_without_speculation(speculating, engines, tiny_model, device, named_sets, kind):
+    params = [named(name, temperature=0) for name in named_sets for _ in range(2)]
+    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
+    prompts = [f"prompt {i}" for i in range(len(params))]
+    plain = [o.outputs[0].token_ids for o in engines("v2", tiny_model, **device).generate(prompts, params)]
+    engine = speculating(kind)
+    assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
+    drafted, accepted = spoken(engine)
+    assert drafted >= accepted > drafted / 4
+
+
+@pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
+def test_sampled_answers_stay_in_their_sets(speculating, named_sets, kind):
+    names = [name for name in named_sets for _ in range(6)]
+    others = [SamplingParams(max_tokens=7), inline(CITIES)]
+    outputs = speculating(kind).generate([f"p {i}" for i in range(len(names) + 2)], [*map(named, names), *others])
+    for name, output in zip(names, outputs, strict=False):
+        assert answer(output) in named_sets[name].items
+    assert outputs[-1].outputs[0].text in CITIES
+
+
+@pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
+def test_no_illegal_draft_reaches_verification(speculating, named_sets, kind):
+    """Each draft of a request with a set is a child of the state before it, or a stop token where the item may end."""
+    engine = speculating(kind)
+    engine.call(watch_drafts)
+    names = ["fixed", "ragged", "prefixes", "large"] * 2
+    engine.generate([f"p {i}" for i in range(8)], [named(name) for name in names])
+    checked, illegal = engine.call(lambda llm: (llm.drafts_checked, llm.drafts_illegal))
+    engine.close()  # its processor is patched
+    assert checked > 30
+    assert illegal == 0
+
+
+def watch_drafts(llm: Any) -> None:
+    """Before each verification, count the draft rows whose state is DEAD."""
+    from test_vllm_device import processor_of
+
+    from itemset.batch import LOCAL
+    from itemset.walk import DEAD
+
+    processor = processor_of(llm)
+    apply, llm.drafts_checked, llm.drafts_illegal = processor.apply, 0, 0
+
+    def watching(logits: Any, ctx: Any) -> Any:
+        result = apply(logits, ctx)
+        states = processor._slots.row_states[: len(logits)] & LOCAL
+        drafts = ctx.expanded_local_pos > 0
+        llm.drafts_checked += int(drafts.sum())
+        llm.drafts_illegal += int((states[drafts] == DEAD).sum())
+        return result
+
+    processor.apply = watching
+
+
+def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
+    """A million semantic IDs of 8 tokens: most stand alone behind two of them. Without drafts an item takes 9 steps."""
+    codes = np.random.default_rng(0).integers(3, 2_051, (1_000_000, 8), dtype=np.uint16)
+    items = itemset.build(codes)
+    items.save(tmp_path / "ids.itemset")
+    engine = engines(
+        "v2",
+        tiny_model,
+        structured_outputs_config={"backend": "static"},
+        additional_config={"item_sets": {"ids": str(tmp_path / "ids.itemset")}},
+        speculative_config=FORCED,
+        disable_log_stats=False,
+    )
+    outputs = engine.generate([f"p {i}" for i in range(24)], named("ids"))
+    items.lookup([list(answer(output)) for output in outputs])
+    steps = 1 + engine.call(metrics)["vllm:spec_decode_num_drafts"] / 24
+    assert 3 <= steps <= 3.5
+
+
+@pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
+def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path, kind):
+    """Chi-square over whole items, each drawn with its drafts, against the same engine's probabilities without any."""
+    items = [[100, 200], [100, 201], [100, 202, 300], [101, 200], [101, 202], [700]]
+    itemset.build(items).save(tmp_path / "few.itemset")
+    common = {
+        "structured_outputs_config": {"backend": "static"},
+        "additional_config": {"item_sets": {"few": str(tmp_path / "few.itemset")}, "item_set_path": "device"},
+        "max_num_seqs": 64,
+        "max_logprobs": 1013,
+    }
+    prompt, samples = [7, 8, 9], SAMPLES // 5
+    plain = engines("v2", odd_model, logprobs_mode="raw_logits", **common)
+    expected = exact(plain, prompt, items) * samples
+    draft = str(cached_tiny_llama(vocab_size=1013, seed=1))
+    config = {
+        "greedy": drafting(draft),
+        "probabilistic": drafting(draft, draft_sample_method="probabilistic"),
+        "forced": FORCED | {"num_speculative_tokens": 3},
+    }[kind]
+    engine = engines("v2", odd_model, speculative_config=config, **common)
+    params = named("few", temperature=1 / 3, n=samples // 8)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for output in engine.generate([{"prompt_token_ids": prompt}] * 8, params):
+        counts.update(tuple(token for token in part.token_ids if token != 1) for part in output.outputs)
+    observed = np.array([counts[tuple(item)] for item in items])
+    assert observed.sum() == samples
+    assert ((observed - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom, 99.9 %
+
+
+def exact(engine, prompt: list[int], items: list[list[int]]) -> np.ndarray:
+    """Each item's probability at temperature 1/3: the product over its tokens of their share among the legal ones."""
+    probabilities = []
+    for item in items:
+        probability = 1.0
+        for i, token in enumerate(item):
+            legal = sorted({other[i] for other in items if other[:i] == item[:i]})
+            ask = SamplingParams(max_tokens=1, logprobs=1013)
+            (output,) = engine.generate([{"prompt_token_ids": prompt + item[:i]}], ask)
+            logits = np.array([output.outputs[0].logprobs[0][other].logprob for other in legal]) * 3
+            shares = np.exp(logits - logits.max())
+            probability *= shares[legal.index(token)] / shares.sum()
+        probabilities.append(probability)
+    return np.array(probabilities)

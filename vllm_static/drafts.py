@@ -1,0 +1,101 @@
+"""Drafts that stay in their sets, in the worker: draft models are masked, and forced tokens are proposed as they are.
+
+Both look at the same cells as verification does, and walk a request's drafts so far from there: a draft has no state of
+its own that could go wrong. What runs here may be recorded in vLLM's CUDA graphs, so it reads fixed buffers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_static import compat
+
+if TYPE_CHECKING:
+    from vllm_static.processor import ItemSetProcessor
+
+logger = init_logger(f"vllm.{__name__}")
+
+NGRAM = ("ngram", "ngram_gpu")
+UNMASKED = {
+    "dflash": "it draws all drafts of a step at once",
+    "dspark": "it has a sampler of its own",
+    "extract_hidden_states": "it proposes nothing",
+}
+_processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary()  # by id of their speculative config
+
+
+def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> None:
+    """Let this processor mask the drafts that are proposed under this speculative configuration.
+
+    forced: let forced tokens take the place of what an n-gram drafter proposes.
+    Raises RuntimeError where vLLM lacks a hook.
+    """
+    compat.check(compat.WORKER_HOOKS)
+    for hook, around in AROUND.items():
+        compat.wrap(hook, around)
+    if forced or speculative.method not in NGRAM:
+        _processors[id(speculative)] = processor
+    unmasked = UNMASKED.get(speculative.method)
+    if speculative.use_local_argmax_reduction:
+        unmasked = "use_local_argmax_reduction makes no draft logits"
+    if unmasked:
+        logger.warning("Drafts of %s are not masked by item sets (%s): verification alone masks them, and "
+                       "fewer are accepted.", speculative.method, unmasked)  # fmt: skip
+
+
+def _sample_draft(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    hidden_states: Any,
+    positions: Any,
+    idx_mapping: torch.Tensor,
+    temperature: Any,
+    seeds: Any,
+    draft_step: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Remember which rows are being drafted, for `_compute_draft_logits`, which it calls."""
+    self.static_rows = (idx_mapping, draft_step)
+    return original(self, hidden_states, positions, idx_mapping, temperature, seeds, draft_step, *args, **kwargs)
+
+
+def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    logits = original(self, *args, **kwargs)
+    processor, rows = _processors.get(id(self.speculative_config)), getattr(self, "static_rows", None)
+    if processor is None or rows is None:
+        return logits
+    slots, draft_step = rows
+    if draft_step.numel() != 1:
+        return logits  # all drafts at once: what each of them follows is not known yet
+    if getattr(self.model, "draft_id_to_target_id", None) is not None:
+        # A draft vocabulary that lacks a forced token must still draw it: nothing else is legal.
+        logits.clamp_(min=torch.finfo(logits.dtype).min / 4)
+    processor.mask_drafts(logits, slots, draft_step, self.draft_tokens)
+    return logits
+
+
+def _propose(
+    original: Callable[..., torch.Tensor], self: Any, input_batch: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    drafts = original(self, input_batch, *args, **kwargs)
+    processor = _processors.get(id(self.speculative_config))
+    if processor is not None and not kwargs.get("dummy_run"):
+        processor.force_drafts(drafts, input_batch.idx_mapping, input_batch.idx_mapping_np)
+    return drafts
+
+
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+
+AROUND: dict[str, Callable[..., Any]] = {
+    f"{_SPECULATORS}.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
+    f"{_SPECULATORS}.speculator:DraftModelSpeculator.compute_draft_logits": _compute_draft_logits,
+    f"{_SPECULATORS}.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits": _compute_draft_logits,
+    f"{_SPECULATORS}.ngram.speculator:NgramGPUSpeculator.propose": _propose,
+}
+"""What runs around each of vLLM's functions in `compat.WORKER_HOOKS`."""

@@ -2,7 +2,7 @@
 """Set up a virtual environment with vLLM and this project, then run the demo or the tests in it.
 
 python3 bootstrap.py setup               make .venv and install everything
-python3 bootstrap.py demo                set up, then run examples/films.py
+python3 bootstrap.py demo [ARGUMENT...]  set up, then run examples/films.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
 """
 
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("command", choices=["setup", "demo", "test"])
     parser.add_argument("--venv", metavar="DIR", type=Path, default=ROOT / ".venv", help="default: .venv")
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command != "test":
+    if rest and arguments.command == "setup":
         parser.error(f"unknown arguments: {shlex.join(rest)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -265,7 +265,7 @@ def main() -> int:
             return run_checks(environment, rest)
         if arguments.command == "demo":
             # Signals then go straight to the demo, which has a server to end.
-            os.execv(environment.python, [str(environment.python), str(ROOT / "examples" / "films.py")])
+            os.execv(environment.python, [str(environment.python), str(ROOT / "examples" / "films.py"), *rest])
     except BootstrapError as error:
         print(f"\nbootstrap: {error}", file=sys.stderr)
         return 1

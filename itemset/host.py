@@ -76,6 +76,27 @@ class HostState:
         _fill_bitmask(self._tables, self.state, self._stops, row.view(np.uint32))
 
 
+def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
+    """How many of these tokens, from the beginning of an item on, were the only one that could follow; the stop token
+    behind an item among them."""
+    return int(_forced_tokens(item_set.trie.tables, np.array(list(tokens), np.int64)))
+
+
+@compiled
+def _forced_tokens(tables: Any, tokens: Any) -> int:
+    state, forced = np.int64(0), 0
+    for token in tokens:
+        if state == END:
+            return forced + 1
+        if state >= TAIL:
+            forced += 1
+        elif state < WAITING:
+            children = np.int64(tables.row_offsets[state + 1]) - np.int64(tables.row_offsets[state])
+            forced += children == 1 and not is_terminal(tables, state)
+        state = advance(tables, state, token)
+    return forced
+
+
 @compiled
 def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
     row[:] = 0

@@ -10,7 +10,7 @@ from oracle import dict_trie, prefixes
 from strategies import item_sets
 
 import itemset
-from itemset.host import HostState
+from itemset.host import HostState, forced_tokens
 
 STOPS = {66, 69}
 
@@ -71,3 +71,18 @@ def test_a_stop_token_that_continues_an_item_is_the_items() -> None:
 def test_tokens_above_the_row_are_left_out(vocab_size: int) -> None:
     state = HostState(itemset.build([[vocab_size - 1], [2_000]]), {3_000})
     assert bits(state, vocab_size) == [vocab_size - 1]
+
+
+def test_forced_tokens_have_no_rival() -> None:
+    s = itemset.build([[1, 2, 3], [1, 2], [4, 5, 6], [7, 8], [7, 9]])
+    counts = {
+        (4, 5, 6, 0): 3,
+        (1, 2, 3, 0): 2,
+        (1, 2, 0): 1,
+        (7, 9, 0): 1,
+        (4,): 0,
+        (4, 5): 1,
+        (5,): 0,
+        (7, 8, 0, 0): 1,
+    }
+    assert {tokens: forced_tokens(s, tokens) for tokens in counts} == counts

@@ -170,6 +170,8 @@ def test_metrics(server, runner):
         'item_set:answered_items{item_set="labels"}': 1,
         'item_set:answered_items{item_set="inline"}': 1,
         f'item_set:requests_by_path{{path="{path}"}}': 2,
+        'item_set:forced_tokens{item_set="labels"}': 1,  # the stop token
+        'item_set:forced_tokens{item_set="inline"}': gained['item_set:forced_tokens{item_set="inline"}'],
     }
     assert (after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0) == (path == "device")
 

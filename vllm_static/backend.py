@@ -18,12 +18,12 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.host import HostState
+from itemset.host import HostState, forced_tokens
 from vllm_static import compat
 from vllm_static.catalogue import Catalogue
 from vllm_static.config import StaticConfig
 from vllm_static.device import DevicePath
-from vllm_static.front import INDEX, REFERENCE
+from vllm_static.front import INDEX, PLACE, REFERENCE
 from vllm_static.metrics import Figures, label
 
 if TYPE_CHECKING:
@@ -103,8 +103,15 @@ class StaticBackend(StructuredOutputBackend):
             self._device.release(request)
         params = request.sampling_params
         reference = (params.extra_args or {}).get(REFERENCE) if params is not None else None
-        if reference is not None and request.status.name == "FINISHED_STOPPED":
-            self._figures.answered[label(reference)] += 1
+        if reference is None or request.status.name != "FINISHED_STOPPED":
+            return
+        self._figures.answered[label(reference)] += 1
+        item_set = self._catalogue.get(reference)
+        start = params.extra_args.get(PLACE, (0, 0, -1))[2]
+        output = list(request.output_token_ids)
+        if item_set is not None and (start < 0 or start in output):
+            item = output[output.index(start) + 1 :] if start >= 0 else output
+            self._figures.forced[label(reference)] += forced_tokens(item_set, item)
 
     def figures(self) -> dict[str, Any]:
         """For the metrics: plain values, which travel to the front end."""

@@ -38,11 +38,16 @@ class Catalogue:
 
     def __getitem__(self, reference: str) -> ItemSet:
         """Raises RefusedError for a reference that is not known."""
+        item_set = self.get(reference)
+        if item_set is not None:
+            return item_set
+        raise RefusedError("unknown set", f"no item set is called {reference!r}: {self._known(reference)}")
+
+    def get(self, reference: str) -> ItemSet | None:
         if reference in self.registered:
             return self.registered[reference]
-        if kept := self.inline(reference):
-            return kept[0]
-        raise RefusedError("unknown set", f"no item set is called {reference!r}: {self._known(reference)}")
+        kept = self.inline(reference)
+        return kept[0] if kept else None
 
     def inline(self, reference: str) -> tuple[ItemSet, bytes] | None:
         """An inline set and its index file, if it is still here."""

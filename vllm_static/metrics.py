@@ -17,6 +17,7 @@ PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in 
 REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set"])
 REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])
 ANSWERED = Gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode="max")
+FORCED = Gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode="max")
 BY_PATH = Gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode="max")
 ARENA = Gauge("item_set:arena_bytes", "Device memory kept for item sets.", multiprocess_mode="max")
 ARENA_USED = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode="mostrecent")
@@ -35,11 +36,13 @@ class Figures:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.answered = Tally(dict.fromkeys(catalogue.registered, 0))
+        self.forced = Tally(dict.fromkeys(catalogue.registered, 0))
         self.by_path = Tally({"device": 0, "host": 0})
 
     def as_dict(self, plan: Any) -> dict[str, Any]:
         arena = {"bytes": plan.nbytes, "used": plan.used} if plan is not None else {"bytes": 0, "used": 0}
-        return {"answered": dict(self.answered), "by_path": dict(self.by_path), "arena": arena}
+        counts = {"answered": self.answered, "forced": self.forced, "by_path": self.by_path}
+        return {"arena": arena} | {what: dict(tally) for what, tally in counts.items()}
 
 
 async def refresh(app: Any) -> None:
@@ -49,6 +52,8 @@ async def refresh(app: Any) -> None:
         figures = await asyncio.wait_for(ask, PATIENCE)
         for name, count in figures["answered"].items():
             ANSWERED.labels(name).set(count)
+        for name, count in figures["forced"].items():
+            FORCED.labels(name).set(count)
         for path, count in figures["by_path"].items():
             BY_PATH.labels(path).set(count)
         ARENA.set(figures["arena"]["bytes"])

@@ -3,4 +3,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "${PYTHON:-python3}" "$root/benchmarks/gpu.py" "$@"
+python=${PYTHON:-python3}
+if [[ -z ${PYTHON:-} && -z ${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
+    python=$root/.venv/bin/python
+fi
+exec "$python" "$root/benchmarks/gpu.py" "$@"

@@ -139,7 +139,7 @@ class Plan:
 
 
 class Arena:
-    """Tables of item sets on a device. Call it from one thread.
+    """Tables of item sets on a device. Call it from one thread. `room_for` says how many bytes a set takes.
 
     words: [nbytes / 4] int32. All tables.
     sets: [max_sets, 8] int64. Where each set's sections begin, in words, and their widths.
@@ -154,8 +154,8 @@ class Arena:
         nbytes = self.plan.nbytes
         try:
             self.words = torch.zeros(nbytes // 4, dtype=torch.int32, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            raise ItemSetError(f"{self.device} has no room for an arena of {nbytes:,} bytes: {error}") from error
+        except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
+            raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
         self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
         self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what stands there, by number
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -227,7 +227,7 @@ class Arena:
 
 
 def room_for(item_set: ItemSet) -> int:
-    """Bytes that a set takes in an arena."""
+    """Bytes that a set takes in an arena: `ItemSet.nbytes`, with each section at a cache line."""
     return sum(_aligned(array.nbytes) for array in item_set.trie.tables[:-1])
 
 

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
             tokens [rows]: the last of them; not read for a request's first row.
         TREE: above [rows]: the parent's row, -1 for a request's first. tokens as in a chain.
         COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
-    max_drafts: most drafts that lead to a row. Read by `torch_kernels` only.
+    max_drafts: most drafts that lead to a row, if the host knows; fewer steps for `torch_kernels`, no more.
     """
 
     slots: Tensor
@@ -43,4 +43,4 @@ class Batch(NamedTuple):
     above: Tensor | None = None
     tokens: Tensor | None = None
     layout: int = CHAIN
-    max_drafts: int = 0
+    max_drafts: int | None = None

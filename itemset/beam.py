@@ -51,10 +51,14 @@ def beam_search(
 
     logits_fn: takes the tokens so far, [batch, width, t] int64, and the beam of the step before that each of them
         continues, [batch, width] int64 (to reorder cached keys and values by); returns logits [batch, width,
-        vocabulary], on the arena's device. Rows that hold no beam any more hold any tokens; their logits are not used.
-    longest: `ItemSet.longest`, the most steps that are taken (one more with end_token).
+        vocabulary], on the arena's device, of which a few copies in float32 are made. Rows that hold no beam any more
+        hold any tokens; their logits are not used.
+    longest: `ItemSet.longest`, the most steps that are taken (one more with end_token). Longer items are not found, nor
+        are items with tokens outside the vocabulary.
     end_token: where given, the end of an item is a token of the model's as well, and counts in the score.
     """
+    if width < 1:
+        raise ValueError(f"a beam of width {width} finds nothing: make it at least 1")
     module = kernels_for(arena.device, kernels)
 
     def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:

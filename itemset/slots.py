@@ -31,6 +31,25 @@ def kernels_for(device: torch.device | str, choice: Kernels = "auto") -> ModuleT
 class Slots:
     """The state of each of an engine's request slots.
 
+    The engine keeps the token history; here only the states are kept. For each request, and again whenever a slot gets
+    another one (with NO_SET where that has no set): ``assign``. Each step: write the sampled tokens into the history,
+    move `end`, and ``step``:
+
+        arena = Arena(room_for(films), device)
+        slots = Slots(arena, 64, max_rows=64)
+        slots.assign(slot, number, marks)  # [n], [n], [n, 1 + max_stop_tokens], all on the device
+        history, end = torch.zeros(64, 4096, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+        begin = end.clone()  # each request's prompt length
+        while running:
+            logits = model(...)  # [rows, vocabulary]
+            slots.step(Batch(row_to_slot, history, begin, end), logits)  # what may not follow is -inf now
+            tokens = sample(logits)
+            history[row_to_slot, end[row_to_slot]] = tokens
+            end[row_to_slot] += 1  # a request is over when it has sampled one of its stop tokens
+
+    Give every request with a set a stop token within the vocabulary: behind the item nothing else is allowed, and a row
+    without one is empty. Committed tokens never shrink: where an engine takes some back, it calls ``reset``.
+
     All of it lies on the device and is written there. Nothing here waits for the device; `step`, `walk` and `forced`
     allocate nothing where Triton runs them, and can be captured in a CUDA graph.
 
@@ -38,7 +57,7 @@ class Slots:
         one is nobody's.
     marks: [slots + 1, 1 + max_stop_tokens] int32. The token behind which each slot's constraint begins, or -1; its stop
         tokens, then -1.
-    row_states: [max_rows] int64. The state of each logits row, as the last `walk` or `step` found it.
+    row_states: [max_rows] int64. The state of each logits row, drafts included, as the last `walk` or `step` found it.
     """
 
     def __init__(
@@ -77,14 +96,23 @@ class Slots:
 
         most: see `torch_kernels.walk`.
         """
-        out = self.row_states[: len(batch.slots)]
+        out = self._out(batch)
         self.kernels.walk(self.arena, self.cells, self.marks, batch, out, most)
         return out
 
     def step(self, batch: Batch, logits: Tensor, *, most: int | None = None) -> None:
-        """Take the committed tokens and mask the logits, [rows, vocabulary], in place."""
-        out = self.row_states[: len(batch.slots)]
+        """Take the committed tokens, and set to -inf in place what may not follow in the logits, [rows, vocabulary].
+
+        most: committed tokens that a request has gained at most since the last step. Without Triton a step takes that
+        many times as long, and where it is None as many times as the history is wide.
+        """
+        out = self._out(batch)
         self.kernels.step(self.arena, self.cells, self.marks, batch, out, logits, most)
+
+    def _out(self, batch: Batch) -> Tensor:
+        if len(batch.slots) > len(self.row_states):
+            raise ValueError(f"a step of {len(batch.slots)} rows, but max_rows is {len(self.row_states)}")
+        return self.row_states[: len(batch.slots)]
 
     def mask(self, states: Tensor, slots: Tensor, logits: Tensor) -> None:
         """Mask the logits of rows whose states [rows] and slots [rows] are given."""

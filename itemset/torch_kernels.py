@@ -152,16 +152,17 @@ def may_end(arena: Arena, states: Tensor) -> Tensor:
 def _draft_steps(batch: Batch, above: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
     """For each step down from the committed state: the token that each row takes, and whether it takes one."""
     if batch.layout == COLUMNS:
-        return [(tokens[:, i].long(), above > i) for i in range(batch.max_drafts)]
+        return [(tokens[:, i].long(), above > i) for i in range(tokens.shape[1])]
+    most = len(tokens) - 1 if batch.max_drafts is None else batch.max_drafts
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def at(row: Tensor) -> Tensor:
         return tokens[row.clamp(0, len(tokens) - 1)].long()
 
     if batch.layout == CHAIN:
-        return [(at(rows - above + i + 1), above > i) for i in range(batch.max_drafts)]
+        return [(at(rows - above + i + 1), above > i) for i in range(most)]
     path = [rows]  # the row, its parent, its parent's parent ...; -1 above a request's first row
-    for _ in range(batch.max_drafts):
+    for _ in range(most):
         path.append(torch.where(path[-1] >= 0, above[path[-1].clamp(0, len(rows) - 1)].long(), -1))
     # A row's first token is that of the ancestor just below its request's first row, which has no parent.
     return [(at(row), (row >= 0) & (parent >= 0)) for row, parent in zip(path[-2::-1], path[:0:-1], strict=True)]

@@ -8,6 +8,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +53,7 @@ def tiny_llama(directory: Path | str, vocab_size: int = 2112, seed: int = 0) -> 
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     directory = Path(directory)
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer()
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size {vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens")
     config = LlamaConfig(
@@ -82,18 +84,19 @@ def tiny_llama(directory: Path | str, vocab_size: int = 2112, seed: int = 0) -> 
 
 def cached_tiny_llama(vocab_size: int = 2112, seed: int = 0) -> Path:
     """The path of such a model in `.cache`, built on first use and again whenever what it is made of changes."""
-    ingredients = {
-        "recipe": RECIPE,
-        "vocab_size": vocab_size,
-        "seed": seed,
-        **{library: version(library) for library in ("torch", "transformers", "tokenizers")},
-    }
+    build = partial(tiny_llama, vocab_size=vocab_size, seed=seed)
+    return cached(f"tiny-llama-{vocab_size}-{seed}", build, recipe=RECIPE, vocab_size=vocab_size, seed=seed)
+
+
+def cached(name: str, build: Callable[[Path], object], **ingredients: int | str) -> Path:
+    """A folder in `.cache` that `build(folder)` has filled, with these ingredients and the installed libraries."""
+    ingredients |= {library: version(library) for library in ("torch", "transformers", "tokenizers")}
     digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:12]
-    path = CACHE / f"tiny-llama-{vocab_size}-{seed}-{digest}"
+    path = CACHE / f"{name}-{digest}"
     if not path.is_dir():
         # Renamed into place when it is complete: an interrupted or simultaneous run never leaves half a model.
         unfinished = CACHE / f"{path.name}.{os.getpid()}"
-        tiny_llama(unfinished, vocab_size, seed)
+        build(unfinished)
         try:
             unfinished.rename(path)
         except OSError:
@@ -103,7 +106,7 @@ def cached_tiny_llama(vocab_size: int = 2112, seed: int = 0) -> Path:
     return path
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer that encodes any text and, like Llama's own, starts it with <s>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

@@ -92,7 +92,7 @@ def test_more_sets_than_it_was_made_for() -> None:
 def test_misuse() -> None:
     with pytest.raises(ItemSetError, match="an arena holds 1 to 4,096 sets, not 5,000"):
         Arena(1, max_sets=5000)
-    with pytest.raises(ItemSetError, match="cpu has no room for an arena of"):
+    with pytest.raises(ItemSetError, match="cpu cannot hold an arena of"):
         Arena(1 << 60)
     arena = Arena(1 << 20)
     number = arena.acquire(numbered(900))

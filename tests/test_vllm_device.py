@@ -303,7 +303,7 @@ def test_the_set_begins_behind_the_reasoning(engines, tiny_model, device, host, 
 
 def test_the_log_names_the_path_and_its_reason(engines, tiny_model, device, host):
     assert "static, device path, masks inside the sampler. Item sets: " in engines("v2", tiny_model, **device).log()
-    assert "static, host path (as configured). Item sets: " in engines("v2", tiny_model, **host).log()
+    assert "static, host path: as configured. Item sets: " in engines("v2", tiny_model, **host).log()
     assert "bytes, of which the registered sets take" in engines("v2", tiny_model, **device).log()
 
 

@@ -109,6 +109,15 @@ def watch_drafts(llm: Any) -> None:
     processor.apply = watching
 
 
+def test_a_draft_model_on_the_host_path(engines, tiny_model, static, draft_model, named_sets):
+    """Model runner V1 cuts drafts at the first that leaves the set, and rolls back what is rejected."""
+    params = [named(name, temperature=0) for name in named_sets] + [inline(CITIES, temperature=0)]
+    prompts = [f"p {i}" for i in range(len(params))]
+    plain = [output.outputs[0].token_ids for output in engines("v1", tiny_model, **static).generate(prompts, params)]
+    engine = engines("v1", tiny_model, speculative_config=drafting(draft_model), disable_log_stats=False, **static)
+    assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
+
+
 def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
     """A million semantic IDs of 8 tokens: most stand alone behind two of them. Without drafts an item takes 9 steps."""
     codes = np.random.default_rng(0).integers(3, 2_051, (1_000_000, 8), dtype=np.uint16)

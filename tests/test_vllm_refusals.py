@@ -35,8 +35,8 @@ def engine(engines, tiny_model, static):
         ({"extra_args": {"item_set": 7}}, "item_set must be the name of an item set, a string, not 7"),
         (NAMED | choice("a"), "item_set and structured_outputs .* exclude each other"),
         (NAMED | {"min_tokens": 2}, "min_tokens=2 forbids the shortest item of the item set 'ragged', which has 1"),
-        (NAMED | {"allowed_token_ids": [5]}, "allowed_token_ids can leave no item"),
-        (NAMED | {"bad_words": ["x"]}, "bad_words can leave no item"),
+        (NAMED | {"allowed_token_ids": [5]}, "allowed_token_ids is not supported with an item set"),
+        (NAMED | {"bad_words": ["x"]}, "bad_words is not supported with an item set"),
         ({"extra_args": {"item_set": "one"}, "stop_token_ids": [302]}, "the stop token 302 occurs inside an item"),
         (choice(), "at least one text"),
         (choice("red", ""), "item 1 .* is empty"),
@@ -117,6 +117,16 @@ def test_another_tokenizer_ends_the_start_up_and_both_are_named(tmp_path, tiny_m
     refused(
         tiny_model, {"films": str(path)}, rf"was built with the tokenizer .*{tiny_model.name} \(\w+\), the model uses"
     )
+
+
+def test_a_misspelled_option_ends_the_start_up(engines, tiny_model):
+    with pytest.raises(ValueError, match="there is no option 'item_set_paht': the plugin's options are item_sets"):
+        engines(
+            "v1",
+            tiny_model,
+            structured_outputs_config={"backend": "static"},
+            additional_config={"item_set_paht": "host"},
+        )
 
 
 @pytest.mark.parametrize(

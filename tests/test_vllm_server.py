@@ -176,6 +176,12 @@ def test_metrics(server, runner):
     assert (after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0) == (path == "device")
 
 
+def test_a_misspelled_field_is_refused(server):
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "item_sets": "labels"})
+    assert (status, answer["error"]["param"]) == (400, "item_sets")
+    assert "there is no field item_sets: name the item set in item_set" in answer["error"]["message"]
+
+
 def figures(server) -> dict[str, float]:
     lines = [line.rsplit(" ", 1) for line in server.get("/metrics")[1].splitlines() if line.startswith("item_set:")]
     return {name: float(value) for name, value in lines if "_created" not in name}

@@ -21,9 +21,8 @@ from itemset import ItemSet, ItemSetError
 from itemset.host import HostState, forced_tokens
 from vllm_static import compat
 from vllm_static.catalogue import Catalogue
-from vllm_static.config import StaticConfig
+from vllm_static.config import INDEX, PLACE, REFERENCE, StaticConfig
 from vllm_static.device import DevicePath
-from vllm_static.front import INDEX, PLACE, REFERENCE
 from vllm_static.metrics import Figures, label
 
 if TYPE_CHECKING:

@@ -209,7 +209,7 @@ def why_host_path(vllm_config: Any) -> str | None:
     """What keeps this configuration from the device path; None where nothing does."""
     model, platform = vllm_config.model_config, importlib.import_module("vllm.platforms").current_platform
     if not vllm_config.use_v2_model_runner:
-        return "vLLM uses model runner V1"
+        return "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
     if model.runner_type != "generate" or model.is_diffusion:
         return "the model does not sample token by token"
     if model.return_sampling_mask:

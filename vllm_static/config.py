@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from itemset import ItemSetError
 
 BACKEND = "static"
+REFERENCE = "item_set"
+"""Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
+INDEX = "item_set_index"
+"""Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
+
+PLACE = "item_set_place"
+"""Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
+byte there, the token behind which the constraint begins or -1]."""
+
 INLINE_ITEM_LIMIT = 100_000
 INLINE_MEMORY = 64 << 20  # bytes of device memory for inline sets
 PATHS = ("auto", "device", "host")
@@ -40,6 +49,10 @@ class StaticConfig:
         Raises ItemSetError: a name given twice or empty, or a value of another form.
         """
         options = additional_config if isinstance(additional_config, Mapping) else {}
+        ours = [option.name for option in fields(cls)]
+        for key in options:
+            if str(key).startswith(("item_set", "inline_", "forced_")) and key not in ours:
+                raise ItemSetError(f"there is no option {key!r}: the plugin's options are {', '.join(ours)}")
         return cls(
             _by_name(options.get("item_sets", {})),
             _number(options, "inline_item_limit", INLINE_ITEM_LIMIT, "items"),

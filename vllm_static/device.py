@@ -14,8 +14,7 @@ from vllm.logger import init_logger
 from itemset import ItemSet, ItemSetError
 from itemset.arena import ArenaFullError, Plan, room_for
 from vllm_static import compat
-from vllm_static.config import StaticConfig
-from vllm_static.front import PLACE
+from vllm_static.config import PLACE, StaticConfig
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

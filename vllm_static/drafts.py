@@ -26,6 +26,12 @@ UNMASKED = {
     "dspark": "it has a sampler of its own",
     "extract_hidden_states": "it proposes nothing",
 }
+LACKED = -100.0
+"""The logit of a token that a draft vocabulary lacks. It must still be drawn where nothing else is legal: so it is
+finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
+LACKED = -100.0
+"""The logit of a token that a draft vocabulary lacks. It must still be drawn where nothing else is legal: so it is
+finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
 _processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary()  # by id of their speculative config
 
 
@@ -74,8 +80,7 @@ def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any, *arg
     if draft_step.numel() != 1:
         return logits  # all drafts at once: what each of them follows is not known yet
     if getattr(self.model, "draft_id_to_target_id", None) is not None:
-        # A draft vocabulary that lacks a forced token must still draw it: nothing else is legal.
-        logits.clamp_(min=torch.finfo(logits.dtype).min / 4)
+        logits.clamp_(min=LACKED)
     processor.mask_drafts(logits, slots, draft_step, self.draft_tokens)
     return logits
 

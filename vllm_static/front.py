@@ -16,18 +16,9 @@ from itemset import ItemSet, ItemSetError, Rows
 from itemset.text import encode, fingerprint
 from vllm_static import compat
 from vllm_static.catalogue import INLINE, Catalogue, RefusedError
-from vllm_static.config import StaticConfig
+from vllm_static.config import INDEX, PLACE, REFERENCE, StaticConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
-
-REFERENCE = "item_set"
-"""Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
-INDEX = "item_set_index"
-"""Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
-
-PLACE = "item_set_place"
-"""Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
-byte there, the token behind which the constraint begins or -1]."""
 
 
 class FrontEnd:
@@ -51,10 +42,10 @@ class FrontEnd:
                 self._check_tokenizer(name, item_set, model_print)
             self._check_fit(f"the item set {name!r} ({self._config.item_sets[name]})", item_set)
         sets = [f"{name} ({len(item_set):,} items)" for name, item_set in self._catalogue.registered.items()]
-        path = "device path, masks inside the sampler" if compat.on_device_path(vllm_config) else "host path"
-        reason = compat.why_host_path(vllm_config)
-        if path == "host path":
-            path += f" ({reason or 'as configured'})"
+        path = "device path, masks inside the sampler"
+        if not compat.on_device_path(vllm_config):
+            as_configured = "as configured" if self._config.item_set_path == "host" else None
+            path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
         logger.info("Structured output backend static, %s. Item sets: %s", path, ", ".join(sets) or "none")
 
     def find(self, params: SamplingParams) -> str | None:
@@ -107,7 +98,9 @@ class FrontEnd:
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
                 raise RefusedError(
-                    parameter, f"{parameter} can leave no item of {called}: leave it out, or register a smaller set"
+                    parameter,
+                    f"{parameter} is not supported with an item set, of which it could leave no item: leave it out, "
+                    "or register a smaller set",
                 )
         if inside := item_set.occurring(params.all_stop_token_ids):
             raise RefusedError(

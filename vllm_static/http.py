@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_static import metrics
-from vllm_static.front import REFERENCE
+from vllm_static.config import REFERENCE
+
+MISSPELLED = ("item_sets", "itemset", "item-set", "itemSet")  # vLLM would ignore them, and answer with anything
 
 
 def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
@@ -19,15 +20,17 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
 
     Raises VLLMValidationError (HTTP 400) where it is no string.
     """
-    name = (request.model_extra or {}).get(REFERENCE)
+    extra = request.model_extra or {}
+    for field in MISSPELLED:
+        if field in extra:
+            raise metrics.refusal("wrong type", f"there is no field {field}: name the item set in item_set", field)
+    name = extra.get(REFERENCE)
     if name is None:
         return params
     if not isinstance(name, str):
-        raise VLLMValidationError(
-            f"item_set must be the name of an item set, a string, not {name!r:.60}", parameter=REFERENCE
-        )
+        raise metrics.refusal("wrong type", f"item_set must be the name of an item set, a string, not {name!r:.60}")
     if (params.extra_args or {}).get(REFERENCE, name) != name:
-        raise VLLMValidationError("item_set and vllm_xargs name different item sets: give one", parameter=REFERENCE)
+        raise metrics.refusal("two constraints", "item_set and vllm_xargs name different item sets: give one")
     params.extra_args = {**(params.extra_args or {}), REFERENCE: name}
     return params
 
@@ -37,9 +40,10 @@ def refuse_beam_search(request: Any) -> None:
     named = (request.model_extra or {}).get(REFERENCE) or (request.vllm_xargs or {}).get(REFERENCE)
     structured = request.structured_outputs
     if named is not None or (structured is not None and structured.choice is not None):
-        raise VLLMValidationError(
+        raise metrics.refusal(
+            "beam search",
             "use_beam_search would ignore the item set: leave use_beam_search out, and use n for several answers",
-            parameter="use_beam_search",
+            "use_beam_search",
         )
 
 

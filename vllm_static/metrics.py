@@ -8,8 +8,10 @@ from collections import Counter as Tally
 from typing import Any
 
 from prometheus_client import Counter, Gauge
+from vllm.exceptions import VLLMValidationError
 
 from vllm_static.catalogue import INLINE, Catalogue
+from vllm_static.config import REFERENCE
 
 PATH = "/metrics"
 PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in a long step
@@ -29,6 +31,12 @@ ENGINE_METHOD = "item_set_figures"
 def label(reference: str) -> str:
     """Inline sets are counted together: a label of its own for each would never end."""
     return "inline" if reference.startswith(INLINE) else reference
+
+
+def refusal(reason: str, message: str, parameter: str = REFERENCE) -> VLLMValidationError:
+    """vLLM's error for one bad request, HTTP 400, counted."""
+    REFUSED.labels(reason).inc()
+    return VLLMValidationError(message, parameter=parameter)
 
 
 class Figures:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_static import compat, metrics
-from vllm_static.config import BACKEND, StaticConfig
+from vllm_static.config import BACKEND, REFERENCE, StaticConfig
 
 
 def register_early() -> None:
@@ -52,7 +52,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
     refuse_synthetic_verification(config)
     if wanted == "device" and reason is not None:
-        raise ValueError(f"item_set_path is device, but {reason}: leave it out, or change that")
+        raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
     if wanted != "host" and reason is None and not compat.on_device_path(config):
         config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]
     return config
@@ -72,15 +72,12 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
 
 def _checked(function: Callable[..., Any], *args: Any) -> Any:
     """Call it; what is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400."""
-    from vllm.exceptions import VLLMValidationError
-
     from itemset import ItemSetError
 
     try:
         return function(*args)
     except ItemSetError as error:
-        metrics.REFUSED.labels(getattr(error, "reason", "bad items")).inc()
-        raise VLLMValidationError(str(error)) from error
+        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
 
 
 def _process_inputs(
@@ -102,7 +99,6 @@ def _process_inputs(
 def _refuse_item_set(params: Any) -> None:
     """With another backend an item set would be ignored."""
     from itemset import ItemSetError
-    from vllm_static.front import REFERENCE
 
     if (params.extra_args or {}).get(REFERENCE) is not None:
         raise ItemSetError(

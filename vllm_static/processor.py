@@ -20,9 +20,8 @@ from itemset.batch import COLUMNS, Batch
 from itemset.slots import NO_SET, Slots
 from vllm_static import drafts
 from vllm_static.catalogue import Catalogue
-from vllm_static.config import StaticConfig
+from vllm_static.config import INDEX, PLACE, REFERENCE, StaticConfig
 from vllm_static.device import MAX_STOP_TOKENS, plan_for
-from vllm_static.front import INDEX, PLACE, REFERENCE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -146,7 +146,7 @@ class Schedule:
             above=self._tensor(above + [0] * padding),
             tokens=self._tensor(tokens + [0] * padding),
             layout=TREE if tree else CHAIN,
-            max_drafts=3,
+            max_drafts=self.random.choice([3, None]),
         )
         dtype = self.random.choice([torch.float32, torch.float16, torch.bfloat16])
         logits = torch.randn(len(slots), PADDED + 3, device=self.device).to(dtype)[:, :PADDED]

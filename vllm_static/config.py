@@ -13,7 +13,6 @@ REFERENCE = "item_set"
 """Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
 INDEX = "item_set_index"
 """Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
-
 PLACE = "item_set_place"
 """Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
 byte there, the token behind which the constraint begins or -1]."""

@@ -177,15 +177,19 @@ class Arena:
         """As `Plan.release`."""
         self.plan.release(number)
 
+    def holds(self, digest: str, number: int, start: int) -> bool:
+        """Whether the tables of this set stand there: `place` would copy nothing."""
+        return self._placed.get(number, (None, None))[:2] == (digest, start)
+
     def place(self, item_set: ItemSet, number: int, start: int) -> None:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.
 
         Nothing is copied where they stand already. Work that the current stream does later sees them; the host waits
         for nothing. Raises ItemSetError where the tables are no trie.
         """
-        standing = (item_set.digest, start, start + room_for(item_set))
-        if self._placed.get(number) == standing:
+        if self.holds(item_set.digest, number, start):
             return
+        standing = (item_set.digest, start, start + room_for(item_set))
         tables = item_set.trie.tables
         if not in_order(tables, item_set.trie.tail_tokens):
             raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")

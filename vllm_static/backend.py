@@ -106,7 +106,7 @@ class StaticBackend(StructuredOutputBackend):
             return
         self._figures.answered[label(reference)] += 1
         item_set = self._catalogue.get(reference)
-        start = params.extra_args.get(PLACE, (0, 0, -1))[2]
+        start = params.extra_args.get(PLACE, [-1])[-1]
         output = list(request.output_token_ids)
         if item_set is not None and (start < 0 or start in output):
             item = output[output.index(start) + 1 :] if start >= 0 else output

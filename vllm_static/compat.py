@@ -214,6 +214,8 @@ def why_host_path(vllm_config: Any) -> str | None:
         return "the model does not sample token by token"
     if model.return_sampling_mask:
         return "return_sampling_mask allows no logits processor"
+    if model.enable_sleep_mode:
+        return "sleep mode may discard what lies on the device"
     if platform.is_tpu() or platform.is_out_of_tree():
         return f"the platform {platform.device_name} has a sampler of its own"
     return None

@@ -15,7 +15,7 @@ INDEX = "item_set_index"
 """Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
 PLACE = "item_set_place"
 """Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
-byte there, the token behind which the constraint begins or -1]."""
+byte there, its digest, the token behind which the constraint begins or -1]."""
 
 INLINE_ITEM_LIMIT = 100_000
 INLINE_MEMORY = 64 << 20  # bytes of device memory for inline sets

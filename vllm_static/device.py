@@ -59,7 +59,8 @@ class DevicePath:
             logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
             return False
         self._numbers[request.request_id] = resident.number
-        compat.make_ordinary(request, {**params.extra_args, PLACE: [resident.number, resident.start, start]})
+        place = [resident.number, resident.start, resident.digest, start]
+        compat.make_ordinary(request, {**params.extra_args, PLACE: place})
         return True
 
     def release(self, request: Request) -> None:

@@ -29,9 +29,6 @@ UNMASKED = {
 LACKED = -100.0
 """The logit of a token that a draft vocabulary lacks. It must still be drawn where nothing else is legal: so it is
 finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
-LACKED = -100.0
-"""The logit of a token that a draft vocabulary lacks. It must still be drawn where nothing else is legal: so it is
-finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
 _processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary()  # by id of their speculative config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 )
 
 import itemset
-from itemset.arena import Arena
+from itemset.arena import Arena, ArenaFullError
 from itemset.batch import COLUMNS, Batch
 from itemset.slots import NO_SET, Slots
 from vllm_static import drafts
@@ -85,9 +86,10 @@ class ItemSetProcessor(LogitsProcessor):
                 self._staged[req_idx] = [0, NO_SET] + [-1] * (1 + MAX_STOP_TOKENS)
             self._constrained[req_idx] = False
             return False
-        number, start, begins_behind = place
-        item_set = self._registered.get(extra[REFERENCE])
-        self._arena.place(item_set or itemset.from_bytes(extra[INDEX]), number, start)
+        number, start, digest, begins_behind = place
+        if not self._arena.holds(digest, number, start):
+            item_set = self._registered.get(extra[REFERENCE]) or itemset.from_bytes(extra[INDEX])
+            self._arena.place(item_set, number, start)
         stops = sorted(sampling_params.all_stop_token_ids)
         prompt = int(self._req_states.prompt_len.np[req_idx])
         self._staged[req_idx] = [prompt, number, begins_behind, *stops, *[-1] * (MAX_STOP_TOKENS - len(stops))]
@@ -147,8 +149,11 @@ class ItemSetProcessor(LogitsProcessor):
         )
 
     def _warm_up(self) -> None:
-        """Compile the kernels now: a first request should not wait for them."""
+        """Compile the kernels now, and the check of a set's tables: a first request should not wait for them."""
         device = self._req_states.device
+        with contextlib.suppress(ArenaFullError):
+            for high in (1, 2**16):
+                self._arena.release(self._arena.acquire(itemset.build([[0, 0, high], [0, 1]])))
 
         def zeros(dtype: torch.dtype) -> Any:
             return torch.zeros(1, dtype=dtype, device=device)

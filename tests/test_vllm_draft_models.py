@@ -1,0 +1,108 @@
+"""Drafts from the target's hidden states, in the real V2 engine: EAGLE, EAGLE-3 that knows half the tokens, MTP."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from draft_models import cached_tiny_eagle, cached_tiny_eagle3, cached_tiny_mimo
+from test_vllm_drafts import exact, spoken, watch_drafts
+from test_vllm_engine import CITIES, answer, inline, named, on_path
+from vllm import SamplingParams
+
+import itemset
+
+NAMES = ["fixed", "ragged", "prefixes", "large", "one"]
+CHUNKED = {"max_num_batched_tokens": 32}  # what 8 requests verify in a step; a longer prompt takes several
+
+
+def drafting(kind: str, target: Path) -> dict[str, Any]:
+    """The speculative configuration. "drawn": drafts by the draft model's distribution, else its most likely tokens."""
+    method, _, drawn = kind.partition(" ")
+    config = {"method": method, "num_speculative_tokens": 3}
+    config |= {"draft_sample_method": "probabilistic"} if drawn else {}
+    head = {"eagle": cached_tiny_eagle, "eagle3": cached_tiny_eagle3}.get(method)
+    return config | ({"model": str(head(target))} if head else {})
+
+
+# With the scope of a module, pytest runs all tests of a kind before the next: the pool keeps two engines.
+@pytest.fixture(scope="module", params=["eagle", "eagle drawn", "eagle3", "eagle3 drawn", "mtp", "mtp drawn"])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def plain(kind, tiny_model, static) -> dict[str, Any]:
+    """The arguments of an engine on the device path, without speculation."""
+    model = cached_tiny_mimo() if kind.startswith("mtp") else tiny_model
+    return {"model": model, **on_path(static, "device", "torch"), **CHUNKED}
+
+
+@pytest.fixture
+def speculating(kind, engines, tiny_model, plain):
+    return engines("v2", **plain, speculative_config=drafting(kind, tiny_model), disable_log_stats=False)
+
+
+def test_answers_are_those_without_speculation(speculating, engines, plain):
+    params = [named(name, temperature=0) for name in NAMES]
+    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
+    prompts = [{"prompt_token_ids": list(range(3 + i, 12 + 9 * i))} for i in range(len(params))]
+    drafted, without = (
+        [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
+        for engine in (speculating, engines("v2", **plain))
+    )
+    assert drafted == without
+
+
+def test_drafts_and_answers_stay_in_their_sets(speculating, named_sets, kind):
+    """Also at a temperature at which the logit of a token that the draft model lacks is divided by next to nothing."""
+    names = NAMES * 2
+    params = [named(name, temperature=temperature) for temperature in (0.02, 1) for name in NAMES]
+    params += [SamplingParams(max_tokens=9)]
+    prompts = [f"p {i}" for i in range(len(params))]
+    begun = spoken(speculating)
+    speculating.call(watch_drafts)
+    outputs = speculating.generate(prompts, params)
+    checked, illegal = speculating.call(lambda llm: (llm.drafts_checked, llm.drafts_illegal))
+    masked = spoken(speculating)
+    speculating.call(lift_masks)
+    speculating.generate(prompts, params)
+    unmasked = spoken(speculating)
+    speculating.close()  # its processor is patched
+    for name, output in zip(names, outputs, strict=False):
+        assert answer(output) in named_sets[name].items
+    assert illegal == 0
+    assert checked > 30
+    (drafted, accepted), (drafted_without, accepted_without) = np.diff([begun, masked, unmasked], axis=0)
+    told = f"{kind}: {accepted} of {drafted} drafts accepted, {accepted_without} of {drafted_without} without masks"
+    assert accepted / drafted > 3 * accepted_without / drafted_without, told
+
+
+def lift_masks(llm: Any) -> None:
+    from vllm_static import drafts
+
+    drafts._processors.clear()
+
+
+def test_tokens_that_the_draft_model_lacks_are_drawn_by_their_distribution(engines, odd_model, tmp_path):
+    """Chi-square over items. Behind 101 it knows no legal token: what it draws must be what it says that it draws."""
+    items = [[101, 201], [101, 203], [101, 205], [103, 201], [103, 202]]
+    itemset.build(items).save(tmp_path / "few.itemset")
+    common = {
+        "structured_outputs_config": {"backend": "static"},
+        "additional_config": {"item_sets": {"few": str(tmp_path / "few.itemset")}, "item_set_path": "device"},
+    }
+    prompt, samples = [7, 8, 9], 240
+    plain = engines("v2", odd_model, logprobs_mode="raw_logits", max_logprobs=1013, **common)
+    expected = exact(plain, prompt, items) * samples
+    config = drafting("eagle3 drawn", odd_model)
+    engine = engines("v2", odd_model, speculative_config=config, max_num_seqs=24, **common)
+    params = named("few", temperature=1 / 3, n=samples // 8)
+    outputs = engine.generate([{"prompt_token_ids": prompt}] * 8, params)
+    counts = Counter(tuple(part.token_ids[:-1]) for output in outputs for part in output.outputs)
+    observed = np.array([counts[tuple(item)] for item in items])
+    assert observed.sum() == samples
+    assert ((observed - expected) ** 2 / expected).sum() < 18.5, (observed, expected)  # 4 degrees of freedom, 99.9 %

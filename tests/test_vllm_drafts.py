@@ -181,3 +181,13 @@ def exact(engine, prompt: list[int], items: list[list[int]]) -> np.ndarray:
             probability *= shares[legal.index(token)] / shares.sum()
         probabilities.append(probability)
     return np.array(probabilities)
+
+
+def test_drafts_that_cannot_be_masked_are_named_in_the_log(engines, tiny_model, device, draft_model, named_sets):
+    config = drafting(draft_model, use_local_argmax_reduction=True)
+    engine = engines("v2", tiny_model, speculative_config=config, **device)
+    assert (
+        "Drafts of draft_model are not masked by item sets (use_local_argmax_reduction makes no draft" in engine.log()
+    )
+    for output in engine.generate([f"p {i}" for i in range(6)], named("fixed")):
+        assert answer(output) in named_sets["fixed"].items

@@ -47,8 +47,11 @@ def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> N
     if speculative.use_local_argmax_reduction:
         unmasked = "use_local_argmax_reduction makes no draft logits"
     if unmasked:
-        logger.warning("Drafts of %s are not masked by item sets (%s): verification alone masks them, and "
-                       "fewer are accepted.", speculative.method, unmasked)  # fmt: skip
+        logger.warning(
+            "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
+            speculative.method,
+            unmasked,
+        )
 
 
 def _sample_draft(

@@ -7,16 +7,13 @@ its own that could go wrong. What runs here may be recorded in vLLM's CUDA graph
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_static import compat
-
-if TYPE_CHECKING:
-    from vllm_static.processor import ItemSetProcessor
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -29,10 +26,22 @@ UNMASKED = {
 LACKED = -100.0
 """The logit of a token that a draft vocabulary lacks. It must still be drawn where nothing else is legal: so it is
 finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
-_processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary()  # by id of their speculative config
 
 
-def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> None:
+class Masks(Protocol):
+    """What drafting needs of `processor.ItemSetProcessor`."""
+
+    def mask_drafts(
+        self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor
+    ) -> None: ...
+
+    def force_drafts(self, drafts: torch.Tensor, slots: torch.Tensor, slots_np: Any) -> None: ...
+
+
+_processors: WeakValueDictionary[int, Masks] = WeakValueDictionary()  # by id of their speculative config
+
+
+def install(processor: Masks, speculative: Any, *, forced: bool) -> None:
     """Let this processor mask the drafts that are proposed under this speculative configuration.
 
     forced: let forced tokens take the place of what an n-gram drafter proposes.

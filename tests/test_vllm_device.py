@@ -261,6 +261,7 @@ def test_temperature_1_samples_the_exact_distribution(engines, odd_model, tmp_pa
         max_num_seqs=64,
         max_logprobs=1013,
         logprobs_mode="raw_logits",
+        timeout=120 + SAMPLES / 10,
     )
     prompt = {"prompt_token_ids": [7, 8, 9]}
     (output,) = engine.generate([prompt], SamplingParams(max_tokens=1, logprobs=1013))

@@ -157,7 +157,7 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path,
         "probabilistic": drafting(draft, draft_sample_method="probabilistic"),
         "forced": FORCED | {"num_speculative_tokens": 3},
     }[kind]
-    engine = engines("v2", odd_model, speculative_config=config, **common)
+    engine = engines("v2", odd_model, speculative_config=config, timeout=120 + SAMPLES / 10, **common)
     params = named("few", temperature=1 / 3, n=samples // 8)
     counts: Counter[tuple[int, ...]] = Counter()
     for output in engine.generate([{"prompt_token_ids": prompt}] * 8, params):

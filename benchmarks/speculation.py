@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from vllm_paths import CUDA, LENGTH, ROOT, environment, semantic_ids
+from vllm_paths import CUDA, LENGTH, ROOT, in_process, semantic_ids
 
 KINDS = ("none", "ngram", "forced", "draft model, unmasked", "draft model, masked")
 DRAFTS = 3
@@ -123,15 +122,6 @@ def counters(llm: Any) -> tuple[float, ...]:
     return tuple(values.get(f"vllm:spec_decode_{name}", 0) for name in names)
 
 
-def in_process(*task: Any) -> Answer:
-    command = [sys.executable, __file__, "--task", json.dumps(task)]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    if run.returncode:
-        raise SystemExit(f"{task} failed:\n{run.stderr[-3000:]}")
-    answer: Answer = json.loads(run.stdout.splitlines()[-1])
-    return answer
-
-
 def table(results: list[Answer]) -> str:
     columns = ["tokens an item", "steps an item", "acceptance length", "accepted of drafted", "ms an item"]
     lines = [f"| set | temperature | drafts | {' | '.join(columns)} |", "|---|--:|---|" + "--:|" * len(columns)]
@@ -160,7 +150,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             for temperature in arguments.temperatures:
                 for kind in KINDS:
-                    answer = in_process(kind, which, arguments.items, temperature, directory)
+                    answer = in_process(__file__, kind, which, arguments.items, temperature, directory)
                     results.append({"set": which, "temperature": temperature, "kind": kind} | answer)
                     print(results[-1], file=sys.stderr, flush=True)
     print(("GPU" if CUDA else "CPU, Triton's interpreter") + f", {LENGTH} tokens a semantic ID\n\n{table(results)}")

@@ -176,9 +176,10 @@ def measure(kind: str, model: str, batch: int, items: int, rounds: int, file: st
     }
 
 
-def in_process(kind: str, model: str, batch: int, items: int, rounds: int, file: str | None) -> Answer:
-    task = json.dumps([kind, model, batch, items, rounds, file])
-    run = subprocess.run([sys.executable, __file__, "--task", task], env=environment(), capture_output=True, text=True)
+def in_process(script: str, *task: Any) -> Answer:
+    """What `script --task` prints last, in a process of its own."""
+    command = [sys.executable, script, "--task", json.dumps(task)]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"{task} failed:\n{run.stderr[-3000:]}")
     answer: Answer = json.loads(run.stdout.splitlines()[-1])
@@ -232,7 +233,7 @@ def main() -> None:
             for batch in arguments.batches:
                 for kind in KINDS:
                     if items <= LARGEST[kind]:
-                        answer = in_process(kind, model, batch, items, arguments.rounds, file)
+                        answer = in_process(__file__, kind, model, batch, items, arguments.rounds, file)
                         results.append({"kind": kind, "batch": batch, "items": items} | answer)
                         print(results[-1], file=sys.stderr, flush=True)
     device = torch.cuda.get_device_name() if CUDA else "CPU, Triton's interpreter"

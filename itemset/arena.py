@@ -59,7 +59,6 @@ class Plan:
         if not 1 <= max_sets <= 1 << SET_BITS:
             raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
         self.nbytes = _aligned(max(nbytes, 1))
-        self.max_sets = max_sets
         self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
         self._free_numbers = list(range(max_sets - 1, -1, -1))
         self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first

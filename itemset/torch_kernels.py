@@ -212,14 +212,14 @@ class _Tables:
     def find(self, local: Tensor, token: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
         """The edge of node `local` that carries the token, and whether there is one. Rows are shorter than 2^rounds."""
         low, end = self.row(local)
-        high, found = end, low < end
+        high = end
         for _ in range(rounds):
             middle = (low + high) >> 1
             label = self.label(torch.where(low < high, middle, 0))
             below = (low < high) & (label < token)
             low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
         edge = torch.where(low < end, low, 0)
-        return edge, found & (low < end) & (self.label(edge) == token)
+        return edge, (low < end) & (self.label(edge) == token)
 
     def follow(self, edge: Tensor) -> Tensor:
         """The state behind an edge, as `walk.follow`."""

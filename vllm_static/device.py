@@ -6,7 +6,7 @@ can still take the host path. Workers do what they are told and refuse nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -24,23 +24,22 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 MAX_STOP_TOKENS = 128  # of a request; vLLM's own limit for min_tokens (v1/worker/gpu/sample/logit_bias.py)
 
 
-def plan_for(config: StaticConfig, registered: Iterable[ItemSet]) -> Plan:
-    """The arena of every worker: the registered sets, each in its place, and room for inline ones.
+def arena_bytes(config: StaticConfig, registered: Iterable[ItemSet]) -> int:
+    """The size of every worker's arena: the registered sets, and room for inline ones.
 
-    Engine core and workers call this with the same configuration and get the same plan.
+    Engine core and workers have the same configuration and acquire the registered sets in its order, so that these
+    have the same places everywhere.
     """
-    sets = list(registered)
-    plan = Plan(sum(room_for(item_set) for item_set in sets) + config.inline_set_memory)
-    for item_set in sets:
-        plan.acquire(item_set)
-    return plan
+    return sum(room_for(item_set) for item_set in registered) + config.inline_set_memory
 
 
 class DevicePath:
     """Admits requests to the device path. Called by vLLM's input thread and by its engine loop."""
 
-    def __init__(self, config: StaticConfig, registered: Iterable[ItemSet]) -> None:
-        self.plan = plan_for(config, registered)
+    def __init__(self, config: StaticConfig, registered: Collection[ItemSet]) -> None:
+        self.plan = Plan(arena_bytes(config, registered))
+        for item_set in registered:
+            self.plan.acquire(item_set)
         self._numbers: dict[str, int] = {}  # of the sets that requests have acquired, by request id
 
     def admit(self, manager: Any, request: Request, item_set: ItemSet) -> bool:

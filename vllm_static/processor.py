@@ -22,7 +22,7 @@ from itemset.slots import NO_SET, Slots
 from vllm_static import drafts
 from vllm_static.catalogue import Catalogue
 from vllm_static.config import INDEX, PLACE, REFERENCE, StaticConfig
-from vllm_static.device import MAX_STOP_TOKENS, plan_for
+from vllm_static.device import MAX_STOP_TOKENS, arena_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,8 +52,7 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         registered = Catalogue(config).registered
-        plan = plan_for(config, registered.values())
-        self._arena = Arena(plan.nbytes, self._req_states.device)
+        self._arena = Arena(arena_bytes(config, registered.values()), self._req_states.device)
         for item_set in registered.values():
             self._arena.acquire(item_set)
         rows = vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
@@ -73,8 +72,8 @@ class ItemSetProcessor(LogitsProcessor):
         logger.info(
             "Item sets on %s: %s bytes, of which the registered sets take %s",
             self._arena.device,
-            f"{plan.nbytes:,}",
-            f"{plan.used:,}",
+            f"{self._arena.plan.nbytes:,}",
+            f"{self._arena.plan.used:,}",
         )
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:

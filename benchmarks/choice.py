@@ -39,8 +39,8 @@ ROWS = {  # where it stands in the results, and what to call it
     "peak_mib": ("memory that the set adds, MiB", "peak"),
 }
 PHASES = {
-    "vllm_static.front:encode": "encoding the texts (tokenizer)",
-    "itemset:build": "building the index",
+    "itemset.checks:encode": "encoding the texts (tokenizer)",
+    "itemset.checks:build": "building the index",
     "itemset.item_set:ItemSet.to_bytes": "transport: index to bytes and back",
     "itemset:from_bytes": "transport: index to bytes and back",
     "vllm_static.front:FrontEnd.find": "digest of the texts, checks",
@@ -110,7 +110,7 @@ def measure(backend: str, count: int, model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from vllm_static import compat
+    from itemset import hooks
 
     items, tiny = make_items(count), make_items(count + 20)[count:]
     # The forward pass is common to both: two of the thirty layers hide less of the difference.
@@ -133,10 +133,10 @@ def measure(backend: str, count: int, model: str) -> dict[str, Any]:
         return made[-1][1]
 
     for module in ("vllm_static.backend:Static", "vllm.v1.structured_output.backend_xgrammar:Xgrammar"):
-        compat.wrap(f"{module}Backend.compile_grammar", compile_grammar)
+        hooks.wrap(f"{module}Backend.compile_grammar", compile_grammar)
     spent: dict[str, float] = {}
     for hook, phase in PHASES.items():
-        compat.wrap(hook, partial(timed, spent, phase))
+        hooks.wrap(hook, partial(timed, spent, phase))
     for _ in range(PATIENCE):
         since = others()
         time.sleep(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,6 +232,14 @@ class Arena:
 def room_for(item_set: ItemSet) -> int:
     """Bytes that a set takes in an arena: `ItemSet.nbytes`, with each section at a cache line."""
     return sum(_aligned(array.nbytes) for array in item_set.trie.tables[:-1])
+
+
+def arena_bytes(registered: Iterable[ItemSet], spare: int) -> int:
+    """The size of an arena for the registered sets and `spare` bytes for inline ones.
+
+    Processes with the same configuration that acquire the registered sets in its order give them the same places.
+    """
+    return sum(room_for(item_set) for item_set in registered) + spare
 
 
 def _aligned(nbytes: Any) -> int:

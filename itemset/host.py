@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.item_set import ItemSet
+from itemset.item_set import ItemSet, build
 from itemset.jit import compiled
 from itemset.walk import DEAD, END, TAIL, WAITING, advance, is_terminal, tail_token
 
@@ -74,6 +74,16 @@ class HostState:
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Bit t of `row` [ceil(vocabulary / 32)] says whether token t may follow; every word is written."""
         _fill_bitmask(self._tables, self.state, self._stops, row.view(np.uint32))
+
+
+def warm_up() -> None:
+    """Load the compiled walks now, for both widths of token ids: a first request should not wait for them."""
+    row = np.zeros(1, np.int32)
+    for high in (1, 2**16):
+        state = HostState(build([[0, 0, high], [0, 1]]), {0})
+        state.fill_bitmask(row)
+        state.accept([0, 0])
+        state.fill_bitmask(row)
 
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:

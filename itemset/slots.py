@@ -14,6 +14,7 @@ from itemset.batch import CONSUMED, LOCAL, STATE, Batch
 from itemset.walk import FREE, WAITING
 
 NO_SET = -1
+MAX_STOP_TOKENS = 128  # of a request on the device path; vLLM has the same limit (sample/logit_bias.py)
 Kernels = Literal["auto", "torch", "triton"]
 
 

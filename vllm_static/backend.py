@@ -18,11 +18,11 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.host import HostState, forced_tokens
+from itemset.catalogue import Catalogue
+from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.host import HostState, forced_tokens, warm_up
 from vllm_static import compat
-from vllm_static.catalogue import Catalogue
-from vllm_static.config import INDEX, PLACE, REFERENCE, StaticConfig
-from vllm_static.device import DevicePath
+from vllm_static.device import PLACE, DevicePath
 from vllm_static.metrics import Figures, label
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class StaticBackend(StructuredOutputBackend):
             self._device = DevicePath(config, self._catalogue.registered.values())
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
-        self._warm_up()
+        warm_up()
 
     def admit(self, manager: Any, request: Request) -> bool:
         """Take over the inline set that came with the request, and say whether the device path takes the request.
@@ -142,12 +142,3 @@ class StaticBackend(StructuredOutputBackend):
             if self._xgrammar is None:
                 self._xgrammar = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
             return self._xgrammar
-
-    def _warm_up(self) -> None:
-        """Load the compiled walks now, for both widths of token ids: a first request should not wait for them."""
-        bitmask = self.allocate_token_bitmask(1)
-        for high in (1, 2**16):
-            grammar = StaticGrammar(itemset.build([[0, 0, high], [0, 1]]), {0})
-            grammar.fill_bitmask(bitmask, 0)
-            grammar.accept_tokens("warm-up", [0, 0])
-            grammar.fill_bitmask(bitmask, 0)

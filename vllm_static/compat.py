@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import Any, Literal, get_args
 
-from vllm_static.config import BACKEND, PATHS
+from itemset import hooks
+from itemset.config import BACKEND, PATHS
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
 
@@ -64,52 +60,11 @@ def vllm_version() -> str:
     raise RuntimeError("static-backend needs vLLM: pip install static-backend[vllm]")
 
 
-def check(hooks: dict[str, str] = HOOKS) -> None:
+def check(named: dict[str, str] = HOOKS) -> None:
     """Raises RuntimeError that names the version or the missing hook."""
     installed = vllm_version()
-    first, last = SUPPORTED
-    minor = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
-    if not first <= minor <= last:
-        raise RuntimeError(
-            f"static-backend supports vLLM {first[0]}.{first[1]} to {last[0]}.{last[1]}, this is {installed}: "
-            "install a supported version, or uninstall static-backend"
-        )
-    for hook, reason in hooks.items():
-        if hook != KERNEL_SCAN and not exists(hook):
-            raise RuntimeError(
-                f"vLLM {installed} has no {hook.replace(':', '.')}, which static-backend needs ({reason}): install "
-                "another vLLM version, or uninstall static-backend"
-            )
-
-
-def exists(hook: str) -> bool:
-    """Whether vLLM has the function that `hook` names."""
-    module, _, path = hook.partition(":")
-    try:
-        functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def wrap(hook: str, around: Callable[..., Any]) -> None:
-    """Replace the function `hook` names by ``around(original, *args, **kwargs)``; once, however often it is called."""
-    if not exists(hook):
-        return  # the kernel scan of vLLM's CPU worker, which a version may do without; `check` has seen all others
-    module, _, path = hook.partition(":")
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    static = owner.__dict__[name]
-    original = static.__func__ if isinstance(static, staticmethod | classmethod) else static
-    if hasattr(original, "__static_backend__"):
-        return
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    wrapper.__static_backend__ = True  # type: ignore[attr-defined]
-    setattr(owner, name, type(static)(wrapper) if original is not static else wrapper)
+    hooks.check_version("vLLM", installed, SUPPORTED)
+    hooks.check(f"vLLM {installed}", {hook: why for hook, why in named.items() if hook != KERNEL_SCAN})
 
 
 MIDDLEWARE = "vllm_static.http.RefuseItemSetElsewhere"
@@ -133,44 +88,7 @@ def add_backend_name() -> None:
 def add_backend_name_at_import() -> None:
     """Do so as soon as the class is there: `LLM(structured_outputs_config={"backend": "static"})` checks the name
     before it loads the general plugins (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
-    if _CONFIG_MODULE in sys.modules:
-        add_backend_name()
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(_CONFIG_MODULE, add_backend_name))
-
-
-class _AfterImport(MetaPathFinder):
-    """Calls a function once a module has been imported."""
-
-    def __init__(self, module: str, then: Callable[[], None]) -> None:
-        self._module, self._then, self._busy = module, then, False
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self._module or self._busy:
-            return None
-        self._busy = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._busy = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenLoader(spec.loader, self._then)
-        return spec
-
-
-class _ThenLoader(Loader):
-    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
-        self._loader, self._then = loader, then
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._then()
+    hooks.after_import(_CONFIG_MODULE, add_backend_name)
 
 
 def xgrammar_config(config: Any) -> Any:

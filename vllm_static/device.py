@@ -6,38 +6,32 @@ can still take the host path. Workers do what they are told and refuse nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
-from itemset.arena import ArenaFullError, Plan, room_for
+from itemset.arena import ArenaFullError, Plan, arena_bytes
+from itemset.config import StaticConfig
+from itemset.slots import MAX_STOP_TOKENS
 from vllm_static import compat
-from vllm_static.config import PLACE, StaticConfig
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-MAX_STOP_TOKENS = 128  # of a request; vLLM's own limit for min_tokens (v1/worker/gpu/sample/logit_bias.py)
-
-
-def arena_bytes(config: StaticConfig, registered: Iterable[ItemSet]) -> int:
-    """The size of every worker's arena: the registered sets, and room for inline ones.
-
-    Engine core and workers have the same configuration and acquire the registered sets in its order, so that these
-    have the same places everywhere.
-    """
-    return sum(room_for(item_set) for item_set in registered) + config.inline_set_memory
+PLACE = "item_set_place"
+"""Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
+byte there, its digest, the token behind which the constraint begins or -1]."""
 
 
 class DevicePath:
     """Admits requests to the device path. Called by vLLM's input thread and by its engine loop."""
 
     def __init__(self, config: StaticConfig, registered: Collection[ItemSet]) -> None:
-        self.plan = Plan(arena_bytes(config, registered))
+        self.plan = Plan(arena_bytes(registered, config.inline_set_memory))
         for item_set in registered:
             self.plan.acquire(item_set)
         self._numbers: dict[str, int] = {}  # of the sets that requests have acquired, by request id

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from vllm.logger import init_logger
 
+from itemset import hooks
 from vllm_static import compat
 
 logger = init_logger(f"vllm.{__name__}")
@@ -49,7 +50,7 @@ def install(processor: Masks, speculative: Any, *, forced: bool) -> None:
     """
     compat.check(compat.WORKER_HOOKS)
     for hook, around in AROUND.items():
-        compat.wrap(hook, around)
+        hooks.wrap(hook, around)
     if forced or speculative.method not in NGRAM:
         _processors[id(speculative)] = processor
     unmasked = UNMASKED.get(speculative.method)

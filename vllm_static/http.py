@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
+from itemset import asgi
+from itemset.config import REFERENCE
 from vllm_static import metrics
-from vllm_static.config import REFERENCE
-
-MISSPELLED = ("item_sets", "itemset", "item-set", "itemSet")  # vLLM would ignore them, and answer with anything
 
 
 def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
@@ -21,7 +18,7 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     Raises VLLMValidationError (HTTP 400) where it is no string.
     """
     extra = request.model_extra or {}
-    for field in MISSPELLED:
+    for field in asgi.MISSPELLED:
         if field in extra:
             raise metrics.refusal("wrong type", f"there is no field {field}: name the item set in item_set", field)
     name = extra.get(REFERENCE)
@@ -62,38 +59,12 @@ class RefuseItemSetElsewhere:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] == metrics.PATH:
             await metrics.refresh(scope["app"])
-        kind = dict(scope.get("headers", ())).get(b"content-type", b"")
-        if scope["type"] != "http" or scope["path"] in SERVED or not kind.startswith(b"application/json"):
+        if scope.get("path") in SERVED or not asgi.has_json(scope):
             await self._app(scope, receive, send)
             return
-        messages = [await receive()]
-        while messages[-1].get("more_body"):
-            messages.append(await receive())
-        if _names_item_set(b"".join(message.get("body", b"") for message in messages)):
-            await _refuse(send, f"{scope['path']} takes no item_set: send it to one of {', '.join(sorted(SERVED))}")
+        body, replay = await asgi.read(receive)
+        if REFERENCE.encode() in body and asgi.parsed(body).get(REFERENCE) is not None:
+            served = ", ".join(sorted(SERVED))
+            await asgi.refuse(send, f"{scope['path']} takes no item_set: send it to one of {served}")
             return
-        read = iter(messages)
-
-        async def replay() -> Any:
-            return next(read, None) or await receive()
-
         await self._app(scope, replay, send)
-
-
-def _names_item_set(body: bytes) -> bool:
-    if REFERENCE.encode() not in body:
-        return False
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        return False  # the endpoint itself says what is wrong with it
-    return isinstance(fields, dict) and fields.get(REFERENCE) is not None
-
-
-async def _refuse(send: Any, message: str) -> None:
-    code = HTTPStatus.BAD_REQUEST
-    error = {"message": message, "type": code.phrase, "param": REFERENCE, "code": code.value}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": code.value, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.exceptions import VLLMValidationError
 
-from vllm_static.catalogue import INLINE, Catalogue
-from vllm_static.config import REFERENCE
+from itemset.catalogue import INLINE, Catalogue
+from itemset.config import REFERENCE
 
 PATH = "/metrics"
 PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in a long step

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from itemset import hooks
+from itemset.config import BACKEND, REFERENCE, StaticConfig
 from vllm_static import compat, metrics
-from vllm_static.config import BACKEND, REFERENCE, StaticConfig
 
 
 def register_early() -> None:
@@ -23,7 +24,7 @@ def register() -> None:
     compat.check()
     compat.add_backend_name()
     for hook, around in AROUND.items():
-        compat.wrap(hook, around)
+        hooks.wrap(hook, around)
     compat.add_engine_method(metrics.ENGINE_METHOD, _figures)
 
 

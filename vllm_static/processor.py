@@ -16,13 +16,13 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 )
 
 import itemset
-from itemset.arena import Arena, ArenaFullError
+from itemset.arena import Arena, ArenaFullError, arena_bytes
 from itemset.batch import COLUMNS, Batch
-from itemset.slots import NO_SET, Slots
+from itemset.catalogue import Catalogue
+from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
 from vllm_static import drafts
-from vllm_static.catalogue import Catalogue
-from vllm_static.config import INDEX, PLACE, REFERENCE, StaticConfig
-from vllm_static.device import MAX_STOP_TOKENS, arena_bytes
+from vllm_static.device import PLACE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +52,7 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         registered = Catalogue(config).registered
-        self._arena = Arena(arena_bytes(config, registered.values()), self._req_states.device)
+        self._arena = Arena(arena_bytes(registered.values(), config.inline_set_memory), self._req_states.device)
         for item_set in registered.values():
             self._arena.acquire(item_set)
         rows = vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)

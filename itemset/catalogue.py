@@ -6,9 +6,9 @@ import difflib
 import threading
 from collections import OrderedDict
 
-import itemset
-from itemset import ItemSet, ItemSetError
-from vllm_static.config import StaticConfig
+from itemset.config import StaticConfig
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet, load
 
 INLINE = "inline:"
 INLINE_BYTES = 256 << 20  # index bytes of inline sets kept for their next request
@@ -79,6 +79,6 @@ class Catalogue:
 
 def _load(name: str, path: str) -> ItemSet:
     try:
-        return itemset.load(path)
+        return load(path)
     except ItemSetError as error:
         raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error

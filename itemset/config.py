@@ -1,4 +1,4 @@
-"""What the user configures: the registered item sets and the limits, out of vLLM's `additional_config`."""
+"""What the user configures, the same in every engine: the registered item sets and the limits."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from itemset import ItemSetError
+from itemset.errors import ItemSetError
 
 BACKEND = "static"
 REFERENCE = "item_set"
-"""Key of `SamplingParams.extra_args`: the name of a registered set; in the engine also an inline set's reference."""
+"""Key under which a request carries the name of a registered set; in the engine also an inline set's reference."""
 INDEX = "item_set_index"
-"""Key of `SamplingParams.extra_args` towards the engine: the index file of an inline set, as bytes."""
-PLACE = "item_set_place"
-"""Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
-byte there, its digest, the token behind which the constraint begins or -1]."""
+"""Key under which it carries an inline set's index file towards the engine."""
 
 INLINE_ITEM_LIMIT = 100_000
 INLINE_MEMORY = 64 << 20  # bytes of device memory for inline sets
@@ -25,7 +22,7 @@ KERNELS = ("auto", "triton", "torch")
 
 @dataclass(frozen=True)
 class StaticConfig:
-    """What stands in `additional_config`.
+    """The plugin's options: `additional_config` in vLLM, flags or arguments of the engine in SGLang.
 
     item_sets: file of each registered set by name. inline_item_limit: items an inline set may have.
     item_set_path: where masks are computed; "auto" takes the device wherever it can.
@@ -42,12 +39,12 @@ class StaticConfig:
     forced_drafts: bool = True
 
     @classmethod
-    def of(cls, additional_config: Any) -> StaticConfig:
+    def of(cls, given: Any) -> StaticConfig:
         """From ``{"item_sets": {NAME: FILE} or ["NAME=FILE"], "inline_item_limit": N, ...}``; other keys are not ours.
 
         Raises ItemSetError: a name given twice or empty, or a value of another form.
         """
-        options = additional_config if isinstance(additional_config, Mapping) else {}
+        options = given if isinstance(given, Mapping) else {}
         ours = [option.name for option in fields(cls)]
         for key in options:
             if str(key).startswith(("item_set", "inline_", "forced_")) and key not in ours:

@@ -1,0 +1,60 @@
+"""Reading an HTTP request's body before the server does, and refusing the request: for the plugins' middleware."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from itemset.config import REFERENCE
+
+MISSPELLED = ("item_sets", "itemset", "item-set", "itemSet")  # servers would ignore them, and answer with anything
+
+Receive = Callable[[], Awaitable[Any]]
+
+
+def has_json(scope: Any) -> bool:
+    """Whether an ASGI scope is an HTTP request with a body of JSON."""
+    kind = dict(scope.get("headers", ())).get(b"content-type", b"")
+    return bool(scope["type"] == "http" and kind.startswith(b"application/json"))
+
+
+async def read(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body, and a function that lets the application receive it again."""
+    messages = [await receive()]
+    while messages[-1].get("more_body"):
+        messages.append(await receive())
+    again = iter(messages)
+
+    async def replay() -> Any:
+        return next(again, None) or await receive()
+
+    return b"".join(message.get("body", b"") for message in messages), replay
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The fields of a body; none where it is no JSON object, which the endpoint itself will say."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def misspelled(body: bytes) -> str | None:
+    """The refusal of a body with a field that is nearly `item_set`."""
+    if not any(f'"{field}"'.encode() in body for field in MISSPELLED):
+        return None
+    found = [field for field in MISSPELLED if field in parsed(body)]
+    return f"there is no field {found[0]}: name the item set in item_set" if found else None
+
+
+async def refuse(send: Any, message: str) -> None:
+    """Answer with HTTP 400 and an error as OpenAI's API has it."""
+    code = HTTPStatus.BAD_REQUEST
+    error = {"message": message, "type": code.phrase, "param": REFERENCE, "code": code.value}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": code.value, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

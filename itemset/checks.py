@@ -1,0 +1,155 @@
+"""What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from itemset.catalogue import INLINE, Catalogue, RefusedError
+from itemset.config import StaticConfig
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet, build
+from itemset.rows import Rows
+from itemset.text import encode, fingerprint
+
+
+@dataclass(frozen=True)
+class Words:
+    """What an engine calls things, for the sentences that its users read.
+
+    context, context_flag: the limit of prompt and output together. min_tokens: the request's least number of tokens.
+    inline_limit: how to raise the number of items an inline set may have.
+    """
+
+    context: str
+    context_flag: str
+    min_tokens: str
+    inline_limit: str
+
+
+class Checks:
+    """The item sets of one front end, and what they and its requests must satisfy. Safe for threads."""
+
+    def __init__(
+        self,
+        config: StaticConfig,
+        tokenizer: Any,
+        words: Words,
+        *,
+        vocab_size: int,
+        context: int,
+        end_tokens: Collection[int],
+        reserved: int = 0,
+    ) -> None:
+        """Open and check the registered sets.
+
+        context: tokens of prompt and output together, of which the engine keeps `reserved`. end_tokens: those at which
+        the model ends.
+        Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
+        vocabulary, or with items longer than the context.
+        """
+        self._config, self._words = config, words
+        self._vocab_size, self._end_tokens = vocab_size, end_tokens
+        self._context, self._reserved = context, reserved
+        self.catalogue = Catalogue(config)
+        # Encoding runs on other threads than the engine's own use of the tokenizer, which is not safe for threads.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._encoding = threading.Lock()
+        model_print = None
+        for name, item_set in self.catalogue.registered.items():
+            if item_set.tokenizer is not None:
+                model_print = model_print or fingerprint(self._tokenizer)
+                self._check_tokenizer(name, item_set, model_print)
+            self._check_fit(f"the item set {name!r} ({config.item_sets[name]})", item_set)
+
+    def summary(self) -> str:
+        """The registered sets, for the log."""
+        return ", ".join(f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()) or "none"
+
+    def named(self, reference: Any) -> str:
+        """The name of a registered set that a request gives. Raises RefusedError."""
+        if not isinstance(reference, str):
+            raise RefusedError(
+                "wrong type", f"item_set must be the name of an item set, a string, not {reference!r:.60}"
+            )
+        if reference not in self.catalogue.registered:
+            self.catalogue[reference if not reference.startswith(INLINE) else ""]  # raises, naming what there is
+        return reference
+
+    def inline(self, choice: Any) -> str:
+        """The reference of the set of these texts, which is encoded and built unless it was not long ago.
+
+        Raises RefusedError, or ItemSetError for what is wrong with an item.
+        """
+        if not isinstance(choice, list) or not choice:
+            raise RefusedError("bad items", "choice must be a list of at least one text")
+        if len(choice) > self._config.inline_item_limit:
+            raise RefusedError(
+                "inline limit",
+                f"choice has {len(choice):,} items, the limit of an inline set is {self._config.inline_item_limit:,}: "
+                f"register it with `itemset build` and --item-set, or raise {self._words.inline_limit}",
+            )
+        digest = hashlib.blake2b(repr(choice).encode("utf-8", "surrogatepass"), digest_size=16)
+        reference = INLINE + digest.hexdigest()
+        if self.catalogue.inline(reference) is None:
+            with self._encoding:
+                tokens, offsets = encode(choice, self._tokenizer)
+            item_set = build(Rows(tokens, offsets))
+            self._check_fit("the inline set", item_set)
+            self.catalogue.keep(reference, item_set, item_set.to_bytes())
+        return reference
+
+    def request(self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int]) -> None:
+        """Raises RefusedError where the set and the rest of the request leave no way to end an item."""
+        item_set = self.catalogue[reference]
+        called = "the inline set" if reference.startswith(INLINE) else f"the item set {reference!r}"
+        room, words = self._context - self._reserved - prompt_tokens, self._words
+        if item_set.longest > room:
+            raise RefusedError(
+                "no room in the context",
+                f"{called} has an item of {item_set.longest} tokens, but {words.context}={self._context} leaves {room} "
+                f"after a prompt of {prompt_tokens}: shorten the prompt or the item, or raise {words.context_flag}",
+            )
+        if min_tokens > item_set.shortest:
+            raise RefusedError(
+                words.min_tokens,
+                f"{words.min_tokens}={min_tokens} forbids the shortest item of {called}, which has {item_set.shortest} "
+                f"tokens: set {words.min_tokens} to at most {item_set.shortest}",
+            )
+        if inside := item_set.occurring(stop_tokens):
+            raise RefusedError(
+                "stop token inside",
+                f"the stop token {inside[0]} occurs inside an item of {called}, which could never be finished: "
+                "choose another stop token, or build the set without it",
+            )
+
+    def _check_fit(self, called: str, item_set: ItemSet) -> None:
+        if ends := item_set.occurring(self._end_tokens):
+            raise ItemSetError(
+                f"{called} has an item with the model's end-of-sequence token {ends[0]} in it, which could never be "
+                "finished: build the set without it"
+            )
+        highest = int(item_set.token_ids[-1])
+        if highest >= self._vocab_size:
+            raise ItemSetError(
+                f"{called} holds token id {highest}, the model's vocabulary ends at {self._vocab_size - 1}: "
+                "build the set with this model's token ids"
+            )
+        if item_set.longest > self._context - self._reserved:
+            raise ItemSetError(
+                f"{called} has an item of {item_set.longest} tokens, longer than {self._words.context}="
+                f"{self._context}: raise {self._words.context_flag} or leave the item out"
+            )
+
+    def _check_tokenizer(self, name: str, item_set: ItemSet, model_print: str) -> None:
+        if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != model_print:
+            model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
+            raise ItemSetError(
+                f"the item set {name!r} ({self._config.item_sets[name]}) was built with the tokenizer "
+                f"{item_set.tokenizer.name} ({item_set.tokenizer.fingerprint[:12]}), the model uses {model} "
+                f"({model_print[:12]}): build the set with --tokenizer {model}"
+            )

@@ -1,0 +1,1 @@
+"""The SGLang plugin: `--grammar-backend static`, whose grammar is a finite item set."""

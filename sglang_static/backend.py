@@ -1,0 +1,114 @@
+"""The grammar backend of a scheduler: item sets on the host path, everything else by xgrammar."""
+
+from __future__ import annotations
+
+import logging
+from base64 import b64decode
+from typing import Any
+
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+from itemset import ItemSet, ItemSetError, from_bytes
+from itemset.catalogue import Catalogue
+from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.host import HostState, warm_up
+from sglang_static import compat, processor
+from sglang_static.device import admit
+
+logger = logging.getLogger(__name__)
+
+
+class StaticGrammar(BaseGrammarObject):
+    """One request's item set as SGLang's contract wants it (constrained/base_grammar_backend.py).
+
+    The first grammar of a batch makes, moves and applies the mask of all: ours is xgrammar's bitmask, so that either
+    may be the first.
+    """
+
+    allocate_vocab_mask = XGrammarGrammar.allocate_vocab_mask
+    move_vocab_mask = staticmethod(XGrammarGrammar.move_vocab_mask)
+    apply_vocab_mask = XGrammarGrammar.apply_vocab_mask
+
+    def __init__(self, item_set: ItemSet, stop_tokens: set[int]) -> None:
+        super().__init__()
+        self._item_set, self._stops = item_set, stop_tokens
+        self._state = HostState(item_set, stop_tokens)
+
+    def accept_token(self, token: int) -> None:
+        """Raises ValueError for a token that leaves the set."""
+        if not self._state.accept([token]):
+            raise ValueError(f"the token {token} leaves the item set")
+        self.current_token = token
+
+    def rollback(self, k: int) -> None:
+        self._state.rollback(k)
+
+    def is_terminated(self) -> bool:
+        """Never: behind an item the mask allows the stop tokens alone, and SGLang ends the request at one of them. It
+        lifts the mask of a terminated grammar, and a request that goes on behind its item (`ignore_eos`) would leave
+        the set."""
+        return False
+
+    def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
+        self._state.fill_bitmask(vocab_mask[idx].numpy())
+
+    def copy(self) -> StaticGrammar:
+        return StaticGrammar(self._item_set, self._stops)
+
+    def try_jump_forward(self, tokenizer: Any) -> None:
+        """SGLang 0.5 asks no grammar any more; forced tokens are masked like others."""
+
+
+class StaticBackend:
+    """The item sets of one scheduler, and the way that each request with one takes."""
+
+    def __init__(self, server_args: Any) -> None:
+        """Open the registered sets. Raises ItemSetError as `itemset.load` does."""
+        sampler = processor.current()
+        self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
+        self._sampler = sampler
+        warm_up()
+
+    def admit(self, manager: Any, request: Any) -> bool:
+        """Give the request its set; False where it has none.
+
+        On the device path the request stays one without a grammar, as far as SGLang can see: nothing waits for it. A
+        request that cannot be served is ended with its reason, HTTP 400.
+        """
+        custom = request.sampling_params.custom_params or {}
+        reference = custom.get(REFERENCE)
+        if reference is None:
+            return False
+        try:
+            index = custom.pop(INDEX, None)
+            if index is not None and self._catalogue.inline(reference) is None:
+                data = b64decode(index)
+                self._catalogue.keep(reference, from_bytes(data, reference), data)
+            item_set = self._catalogue[reference]
+            self._check_room(manager.scheduler, request, item_set)
+            start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
+            if self._sampler is not None and admit(self._sampler, request, item_set, start, stops):
+                return True
+            request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
+            manager._apply_request_reasoning_config(request)
+        except ItemSetError as error:
+            request.set_finish_with_abort(str(error))
+        return True
+
+    def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:
+        """The front end checks against the context; only here the size of the KV cache is known."""
+        room = scheduler.max_req_len - len(request.origin_input_ids) - 1
+        if item_set.longest > room:
+            raise ItemSetError(
+                f"the item set has an item of {item_set.longest} tokens, but the KV cache leaves room for {room}: "
+                "shorten the prompt or the item, or raise --mem-fraction-static or --max-total-tokens"
+            )
+
+
+def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
+    """What SGLang's registry calls: its own backend for other grammars, with ours beside it."""
+    backend = compat.everything_else(tokenizer, vocab_size, end_tokens)
+    backend.static_backend = StaticBackend(server_args)
+    return backend

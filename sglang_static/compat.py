@@ -1,0 +1,266 @@
+"""Every hook into SGLang that is no official interface, in one place; checked as soon as its module is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from itemset import hooks
+from itemset.config import BACKEND, PATHS
+
+SUPPORTED = ((0, 5, 23), (0, 5, 23))
+VARIABLE = "SGLANG_STATIC"
+"""The environment variable that brings the options, as JSON, to every process of an engine: SGLang's own configuration
+has no place for a plugin's."""
+
+_ARGUMENTS, _WORKER = "sglang.srt.server_args:ServerArgs", "sglang.srt.managers.tp_worker:TpModelWorker"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+
+HOOKS = {
+    f"{_ARGUMENTS}.add_cli_args": "the flags --item-set and --item-set-path",
+    f"{_ARGUMENTS}.from_cli_args": "what these flags mean",
+    f"{_ARGUMENTS}.check_server_args": "item sets are checked before a process starts",
+    f"{_TOKENIZER}.init_tokenizer_and_processor": "the front end, made at start-up",
+    f"{_TOKENIZER}._tokenize_one_request": "inline sets are encoded off the event loop",
+    f"{_TOKENIZER}._create_tokenized_object": "the item set is attached to its request",
+    "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": "a request is given its item set",
+    "sglang.srt.model_executor.model_runner:ModelRunner.load_model": "device memory for item sets, before the KV cache",
+    "sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool": "a state for each request slot",
+    f"{_WORKER}.forward_batch_generation": "which rows of a step have an item set",
+    f"{_WORKER}.forward_batch_split_prefill": "the same",
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": "the mask of these rows",
+    "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": "all ranks must sample the same token",
+    "sglang.srt.speculative.eagle_utils:eagle_sample": "verification of draft trees",
+    "sglang.srt.speculative.eagle_utils:_verify_coins": "a coin of zero would accept an illegal draft",
+}
+"""What is wrapped, and why. docs/architecture.md says more."""
+
+
+def sglang_version() -> str:
+    """The installed version of SGLang. Raises RuntimeError where there is none."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        raise RuntimeError("static-backend needs SGLang here: pip install sglang") from None
+
+
+def install(around: Mapping[str, Callable[..., Any]]) -> None:
+    """Wrap each hook as soon as its module is imported: processes differ in what they import, and some modules are
+    slow to. Raises RuntimeError for a version that is not supported; the import raises it for a missing hook."""
+    installed = sglang_version()
+    hooks.check_version("SGLang", installed, SUPPORTED)
+
+    def apply(hook: str) -> None:
+        hooks.check(f"SGLang {installed}", {hook: HOOKS[hook]})
+        hooks.wrap(hook, around[hook])
+
+    for hook in HOOKS:
+        hooks.after_import(hook.partition(":")[0], lambda hook=hook: apply(hook))  # type: ignore[misc]
+
+
+def add_backend(make: Callable[..., Any]) -> None:
+    """SGLang's official registry: the name for the flag, and what makes the backend (base_grammar_backend.py)."""
+    from sglang.srt.arg_groups.choices import GRAMMAR_BACKEND_CHOICES, add_grammar_backend_choices
+
+    if BACKEND not in GRAMMAR_BACKEND_CHOICES:
+        add_grammar_backend_choices([BACKEND])
+
+    def register() -> None:
+        importlib.import_module("sglang.srt.constrained.base_grammar_backend").register_grammar_backend(BACKEND, make)
+
+    hooks.after_import("sglang.srt.constrained.base_grammar_backend", register)
+
+
+def add_engine_arguments() -> None:
+    """Let `sgl.Engine(item_sets=..., ...)` take the plugin's options beside SGLang's own arguments.
+
+    `server_args_class` is the engine's place for another class; a function of the same arguments serves as well.
+    """
+
+    def apply() -> None:
+        engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
+        make = engine.server_args_class
+
+        def server_args(**arguments: Any) -> Any:
+            given = {name: arguments.pop(name) for name in option_names() if name in arguments}
+            if given and arguments.get("grammar_backend") != BACKEND:
+                raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
+            if given:
+                set_options(given)
+            return make(**arguments)
+
+        engine.server_args_class = staticmethod(server_args)
+
+    hooks.after_import("sglang.srt.entrypoints.engine", apply)
+
+
+def option_names() -> list[str]:
+    from dataclasses import fields
+
+    from itemset.config import StaticConfig
+
+    return [option.name for option in fields(StaticConfig)]
+
+
+def options() -> dict[str, Any]:
+    """The plugin's options in this process. Raises ValueError where the environment variable is no JSON object."""
+    text = os.environ.get(VARIABLE) or "{}"
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise ValueError(f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
+    return given
+
+
+def set_options(given: Mapping[str, Any]) -> None:
+    """For this process and all it starts."""
+    os.environ[VARIABLE] = json.dumps({**options(), **given})
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command-line flags this plugin brings."""
+    group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
+    group.add_argument(
+        "--item-set",
+        nargs="+",
+        action="extend",
+        metavar="NAME=FILE",
+        help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
+        "item_set.",
+    )
+    group.add_argument(
+        "--item-set-path",
+        choices=PATHS,
+        help="Where the masks of item sets are computed: on the device, inside the sampler, or on the host. Default: "
+        "on the device wherever SGLang's sampler can be reached.",
+    )
+    group.add_argument(
+        "--guided-decoding-backend",
+        choices=[BACKEND],
+        help="Another name of --grammar-backend, for this backend.",
+    )
+
+
+def apply_flags(args: argparse.Namespace) -> None:
+    """Put what the flags say where every process finds it."""
+    if getattr(args, "guided_decoding_backend", None):
+        args.grammar_backend = BACKEND
+    named, path = getattr(args, "item_set", None), getattr(args, "item_set_path", None)
+    if (named or path) and args.grammar_backend != BACKEND:
+        raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
+    if named:
+        earlier = options().get("item_sets", [])
+        listed = [f"{name}={file}" for name, file in earlier.items()] if isinstance(earlier, dict) else list(earlier)
+        set_options({"item_sets": [*listed, *named]})
+    if path:
+        set_options({"item_set_path": path})
+
+
+def resolved(server_args: Any) -> Any:
+    """The arguments of the server as SGLang has resolved them, a read-only view."""
+    return importlib.import_module("sglang.srt.arg_groups.model_override_base").resolved_view(server_args)
+
+
+def is_ours(server_args: Any) -> bool:
+    return bool(resolved(server_args).grammar_backend == BACKEND)
+
+
+VERIFIED_BY_EAGLE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP", "NGRAM")
+"""The speculative algorithms that verify in `eagle_sample`, and none."""
+
+
+def why_host_path(server_args: Any) -> str | None:
+    """What keeps this configuration from the device path; None where nothing does."""
+    given, platform = resolved(server_args), importlib.import_module("sglang.srt.platforms").current_platform
+    if given.speculative_algorithm not in VERIFIED_BY_EAGLE:
+        return f"{given.speculative_algorithm} verifies drafts in a way of its own"
+    if given.disaggregation_mode == "decode":
+        return "a decode server of PD disaggregation takes requests over in the middle"
+    if given.enable_pdmux:
+        return "with --enable-pdmux two batches sample at the same time"
+    if given.dllm_algorithm is not None:
+        return "the model does not sample token by token"
+    if platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps"):
+        return f"the device {given.device} has a sampler of its own"
+    return None
+
+
+def verified_rows(server_args: Any) -> int:
+    """Logits rows that a request has at most in a step: the nodes of a draft tree, or one."""
+    return int(resolved(server_args).speculative_num_draft_tokens or 1)
+
+
+def refuse_unmasked(server_args: Any) -> None:
+    """Raises ValueError for a configuration in which nothing that SGLang offers can hold a grammar."""
+    given = resolved(server_args)
+    if given.speculative_algorithm == "UNO":
+        raise ValueError("UNO speculation takes no grammar, so no item set can hold: choose another algorithm")
+    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0:
+        raise ValueError(
+            "SGLANG_SIMULATE_ACC_LEN accepts drafts without looking at them, so no item set can hold: unset it"
+        )
+    if (
+        given.speculative_algorithm is not None
+        and min(given.speculative_accept_threshold_single, given.speculative_accept_threshold_acc) <= 0
+    ):
+        raise ValueError(
+            "a speculative acceptance threshold of zero accepts drafts outside the item set: choose one above zero"
+        )
+
+
+def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
+    """The backend for grammars that are no item sets: xgrammar, as SGLang itself would make it, reasoning included
+    (constrained/base_grammar_backend.py, create_grammar_backend)."""
+    from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+    from sglang.srt.runtime_context import get_serving
+
+    serving = get_serving()
+    backend = XGrammarGrammarBackend(
+        tokenizer,
+        vocab_size=vocab_size,
+        model_eos_token_ids=list(end_tokens) if end_tokens else None,
+        any_whitespace=not serving.constrained_json_disable_any_whitespace,
+        max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt,
+    )
+    if not serving.reasoning_parser:
+        return backend
+    parser = ReasoningParser(model_type=serving.reasoning_parser, stream_reasoning=False, tokenizer=tokenizer)
+    return ReasonerGrammarBackend(backend, parser, tokenizer, enable_strict_thinking=serving.enable_strict_thinking)
+
+
+def reasoning_end_token(manager: Any, request: Any) -> int | None:
+    """The token behind which the request's constraint begins, -1 where it begins at once, and None where the end of
+    its reasoning is more than one token or has rules of its own (constrained/reasoner_grammar_backend.py)."""
+    ends = getattr(manager.grammar_backend, "think_end_ids", None)
+    if ends is None or not request.require_reasoning:
+        return -1
+    if len(ends) != 1 or manager.grammar_backend.enable_strict_thinking:
+        return None
+    custom = request.sampling_params.custom_params or {}
+    own_rules = any(key.startswith("__sglang_reasoning") for key in custom) or "thinking_budget" in custom
+    return None if own_rules else int(ends[0])
+
+
+def behind_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
+    """The grammar, in force behind the request's reasoning where it has any."""
+    backend = manager.grammar_backend
+    if not hasattr(backend, "think_end_ids"):
+        return grammar
+    return backend._make_grammar_object(grammar, request.require_reasoning)
+
+
+def stop_tokens(request: Any) -> set[int]:
+    """The tokens at which SGLang ends this request (managers/schedule_batch.py, _check_token_based_finish)."""
+    stops = set(request.sampling_params.stop_token_ids or ()) | set(request.eos_token_ids or ())
+    if request.tokenizer is not None:
+        stops |= {request.tokenizer.eos_token_id} | set(request.tokenizer.additional_stop_token_ids or ())
+    return stops - {None}

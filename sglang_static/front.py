@@ -1,0 +1,100 @@
+"""The front end: a request's item set is found, checked and attached to it before a scheduler sees it."""
+
+from __future__ import annotations
+
+import logging
+from base64 import b64encode
+from typing import Any
+
+from itemset.catalogue import INLINE, RefusedError
+from itemset.checks import Checks, Words
+from itemset.config import INDEX, REFERENCE, StaticConfig
+from sglang_static import compat, http
+
+logger = logging.getLogger(__name__)
+
+WORDS = Words(
+    "context_length", "--context-length", "min_new_tokens", f'{{"inline_item_limit": N}} in {compat.VARIABLE}'
+)
+CHOICE = "choice"
+OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
+RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
+
+
+class FrontEnd:
+    """One of each process that takes requests. Safe for threads."""
+
+    def __init__(self, manager: Any) -> None:
+        """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
+        config, model = StaticConfig.of(compat.options()), manager.model_config
+        tokenizer = manager.tokenizer
+        if tokenizer is None:
+            raise ValueError("the static backend needs the model's tokenizer: leave out --skip-tokenizer-init")
+        self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
+        self._checks = Checks(
+            config,
+            tokenizer,
+            WORDS,
+            vocab_size=model.vocab_size,
+            context=model.context_len,
+            reserved=RESERVED,
+            end_tokens=self._ends,
+        )
+        reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
+        path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
+        logger.info("Grammar backend static, %s. Item sets: %s", path, self._checks.summary())
+
+    def take(self, request: Any, defaults: dict[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
+        """The reference of the set that a request names or brings along, and its parameters without these words.
+
+        They may stand in the body of an HTTP request, in `sampling_params` as SGLang's own `regex` does, in its
+        `custom_params`, and in the server's preferred parameters. An inline set is encoded and built here, unless it
+        was not long ago. Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
+        """
+        given = {**(defaults or {}), **(request.sampling_params or {})}
+        custom = given.get("custom_params") or {}
+        if isinstance(custom, dict) and INDEX in custom:
+            raise RefusedError("wrong type", f"{INDEX} is not for requests: name the set as item_set, or send a choice")
+        words = [http.fields(), custom if isinstance(custom, dict) else {}, given]
+        named = [place[REFERENCE] for place in words if place.get(REFERENCE) is not None]
+        choices = [place[CHOICE] for place in words if place.get(CHOICE) is not None]
+        rest = {key: value for key, value in given.items() if key not in (REFERENCE, CHOICE)}
+        if custom and isinstance(custom, dict):
+            rest["custom_params"] = {k: v for k, v in custom.items() if k not in (REFERENCE, CHOICE)} or None
+        if not named and not choices:
+            return None, rest
+        other = [key for key in OTHERS if given.get(key)]
+        if any(name != named[0] for name in named) or len(choices) > 1 or (choices and named) or other:
+            raise RefusedError(
+                "two constraints",
+                f"item_set, choice and {', '.join(other) or 'other constraints'} (or response_format) exclude each "
+                "other: give one",
+            )
+        if (given.get("beam_width") or 1) > 1:
+            raise RefusedError(
+                "beam search",
+                "beam_width would ignore the item set: leave beam_width out, and use n for several answers",
+            )
+        if getattr(request, "custom_logit_processor", None) is not None:
+            raise RefusedError(
+                "custom_logit_processor",
+                "custom_logit_processor is not supported with an item set, from which it could lead away: leave it out",
+            )
+        return (self._checks.named(named[0]) if named else self._checks.inline(choices[0])), rest
+
+    def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:
+        """Make a request's `SamplingParams` carry the set to the scheduler, in `custom_params`.
+
+        Raises RefusedError where the set and the other parameters leave no way to end an item.
+        """
+        stops = set(params.stop_token_ids or ()) | self._ends
+        self._checks.request(
+            reference, prompt_tokens=prompt_tokens, min_tokens=params.min_new_tokens, stop_tokens=stops
+        )
+        if not stops:
+            raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
+        custom = {**(params.custom_params or {}), REFERENCE: reference}
+        inline = self._checks.catalogue.inline(reference) if reference.startswith(INLINE) else None
+        if inline:
+            custom[INDEX] = b64encode(inline[1]).decode()
+        params.custom_params = custom

@@ -1,0 +1,63 @@
+"""The HTTP surface: the request fields `item_set` and `choice`, and refusals where SGLang would drop them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from itemset import asgi
+from itemset.config import REFERENCE
+
+SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
+CHOICE = "choice"
+
+_fields: ContextVar[dict[str, Any] | None] = ContextVar("item_set_fields", default=None)
+
+
+def fields() -> dict[str, Any]:
+    """What the HTTP request that is being served says of item sets: nothing outside of one."""
+    return _fields.get() or {}
+
+
+class ItemSetFields:
+    """ASGI middleware. Fields that SGLang does not know are lost when it parses a body, so they are read here, and
+    found by `FrontEnd.take` in the context of the request.
+
+    HTTP 400 where they are of no use: misspelled, of another type, or at an endpoint that would ignore them.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if not asgi.has_json(scope):
+            await self._app(scope, receive, send)
+            return
+        body, replay = await asgi.read(receive)
+        found = _find(body)
+        if refusal := asgi.misspelled(body) or _refusal(scope["path"], found):
+            await asgi.refuse(send, refusal)
+            return
+        token = _fields.set(found)
+        try:
+            await self._app(scope, replay, send)
+        finally:
+            _fields.reset(token)
+
+
+def _find(body: bytes) -> dict[str, Any] | None:
+    if not any(f'"{word}"'.encode() in body for word in (REFERENCE, CHOICE)):
+        return None
+    given = asgi.parsed(body)
+    found = {word: given[word] for word in (REFERENCE, CHOICE) if given.get(word) is not None}
+    structured = given.get("structured_outputs")
+    if isinstance(structured, dict) and structured.get(CHOICE) is not None:
+        found.setdefault(CHOICE, structured[CHOICE])
+    return found or None
+
+
+def _refusal(path: str, found: dict[str, Any] | None) -> str | None:
+    if found and path not in SERVED:
+        return f"{path} takes no {next(iter(found))}: send it to one of {', '.join(sorted(SERVED))}"
+    return None

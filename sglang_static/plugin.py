@@ -1,0 +1,195 @@
+"""The entry point: what SGLang calls in every process, and how its hooks lead to our code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from itemset import hooks
+from itemset.catalogue import Catalogue
+from itemset.config import REFERENCE, StaticConfig
+from sglang_static import compat
+
+
+def register() -> None:
+    """Entry point `sglang.srt.plugins`: runs in every process of SGLang.
+
+    Raises RuntimeError for a SGLang version that is not supported; SGLang logs it, and does not know the backend.
+    """
+    compat.install(AROUND)
+    compat.add_backend(_make_backend)
+    compat.add_engine_arguments()
+    hooks.after_import("sglang.srt.entrypoints.http_server", _add_middleware)
+
+
+def _make_backend(*args: Any) -> Any:
+    from sglang_static.backend import make_backend
+
+    return make_backend(*args)
+
+
+def _add_middleware() -> None:
+    """Innermost, where bodies are no longer compressed."""
+    from starlette.middleware import Middleware
+
+    from sglang_static.http import ItemSetFields
+
+    sys.modules["sglang.srt.entrypoints.http_server"].app.user_middleware.append(Middleware(ItemSetFields))
+
+
+def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    original(parser)
+    compat.add_flags(parser)
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+    compat.apply_flags(args)
+    return original(cls, args)
+
+
+def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Bad item sets end the start-up here, before a process is started or a model loaded."""
+    if compat.is_ours(self):
+        config, reason = StaticConfig.of(compat.options()), compat.why_host_path(self)
+        compat.refuse_unmasked(self)
+        if config.item_set_path == "device" and reason is not None:
+            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        Catalogue(config)
+    return original(self, *args, **kwargs)
+
+
+def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    self.static_front_end = None
+    if compat.is_ours(self.server_args):
+        from sglang_static.front import FrontEnd
+
+        self.static_front_end = FrontEnd(self)
+
+
+async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
+    if self.static_front_end is not None and hasattr(request, "custom_logit_processor"):
+        # Encoding a large inline set takes seconds, and this is the event loop; the thread has the loop's context.
+        await asyncio.to_thread(self.static_front_end.take, request, self.preferred_sampling_params)
+    return await original(self, request, *args, **kw)
+
+
+def _create_tokenized_object(
+    original: Callable[..., Any], self: Any, request: Any, text: Any, tokens: Any, *args: Any, **kwargs: Any
+) -> Any:
+    front_end = self.static_front_end
+    if front_end is None:
+        _refuse_item_set(request)
+        return original(self, request, text, tokens, *args, **kwargs)
+    given = request.sampling_params
+    reference, request.sampling_params = front_end.take(request, self.preferred_sampling_params)
+    try:
+        tokenized = original(self, request, text, tokens, *args, **kwargs)
+    finally:
+        request.sampling_params = given  # the same request may be tokenized again
+    if reference is not None:
+        front_end.attach(reference, tokenized.sampling_params, len(tokens or ()))
+    return tokenized
+
+
+def _refuse_item_set(request: Any) -> None:
+    """With another backend an item set would be ignored, or be an unknown parameter."""
+    from sglang_static import http
+
+    given = request.sampling_params if isinstance(request.sampling_params, dict) else {}
+    custom = given.get("custom_params")
+    if any(isinstance(place, dict) and place.get(REFERENCE) for place in (http.fields(), given, custom)):
+        raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
+
+
+def _process_grammar(original: Callable[..., Any], self: Any, request: Any) -> bool:
+    backend = getattr(self.grammar_backend, "static_backend", None)
+    if backend is not None and backend.admit(self, request):
+        return False  # nothing to wait for
+    waits: bool = original(self, request)
+    return waits
+
+
+def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    config = StaticConfig.of(compat.options())
+    ours = compat.is_ours(self.server_args) and not self.is_draft_worker
+    if ours and config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
+        from sglang_static.processor import ItemSetSampler
+
+        self.item_set_sampler = ItemSetSampler(config, self.device)
+    return result
+
+
+def _alloc_memory_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    sampler = getattr(self, "item_set_sampler", None)
+    if sampler is not None:
+        sampler.allocate(self.req_to_token_pool.req_to_token.shape[0], compat.verified_rows(self.server_args))
+    return result
+
+
+def _forward(original: Callable[..., Any], self: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+    sampler = getattr(self.model_runner, "item_set_sampler", None)
+    if sampler is not None and batch is not None:
+        sampler.stage(batch)
+    return original(self, batch, *args, **kwargs)
+
+
+def _update_mask(original: Callable[..., Any], self: Any) -> None:
+    from sglang_static.processor import current
+
+    original(self)
+    sampler = current()
+    if sampler is not None:
+        sampler.mask(self)
+
+
+class _Synchronised:
+    grammars = True
+
+
+def _sync_tokens(original: Callable[..., Any], self: Any, tokens: Any, info: Any) -> None:
+    """SGLang lets its ranks agree on the tokens where it has grammars: masked rows have more near ties."""
+    original(self, tokens, _Synchronised if getattr(info, "item_sets", None) is not None else info)
+
+
+def _eagle_sample(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from sglang_static.drafts import eagle_sample
+
+    return eagle_sample(original, *args, **kwargs)
+
+
+def _verify_coins(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from sglang_static.drafts import verify_coins
+
+    return verify_coins(original, *args, **kwargs)
+
+
+_ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER = (
+    "sglang.srt.server_args:ServerArgs",
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager",
+    "sglang.srt.model_executor.model_runner:ModelRunner",
+    "sglang.srt.managers.tp_worker:TpModelWorker",
+)
+
+AROUND: dict[str, Callable[..., Any]] = {
+    f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
+    f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
+    f"{_ARGUMENTS}.check_server_args": _check_server_args,
+    f"{_TOKENIZER}.init_tokenizer_and_processor": _init_tokenizer,
+    f"{_TOKENIZER}._tokenize_one_request": _tokenize_one_request,
+    f"{_TOKENIZER}._create_tokenized_object": _create_tokenized_object,
+    "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": _process_grammar,
+    f"{_RUNNER}.load_model": _load_model,
+    f"{_RUNNER}.alloc_memory_pool": _alloc_memory_pool,
+    f"{_WORKER}.forward_batch_generation": _forward,
+    f"{_WORKER}.forward_batch_split_prefill": _forward,
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": _update_mask,
+    "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": _sync_tokens,
+    "sglang.srt.speculative.eagle_utils:eagle_sample": _eagle_sample,
+    "sglang.srt.speculative.eagle_utils:_verify_coins": _verify_coins,
+}
+"""What runs around each of SGLang's functions in `compat.HOOKS`."""

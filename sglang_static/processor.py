@@ -1,0 +1,205 @@
+"""Item sets inside SGLang's sampler: the state of each request slot, and the mask of each logits row."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from itemset.arena import Arena, arena_bytes
+from itemset.batch import TREE, Batch
+from itemset.catalogue import Catalogue
+from itemset.config import StaticConfig
+from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
+from sglang_static.device import Admitted
+
+logger = logging.getLogger(__name__)
+
+_current: list[ItemSetSampler] = []
+
+
+def current() -> ItemSetSampler | None:
+    """This process's sampler of item sets; None on the host path, and where tokens are not sampled."""
+    return _current[0] if _current else None
+
+
+class Step(NamedTuple):
+    """The rows of one step, on the device. slots, last, begin: [rows], one a request.
+
+    last: the last token of each request's input. begin: see `Batch`, of a history that holds this token alone.
+    """
+
+    slots: Tensor
+    last: Tensor
+    begin: Tensor
+
+
+class Mask:
+    """SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other grammars' bitmask."""
+
+    def __init__(self, other: Any, sampler: ItemSetSampler, batch: Batch) -> None:
+        self._other, self._sampler, self._batch = other, sampler, batch
+
+    def apply(self, logits: Tensor) -> None:
+        if self._other is not None:
+            self._other.apply(logits)
+        self._sampler.slots.step(self._batch, logits, most=1)
+
+
+class ItemSetSampler:
+    """One of each scheduler process, beside its model runner. Runs on SGLang's forward stream.
+
+    A request's slot is its row in `req_to_token`. A prefill, first or after retraction, begins its item anew and walks
+    what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
+    """
+
+    def __init__(self, config: StaticConfig, device: torch.device | str) -> None:
+        """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
+        self.catalogue, self._config = Catalogue(config), config
+        registered = self.catalogue.registered.values()
+        self.arena = Arena(arena_bytes(registered, config.inline_set_memory), device)
+        for item_set in registered:
+            self.arena.acquire(item_set)
+        _current[:] = [self]
+        logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")
+
+    def allocate(self, slots: int, drafts: int) -> None:
+        """Make the states. slots: rows of `req_to_token`. drafts: logits rows of a request in verification, or 1."""
+        self.slots = Slots(
+            self.arena,
+            slots,
+            max_rows=slots * drafts,
+            max_stop_tokens=MAX_STOP_TOKENS,
+            kernels=self._config.item_set_kernels,  # type: ignore[arg-type]
+        )
+        self._constrained = [False] * slots
+        self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
+        self._one = torch.ones(slots * drafts, dtype=torch.int64, device=self.arena.device)
+
+    def stage(self, batch: Any) -> None:
+        """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
+        mode = batch.forward_mode
+        if mode.is_extend_without_speculative():
+            self._assign([request for request in batch.reqs if request not in (batch.decoding_reqs or ())])
+        elif not mode.is_decode():
+            return
+        info = batch.sampling_info
+        if info is not None and self.constrains(batch):
+            last = batch.input_ids
+            if not mode.is_decode():
+                lengths = torch.tensor(batch.extend_lens)
+                last = last[self._moved(lengths.cumsum(0) - 1)]
+            slots = batch.req_pool_indices.long()
+            # Tokens sampled so far, the last input token included: none before a prefill of a new request.
+            info.item_sets = Step(slots, last, 1 - (batch.seq_lens - self._prompt[slots]).clamp(min=0))
+
+    def constrains(self, batch: Any) -> bool:
+        """Whether a request of the batch takes the device path."""
+        return any(hasattr(request, "item_set") for request in batch.reqs)
+
+    def mask(self, info: Any) -> None:
+        """Where SGLang makes the mask of a step's grammars, add the item sets that `stage` has noted."""
+        step: Step | None = getattr(info, "item_sets", None)
+        if step is None:
+            return
+        rows = len(step.slots)
+        batch = Batch(step.slots, step.last.view(rows, 1), step.begin, self._one[:rows], by_slot=False)
+        info.grammar_mask = Mask(info.grammar_mask, self, batch)
+
+    def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
+        """The mask of a draft tree's rows, [requests x drafts], for verification.
+
+        A row stands for the tokens on its path from the root, the request's last committed token. A draft that leaves
+        the set leaves its row unmasked: its parent's row gives it no chance.
+        """
+        drafts = verify.draft_token_num
+        tokens = verify.draft_token.reshape(-1, drafts)
+        parents = parents_of(verify.retrieve_next_token, verify.retrieve_next_sibling)
+        slots = batch.req_pool_indices.long()
+        first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
+        begin = self._prompt[slots] - batch.seq_lens
+
+        def expand(column: Tensor) -> Tensor:
+            return column[:, None].expand(-1, drafts).reshape(-1)
+
+        return Mask(
+            other,
+            self,
+            Batch(
+                slots=expand(slots),
+                history=expand(tokens[:, 0])[:, None],
+                begin=expand(begin),
+                end=self._one[: len(slots) * drafts],
+                by_slot=False,
+                above=torch.where(parents >= 0, parents + first_row, -1).reshape(-1),
+                tokens=tokens.reshape(-1),
+                layout=TREE,
+                max_drafts=drafts - 1,
+            ),
+        )
+
+    def accept(self, batch: Any, tokens: Tensor, lengths: Tensor) -> None:
+        """Walk what verification has accepted. tokens: [requests, any]. lengths: [requests], how many of them."""
+        slots = batch.req_pool_indices.long()
+        begin = self._prompt[slots] - batch.seq_lens - 1
+        self.slots.walk(Batch(slots, tokens, begin, lengths, by_slot=False), most=tokens.shape[1])
+
+    def _assign(self, requests: list[Any]) -> None:
+        rows: list[list[int]] = []
+        outputs: list[list[int]] = []
+        for request in requests:
+            slot, admitted = request.kv.req_pool_idx, getattr(request, "item_set", None)
+            if admitted is not None:
+                rows.append(self._row(slot, request, admitted))
+                outputs.append(list(request.output_ids))
+            elif self._constrained[slot]:
+                rows.append([slot, 0, NO_SET, *[-1] * (1 + MAX_STOP_TOKENS)])
+                outputs.append([])
+            self._constrained[slot] = admitted is not None
+        if not rows:
+            return
+        table = self._moved(torch.tensor(rows))
+        slots = table[:, 0]
+        self._prompt.index_copy_(0, slots, table[:, 1])
+        self.slots.assign(slots, table[:, 2], table[:, 3:])
+        if (most := max(map(len, outputs))) > 0:
+            lengths = torch.tensor([[len(output)] for output in outputs])
+            padded = torch.tensor([output + [0] * (most - len(output)) for output in outputs])
+            history = self._moved(torch.cat([lengths, padded], 1))
+            begin = torch.zeros_like(history[:, 0])
+            self.slots.walk(Batch(slots, history[:, 1:], begin, history[:, 0], by_slot=False), most=most)
+
+    def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
+        number, start = admitted.resident.number, admitted.resident.start
+        self.arena.place(admitted.item_set, number, start)
+        stops = admitted.stop_tokens
+        padding = [-1] * (MAX_STOP_TOKENS - len(stops))
+        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *stops, *padding]
+
+    def _moved(self, table: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        device = self.arena.device
+        return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
+    """The parent of each node of draft trees, -1 for a root: [trees, nodes] integers.
+
+    first_child, next_sibling: [trees, nodes] integers, -1 where there is none: SGLang's `retrieve_next_token` and
+    `retrieve_next_sibling`. By pointer jumping, in as many rounds as the number of nodes has bits.
+    """
+    trees, nodes = first_child.shape
+    index = torch.arange(nodes, device=first_child.device).expand(trees, nodes)
+
+    def inverse(link: Tensor) -> Tensor:
+        """Which node's link leads to each node, -1 where none does."""
+        found = torch.full((trees, nodes + 1), -1, dtype=torch.int64, device=link.device)
+        return found.scatter_(1, torch.where(link >= 0, link, nodes).long(), index)[:, :nodes]
+
+    before = inverse(next_sibling)
+    first = torch.where(before >= 0, before, index)
+    for _ in range(nodes.bit_length()):
+        first = first.gather(1, first)
+    return inverse(first_child).gather(1, first)

@@ -15,22 +15,27 @@ Receive = Callable[[], Awaitable[Any]]
 
 
 def has_json(scope: Any) -> bool:
-    """Whether an ASGI scope is an HTTP request with a body of JSON."""
+    """Whether an ASGI scope is an HTTP request whose body FastAPI takes for JSON: also one that does not say so."""
     kind = dict(scope.get("headers", ())).get(b"content-type", b"")
-    return bool(scope["type"] == "http" and kind.startswith(b"application/json"))
+    return bool(scope["type"] == "http" and scope["method"] in ("POST", "PUT") and (not kind or b"json" in kind))
 
 
-async def read(receive: Receive) -> tuple[bytes, Receive]:
-    """The whole body, and a function that lets the application receive it again."""
+async def read(receive: Receive) -> bytes:
+    """The whole body."""
     messages = [await receive()]
     while messages[-1].get("more_body"):
         messages.append(await receive())
-    again = iter(messages)
+    return b"".join(message.get("body", b"") for message in messages)
 
-    async def replay() -> Any:
-        return next(again, None) or await receive()
 
-    return b"".join(message.get("body", b"") for message in messages), replay
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Lets the application receive this body, and then what else there is."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive_again() -> Any:
+        return next(messages, None) or await receive()
+
+    return receive_again
 
 
 def parsed(body: bytes) -> dict[str, Any]:

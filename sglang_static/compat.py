@@ -20,6 +20,8 @@ has no place for a plugin's."""
 
 _ARGUMENTS, _WORKER = "sglang.srt.server_args:ServerArgs", "sglang.srt.managers.tp_worker:TpModelWorker"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+_DRAFTS = "sglang.srt.speculative.eagle_worker_v2"
+DRAFT_GRAPH = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute"
 
 HOOKS = {
     f"{_ARGUMENTS}.add_cli_args": "the flags --item-set and --item-set-path",
@@ -37,6 +39,11 @@ HOOKS = {
     "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": "all ranks must sample the same token",
     "sglang.srt.speculative.eagle_utils:eagle_sample": "verification of draft trees",
     "sglang.srt.speculative.eagle_utils:_verify_coins": "a coin of zero would accept an illegal draft",
+    f"{_DRAFTS}:EagleDraftWorker.draft_forward": "the drafts of EAGLE and STANDALONE but the first",
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": "the first draft behind a prompt",
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": "the first draft behind accepted ones",
+    "sglang.srt.model_executor.model_runner:ModelRunner.forward": "a draft model's logits are masked",
+    DRAFT_GRAPH: "the same where they come from a CUDA graph",
 }
 """What is wrapped, and why. docs/architecture.md says more."""
 

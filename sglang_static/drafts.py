@@ -1,24 +1,38 @@
-"""Verification of draft trees: masked in one walk over the tree on the device, and walked by what it accepts."""
+"""Speculation inside item sets: draft models are masked step by step, draft trees are verified in one walk.
+
+All of it reads the same cells, and walks from there: a draft has no state of its own that could go wrong, and nothing
+has to be rolled back. What drafts may be recorded in SGLang's CUDA graphs, so it never looks at values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sglang_static import processor
+from sglang_static.processor import ItemSetSampler
+
+logger = logging.getLogger(__name__)
+
+UNMASKED = -1e30
+"""What masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens."""
 
 
 def eagle_sample(
     original: Callable[..., Any], verify: Any, batch: Any, output: Any, grammar_mask: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """EAGLE, STANDALONE, NGRAM and their kin verify here. Nothing has to be rolled back: rejected drafts were never
-    taken."""
+    """EAGLE, STANDALONE, NGRAM and their kin verify here (speculative/eagle_utils.py)."""
     sampler = processor.current()
     if sampler is None or batch.forward_mode.is_idle() or not sampler.constrains(batch):
         return original(verify, batch, output, grammar_mask, *args, **kw)
     mask = sampler.tree_mask(verify, batch, grammar_mask)
     predict, lengths, indices = original(verify, batch, output, mask, *args, **kw)
-    sampler.accept(batch, predict[indices.long()], lengths)
+    sampler.accept(batch, predict[indices.long()], lengths, walked=1)
     return predict, lengths, indices
 
 
@@ -27,3 +41,109 @@ def verify_coins(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     may be a coin, once in 2^24 times."""
     coins, final = original(*args, **kwargs)
     return coins.clamp(min=1e-9), final
+
+
+class _Drafting:
+    """One phase of a draft model: which requests it drafts for, and where each of them stands in its set."""
+
+    def __init__(self, sampler: ItemSetSampler, worker: Any, slots: Tensor, *, steps: bool) -> None:
+        self._sampler, self._steps, self._hot = sampler, steps, worker.hot_token_id
+        self._slots = slots.long()
+        self._states = sampler.committed(self._slots)
+
+    def mask(self, logits: Tensor, fed: Tensor | None) -> None:
+        """Mask draft logits, [rows, draft vocabulary], in place.
+
+        fed: [rows], the drafts that led to these rows, where each pass drafts one more; else every row of a request
+        continues its committed tokens.
+        """
+        rows, requests = len(logits), len(self._slots)
+        if not rows or rows % requests:
+            return
+        if self._steps and fed is not None:
+            self._states = self._sampler.advance(self._states, fed, self._slots)
+        states, slots = (part.repeat_interleave(rows // requests) for part in (self._states, self._slots))
+        if self._hot is None:
+            self._sampler.slots.mask(states, slots, logits)
+        elif len(self._hot) == logits.shape[1]:
+            whole = torch.zeros(rows, self._sampler.vocab_size, dtype=logits.dtype, device=logits.device)
+            self._sampler.slots.mask(states, slots, whole)
+            logits.add_(whole.clamp_(min=UNMASKED)[:, self._hot])
+
+
+_phase: list[_Drafting] = []
+
+
+@contextlib.contextmanager
+def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
+    sampler = processor.current()
+    if sampler is None or worker.topk != 1:
+        yield
+        return
+    _phase[:] = [_Drafting(sampler, worker, slots, steps=steps)]
+    try:
+        yield
+    finally:
+        _phase.clear()
+
+
+def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
+    """All drafts of a step but the first. Recorded in a CUDA graph, or run as it is."""
+    if forward_batch.forward_mode.is_idle():
+        return original(self, forward_batch)
+    with _drafting(self, forward_batch.req_pool_indices, steps=True):
+        return original(self, forward_batch)
+
+
+def extend_after_prefill(
+    original: Callable[..., Any], self: Any, batch: Any, hidden: Any, tokens: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The first draft behind a prompt; the token that was sampled there is taken first."""
+    sampler = processor.current()
+    if sampler is not None and len(batch.reqs):
+        sampler.accept(batch, tokens[:, None], torch.ones_like(tokens), walked=0)
+    with _drafting(self, batch.req_pool_indices, steps=False):
+        return original(self, batch, hidden, tokens, *args, **kwargs)
+
+
+def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The first draft behind what verification has accepted."""
+    with _drafting(self, batch.req_pool_indices, steps=False):
+        return original(self, batch, *args, **kwargs)
+
+
+def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """A forward pass of a model, masked where it is a draft model's in one of the phases above."""
+    if not _phase or not self.is_draft_worker:
+        return original(self, forward_batch, *args, **kwargs)
+    fed = forward_batch.input_ids  # SGLang may pad them
+    result = original(self, forward_batch, *args, **kwargs)
+    _phase[0].mask(result.logits_output.next_token_logits, fed)
+    return result
+
+
+def replayed_extend(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same pass as a CUDA graph, which has chosen one row for each request."""
+    output = original(self, *args, **kwargs)
+    if _phase:
+        _phase[0].mask(output.next_token_logits, None)
+    return output
+
+
+def say_what_is_not_masked(given: Any) -> None:
+    """Warn of drafts that item sets do not mask. given: the server's resolved arguments."""
+    algorithm, reason = given.speculative_algorithm, None
+    if algorithm is None:
+        return
+    if algorithm == "NGRAM":
+        reason = "they come from a table of n-grams"
+    elif given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP":
+        reason = "it drafts in a way of its own"
+    elif given.speculative_eagle_topk not in (None, 1):
+        reason = "--speculative-eagle-topk above 1 selects its branches anew at each step"
+    if reason:
+        logger.warning(
+            "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
+            algorithm,
+            reason,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -34,14 +35,14 @@ class ItemSetFields:
         if not asgi.has_json(scope):
             await self._app(scope, receive, send)
             return
-        body, replay = await asgi.read(receive)
+        body = await asgi.read(receive)
         found = _find(body)
         if refusal := asgi.misspelled(body) or _refusal(scope["path"], found):
             await asgi.refuse(send, refusal)
             return
         token = _fields.set(found)
         try:
-            await self._app(scope, replay, send)
+            await self._app(scope, asgi.replay(_within_the_contract(body), receive), send)
         finally:
             _fields.reset(token)
 
@@ -55,6 +56,18 @@ def _find(body: bytes) -> dict[str, Any] | None:
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         found.setdefault(CHOICE, structured[CHOICE])
     return found or None
+
+
+def _within_the_contract(body: bytes) -> bytes:
+    """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
+    if f'"{REFERENCE}"'.encode() not in body and f'"{CHOICE}"'.encode() not in body:
+        return body
+    given = asgi.parsed(body)
+    params = given.get("sampling_params")
+    for one in params if isinstance(params, list) else [params]:
+        if isinstance(one, dict) and (words := [word for word in (REFERENCE, CHOICE) if word in one]):
+            one["custom_params"] = {**(one.get("custom_params") or {}), **{word: one.pop(word) for word in words}}
+    return json.dumps(given).encode() if given else body
 
 
 def _refusal(path: str, found: dict[str, Any] | None) -> str | None:

@@ -117,9 +117,11 @@ def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     config = StaticConfig.of(compat.options())
     ours = compat.is_ours(self.server_args) and not self.is_draft_worker
     if ours and config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
+        from sglang_static.drafts import say_what_is_not_masked
         from sglang_static.processor import ItemSetSampler
 
-        self.item_set_sampler = ItemSetSampler(config, self.device)
+        self.item_set_sampler = ItemSetSampler(config, self.device, self.model_config.vocab_size)
+        say_what_is_not_masked(compat.resolved(self.server_args))
     return result
 
 
@@ -156,23 +158,23 @@ def _sync_tokens(original: Callable[..., Any], self: Any, tokens: Any, info: Any
     original(self, tokens, _Synchronised if getattr(info, "item_sets", None) is not None else info)
 
 
-def _eagle_sample(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from sglang_static.drafts import eagle_sample
+def _in_drafts(name: str) -> Callable[..., Any]:
+    """A function of `drafts`, which imports torch, and is imported when it is first called."""
 
-    return eagle_sample(original, *args, **kwargs)
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from sglang_static import drafts
+
+        return getattr(drafts, name)(original, *args, **kwargs)
+
+    return around
 
 
-def _verify_coins(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from sglang_static.drafts import verify_coins
-
-    return verify_coins(original, *args, **kwargs)
-
-
-_ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER = (
+_ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER, _DRAFTS = (
     "sglang.srt.server_args:ServerArgs",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager",
     "sglang.srt.model_executor.model_runner:ModelRunner",
     "sglang.srt.managers.tp_worker:TpModelWorker",
+    "sglang.srt.speculative.eagle_worker_v2",
 )
 
 AROUND: dict[str, Callable[..., Any]] = {
@@ -189,7 +191,12 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_WORKER}.forward_batch_split_prefill": _forward,
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": _update_mask,
     "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": _sync_tokens,
-    "sglang.srt.speculative.eagle_utils:eagle_sample": _eagle_sample,
-    "sglang.srt.speculative.eagle_utils:_verify_coins": _verify_coins,
+    "sglang.srt.speculative.eagle_utils:eagle_sample": _in_drafts("eagle_sample"),
+    "sglang.srt.speculative.eagle_utils:_verify_coins": _in_drafts("verify_coins"),
+    f"{_DRAFTS}:EagleDraftWorker.draft_forward": _in_drafts("draft_forward"),
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": _in_drafts("extend_after_prefill"),
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": _in_drafts("extend_after_verification"),
+    f"{_RUNNER}.forward": _in_drafts("draft_model_forward"),
+    compat.DRAFT_GRAPH: _in_drafts("replayed_extend"),
 }
 """What runs around each of SGLang's functions in `compat.HOOKS`."""

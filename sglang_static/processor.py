@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from itemset.arena import Arena, arena_bytes
-from itemset.batch import TREE, Batch
+from itemset.batch import LOCAL, STATE, TREE, Batch
 from itemset.catalogue import Catalogue
 from itemset.config import StaticConfig
 from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
+from itemset.walk import DEAD, END
 from sglang_static.device import Admitted
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ class ItemSetSampler:
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
     """
 
-    def __init__(self, config: StaticConfig, device: torch.device | str) -> None:
+    def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
-        self.catalogue, self._config = Catalogue(config), config
+        self.catalogue, self._config, self.vocab_size = Catalogue(config), config, vocab_size
         registered = self.catalogue.registered.values()
         self.arena = Arena(arena_bytes(registered, config.inline_set_memory), device)
         for item_set in registered:
@@ -140,11 +141,26 @@ class ItemSetSampler:
             ),
         )
 
-    def accept(self, batch: Any, tokens: Tensor, lengths: Tensor) -> None:
-        """Walk what verification has accepted. tokens: [requests, any]. lengths: [requests], how many of them."""
+    def accept(self, batch: Any, tokens: Tensor, lengths: Tensor, *, walked: int) -> None:
+        """Walk what a step has sampled or verified.
+
+        tokens: [requests, any]. lengths: [requests], how many of them. walked: tokens before these that are no part of
+        `seq_lens` yet.
+        """
         slots = batch.req_pool_indices.long()
-        begin = self._prompt[slots] - batch.seq_lens - 1
+        begin = self._prompt[slots] - batch.seq_lens - walked
         self.slots.walk(Batch(slots, tokens, begin, lengths, by_slot=False), most=tokens.shape[1])
+
+    def committed(self, slots: Tensor) -> Tensor:
+        """The state of each of these slots, with its set: [n] int64. END where the tokens have left the set."""
+        states = self.slots.cells[slots] & STATE
+        return torch.where(states & LOCAL == DEAD, states - DEAD + END, states)
+
+    def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """The states after one more token each; tensors of [n]."""
+        marks = self.slots.marks[slots]
+        result: Tensor = self.slots.kernels.advance(self.arena, states, tokens, marks, torch.empty_like(states))
+        return result
 
     def _assign(self, requests: list[Any]) -> None:
         rows: list[list[int]] = []

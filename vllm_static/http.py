@@ -62,9 +62,9 @@ class RefuseItemSetElsewhere:
         if scope.get("path") in SERVED or not asgi.has_json(scope):
             await self._app(scope, receive, send)
             return
-        body, replay = await asgi.read(receive)
+        body = await asgi.read(receive)
         if REFERENCE.encode() in body and asgi.parsed(body).get(REFERENCE) is not None:
             served = ", ".join(sorted(SERVED))
             await asgi.refuse(send, f"{scope['path']} takes no item_set: send it to one of {served}")
             return
-        await self._app(scope, replay, send)
+        await self._app(scope, asgi.replay(body, receive), send)

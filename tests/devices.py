@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-if DEVICE == "cpu":
+if DEVICE == "cpu" and importlib.util.find_spec("triton") is not None:
     # Triton looks at this when it is imported. Engines get their own value (engines.environment).
     os.environ["TRITON_INTERPRET"] = "1"
     runpy.run_path(str(Path(__file__).parent / "interpreter" / "sitecustomize.py"))

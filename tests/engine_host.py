@@ -2,6 +2,7 @@
 
 Importing vLLM takes six seconds and starting a tiny engine one, so the import is paid once per model runner. Only
 `from vllm import LLM` happens before the fork, as in any program that uses vLLM: plugins are loaded afterwards.
+`sglang/sglang_engine_host.py` does the same for SGLang.
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
 
-def host(control: socket.socket) -> None:
-    """Fork one engine for each pair of file descriptors (its connection, its log) that arrives, until the other side
-    closes."""
-    from vllm import LLM
-
+def host(control: socket.socket, serve_engine: Callable[[Connection], None]) -> None:
+    """Fork a process for each pair of file descriptors (its connection, its log) that arrives, until the other side
+    closes. `serve_engine` runs there."""
     # Nobody waits for the engines here: their connections tell when they end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # Left to the garbage collector, the imported modules cost every engine a second or two, and a copy of their memory.
@@ -43,7 +43,7 @@ def host(control: socket.socket) -> None:
             # The other side sends this signal to a hanging engine before it kills it, for the log.
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             try:
-                serve(Connection(connection), LLM)
+                serve_engine(Connection(connection))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -54,16 +54,16 @@ def host(control: socket.socket) -> None:
         os.close(log)
 
 
-def serve(connection: Connection, make_llm: Callable[..., Any]) -> None:
+def serve(connection: Connection, make_engine: Callable[..., Any]) -> None:
     """Answer requests until the other side closes. The first one starts the engine, the others run a function on it."""
-    llm: Any = None
+    engine: Any = None
 
     def start(environment: dict[str, str], prepare: Callable[[], None] | None, arguments: dict[str, Any]) -> None:
-        nonlocal llm
+        nonlocal engine
         os.environ.update(environment)
         if prepare is not None:
             prepare()
-        llm = make_llm(**arguments)
+        engine = make_engine(**arguments)
 
     connection.send(os.getpid())
     while True:
@@ -73,7 +73,7 @@ def serve(connection: Connection, make_llm: Callable[..., Any]) -> None:
             return
         try:
             function, arguments = pickle.loads(message)
-            answer = (start(*arguments) if function is None else function(llm, *arguments)), None
+            answer = (start(*arguments) if function is None else function(engine, *arguments)), None
             encoded = cloudpickle.dumps(answer)
         except Exception as error:
             traceback.print_exc()
@@ -97,4 +97,6 @@ def _portable(error: Exception) -> Exception:
 
 
 if __name__ == "__main__":
-    host(socket.socket(fileno=int(sys.argv[1])))
+    from vllm import LLM
+
+    host(socket.socket(fileno=int(sys.argv[1])), partial(serve, make_engine=LLM))

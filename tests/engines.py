@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import cloudpickle
 
@@ -65,12 +65,113 @@ def environment(runner: str) -> dict[str, str]:
     }
 
 
-class Engine:
+class HostedProcess:
+    """A process forked from a `Host`, with a log and a connection, over which it is told what to start."""
+
+    def __init__(self, host: Host, name: str, timeout: float) -> None:
+        """`timeout` bounds, in seconds, the fork and every answer."""
+        self.name = name
+        self.timeout = timeout
+        self.pid: int | None = None
+        self._host = host
+        self.log_path = host.new_log(name)
+        self._connection, theirs = multiprocessing.Pipe()
+        try:
+            with theirs, self.log_path.open("wb") as log:
+                host.fork(theirs.fileno(), log.fileno())
+            self.pid = pickle.loads(self._receive())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return not self._connection.closed
+
+    def log(self) -> str:
+        """All that it has written so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def close(self) -> None:
+        if self.alive:
+            self._connection.close()
+            if self.pid is not None:
+                kill_group(self.pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, function: Any, *arguments: Any) -> None:
+        message = cloudpickle.dumps((function, arguments))
+        with contextlib.suppress(BrokenPipeError):
+            # Where it has died, reading from it says so.
+            self._connection.send_bytes(message)
+
+    def _receive(self) -> bytes:
+        try:
+            if self._connection.poll(self.timeout):
+                return self._connection.recv_bytes()
+            if self.pid is not None:
+                # Python's fault handler writes to the log what every thread is doing.
+                os.killpg(self.pid, signal.SIGUSR1)
+                time.sleep(0.5)
+        except (EOFError, ConnectionResetError):
+            raise self._died("died") from None
+        except BaseException:
+            # Interrupted: the answer may still come, and must not be taken for that to the next request.
+            self.close()
+            raise
+        raise self._died(f"gave no answer within {self.timeout} s")
+
+    def _died(self, what: str) -> EngineError:
+        self.close()
+        log = self.log() if self.pid is not None else self._host.log_path.read_text(errors="replace")
+        return EngineError(f"{self.name} {what}; the end of its log:\n{log[-LOG_TAIL:]}")
+
+
+class HostedEngine(HostedProcess):
+    """An engine in a process of its own.
+
+    An engine that exceeds its timeout or dies raises `EngineError` with the end of its log, and is gone; an exception
+    in the engine's process is raised here and leaves it running.
+    """
+
+    def __init__(self, host: Host, name: str, timeout: float, *start: Any) -> None:
+        """`start` are the arguments of what starts it (engine_host.py)."""
+        started = time.monotonic()
+        super().__init__(host, name, timeout)
+        try:
+            self._request(None, *start)
+        except BaseException:
+            self.close()
+            raise
+        self.start_seconds = time.monotonic() - started
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        """The result of `function(engine, *arguments)` in the engine's process.
+
+        Functions and lambdas are sent as cloudpickle does: those that a module defines by name, others by value.
+        """
+        return self._request(function, *arguments)
+
+    def _request(self, function: Any, *arguments: Any) -> Any:
+        if not self.alive:
+            raise EngineError("the engine is closed")
+        self._send(function, *arguments)
+        answer, failed = pickle.loads(self._receive())
+        if failed:
+            error, text = answer
+            raise error from RuntimeError(f"in the engine's process:\n{text}")
+        return answer
+
+
+class Engine(HostedEngine):
     """A `vllm.LLM` in a process of its own. Keyword arguments go to `LLM`.
 
     Just before it is made, `env` is added to the environment and the function `prepare` is called there.
-    `timeout` bounds, in seconds, the start and every call. An engine that exceeds it or dies raises `EngineError` with
-    the end of its log, and is gone; an exception in the engine's process is raised here and leaves it running.
     """
 
     def __init__(
@@ -84,88 +185,13 @@ class Engine:
         **llm: Any,
     ) -> None:
         self.runner = runner
-        self.timeout = timeout
-        self.pid: int | None = None
-        self.start_seconds = 0.0
-        started = time.monotonic()
-        self._host = _host(runner)
-        self.log_path = self._host.new_log(f"engine-{runner}")
-        self._connection, theirs = multiprocessing.Pipe()
-        try:
-            with theirs, self.log_path.open("wb") as log:
-                self._host.fork(theirs.fileno(), log.fileno())
-            self.pid = pickle.loads(self._receive())
-            self._request(None, env or {}, prepare, FAST | {"model": str(model)} | llm)
-        except BaseException:
-            self.close()
-            raise
-        self.start_seconds = time.monotonic() - started
+        llm = FAST | {"model": str(model)} | llm
+        super().__init__(_host(runner), f"the {runner} engine", timeout, env or {}, prepare, llm)
 
     def generate(self, prompts: Any, params: Any = None, **kwargs: Any) -> list[Any]:
         """`LLM.generate`: one prompt or a list (text, or `{"prompt_token_ids": [...]}`), one `SamplingParams` or a
         list. Returns the `RequestOutput`s."""
         return self.call(_generate, prompts, params, {"use_tqdm": False} | kwargs)
-
-    def call(self, function: Any, *arguments: Any) -> Any:
-        """The result of `function(llm, *arguments)` in the engine's process.
-
-        Functions and lambdas are sent as cloudpickle does: those that a module defines by name, others by value.
-        """
-        return self._request(function, *arguments)
-
-    @property
-    def alive(self) -> bool:
-        return not self._connection.closed
-
-    def log(self) -> str:
-        """All that the engine has written so far."""
-        return self.log_path.read_text(errors="replace")
-
-    def close(self) -> None:
-        if self.alive:
-            self._connection.close()
-            if self.pid is not None:
-                kill_group(self.pid)
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _request(self, function: Any, *arguments: Any) -> Any:
-        if not self.alive:
-            raise EngineError("the engine is closed")
-        message = cloudpickle.dumps((function, arguments))
-        with contextlib.suppress(BrokenPipeError):
-            # Where it has died, reading from it says so.
-            self._connection.send_bytes(message)
-        answer, failed = pickle.loads(self._receive())
-        if failed:
-            error, text = answer
-            raise error from RuntimeError(f"in the engine's process:\n{text}")
-        return answer
-
-    def _receive(self) -> bytes:
-        try:
-            if self._connection.poll(self.timeout):
-                return self._connection.recv_bytes()
-            if self.pid is not None:
-                # Python's fault handler writes to the log what every thread is doing.
-                os.kill(self.pid, signal.SIGUSR1)
-                time.sleep(0.5)
-        except (EOFError, ConnectionResetError):
-            raise self._died("died") from None
-        except BaseException:
-            # Interrupted: the answer may still come, and must not be taken for that to the next request.
-            self.close()
-            raise
-        raise self._died(f"gave no answer within {self.timeout} s")
-
-    def _died(self, what: str) -> EngineError:
-        self.close()
-        log = self.log() if self.pid is not None else self._host.log_path.read_text(errors="replace")
-        return EngineError(f"the {self.runner} engine {what}; the end of its log:\n{log[-LOG_TAIL:]}")
 
 
 def force_asynchronous_scheduling() -> None:
@@ -187,19 +213,19 @@ def _generate(llm: Any, prompts: Any, params: Any, kwargs: dict[str, Any]) -> An
     return llm.generate(prompts, params, **kwargs)
 
 
-class _Host:
-    """The process in `engine_host.py` from which all engines of one model runner are forked."""
+class Host:
+    """A process that runs `script`, from which engines are forked (engine_host.py)."""
 
-    def __init__(self, runner: str) -> None:
-        # vLLM's own temporary files go there as well, so that killed engines leave nothing behind.
-        self.directory = Path(tempfile.mkdtemp(prefix="vllm-"))
+    def __init__(self, script: Path, environment: dict[str, str]) -> None:
+        # The engines' own temporary files go there as well, so that killed ones leave nothing behind.
+        self.directory = Path(tempfile.mkdtemp(prefix="engines-"))
         self._logs = 0
         self._control, theirs = socket.socketpair()
         self.log_path = self.new_log("host")
         with theirs, self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "engine_host.py"), str(theirs.fileno())],
-                env=environment(runner) | {"TMPDIR": str(self.directory)},
+                [sys.executable, str(script), str(theirs.fileno())],
+                env=environment | {"TMPDIR": str(self.directory)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -210,7 +236,7 @@ class _Host:
 
     def new_log(self, name: str) -> Path:
         self._logs += 1
-        return self.directory / f"{name}-{self._logs}.log"
+        return self.directory / f"{name.removeprefix('the ').replace(' ', '-')}-{self._logs}.log"
 
     def fork(self, connection: int, log: int) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -225,8 +251,8 @@ class _Host:
 
 
 @cache
-def _host(runner: str) -> _Host:
-    return _Host(runner)
+def _host(runner: str) -> Host:
+    return Host(TESTS / "engine_host.py", environment(runner))
 
 
 def kill_group(leader: int) -> None:

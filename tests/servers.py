@@ -19,35 +19,34 @@ import urllib.error
 import urllib.request
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from engines import FAST, LOG_TAIL, EngineError, environment, kill_group
 
 
-class Server:
-    """A running server. Keyword arguments become flags, `arguments` are passed on as they stand, `env` is added to the
-    environment.
+class Process(Protocol):
+    """What a server runs in."""
 
-    `--name value` comes from `name=value`, `--name` from True, `--no-name` from False, JSON from a dict; None drops one
-    of the defaults in `FAST`.
-    """
+    url: str
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def log(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class HttpServer:
+    """A running server with an OpenAI interface."""
 
     model_name = "tiny"
 
-    def __init__(
-        self,
-        runner: str,
-        model: Path | str,
-        *,
-        arguments: tuple[str, ...] = (),
-        env: dict[str, str] | None = None,
-        timeout: float = 180,
-        **options: Any,
-    ) -> None:
-        self._process = _Process(runner, model, arguments, env or {}, options)
-        self.url = self._process.url
+    def __init__(self, process: Process, timeout: float) -> None:
+        self._process = process
+        self.url = process.url
         try:
-            self.start_seconds = self._process.wait_until_healthy(timeout)
+            self.start_seconds = _wait_until_healthy(process, timeout)
         except BaseException:
             self.close()
             raise
@@ -82,11 +81,32 @@ class Server:
     def close(self) -> None:
         self._process.close()
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Server(HttpServer):
+    """A running vLLM server. Keyword arguments become flags, `arguments` are passed on as they stand, `env` is added to
+    the environment.
+
+    `--name value` comes from `name=value`, `--name` from True, `--no-name` from False, JSON from a dict; None drops one
+    of the defaults in `FAST`.
+    """
+
+    def __init__(
+        self,
+        runner: str,
+        model: Path | str,
+        *,
+        arguments: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        timeout: float = 180,
+        **options: Any,
+    ) -> None:
+        super().__init__(_start(runner, model, arguments, env or {}, options), timeout)
 
 
 def start_expecting_failure(
@@ -99,9 +119,13 @@ def start_expecting_failure(
     **options: Any,
 ) -> str:
     """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
-    process = _Process(runner, model, arguments, env or {}, options)
+    return log_of_failure(_start(runner, model, arguments, env or {}, options), timeout)
+
+
+def log_of_failure(process: Process, timeout: float) -> str:
+    """Wait until it ends with an error. AssertionError if it does not."""
     try:
-        process.wait_until_healthy(timeout)
+        _wait_until_healthy(process, timeout)
     except EngineError as error:
         if process.returncode is None:
             raise AssertionError(str(error)) from None
@@ -113,23 +137,40 @@ def start_expecting_failure(
     raise AssertionError(f"the server started:\n{process.log()[-LOG_TAIL:]}")
 
 
-class _Process:
+def _wait_until_healthy(process: Process, timeout: float) -> float:
+    """The seconds that took."""
+    started = time.monotonic()
+    while process.returncode is None:
+        with contextlib.suppress(OSError):
+            if _request(urllib.request.Request(f"{process.url}/health"), timeout=5)[0] == 200:
+                return time.monotonic() - started
+        if time.monotonic() - started > timeout:
+            raise EngineError(f"the server was not up within {timeout} s:\n{process.log()[-LOG_TAIL:]}")
+        time.sleep(0.1)
+    raise EngineError(f"the server ended with status {process.returncode}:\n{process.log()[-LOG_TAIL:]}")
+
+
+def _start(
+    runner: str, model: Path | str, arguments: tuple[str, ...], env: dict[str, str], options: dict[str, Any]
+) -> ServerProcess:
+    port = free_port()
+    own = {"model": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(own | FAST | options), *arguments]
+    return ServerProcess(command, port, environment(runner) | env)
+
+
+class ServerProcess:
     """The server's process group, its port and its log."""
 
-    def __init__(
-        self, runner: str, model: Path | str, arguments: tuple[str, ...], env: dict[str, str], options: dict[str, Any]
-    ) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="vllm-")
+    def __init__(self, command: list[str], port: int, environment: dict[str, str]) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="server-")
         self._log_path = Path(self._directory.name) / "server.log"
         self._last_log = ""
-        port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        own = {"model": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         with self._log_path.open("wb") as log:
             self._popen = subprocess.Popen(
-                [*command, *_flags(own | FAST | options), *arguments],
-                env=environment(runner) | {"TMPDIR": self._directory.name} | env,
+                command,
+                env=environment | {"TMPDIR": self._directory.name},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -140,17 +181,6 @@ class _Process:
     @property
     def returncode(self) -> int | None:
         return self._popen.poll()
-
-    def wait_until_healthy(self, timeout: float) -> float:
-        started = time.monotonic()
-        while self.returncode is None:
-            with contextlib.suppress(OSError):
-                if _request(urllib.request.Request(f"{self.url}/health"), timeout=5)[0] == 200:
-                    return time.monotonic() - started
-            if time.monotonic() - started > timeout:
-                raise EngineError(f"the server was not up within {timeout} s:\n{self.log()[-LOG_TAIL:]}")
-            time.sleep(0.1)
-        raise EngineError(f"the server ended with status {self.returncode}:\n{self.log()[-LOG_TAIL:]}")
 
     def log(self) -> str:
         if self._log_path.exists():
@@ -166,15 +196,15 @@ class _Process:
             atexit.unregister(self.close)
 
 
-def _flags(options: dict[str, Any]) -> list[str]:
-    flags = []
+def flags(options: dict[str, Any]) -> list[str]:
+    given = []
     for name, value in options.items():
         name = name.replace("_", "-")
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
+            given.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
-            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags
+            given += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return given
 
 
 def _request(request: urllib.request.Request, timeout: float) -> tuple[int, Any]:
@@ -189,7 +219,7 @@ def _request(request: urllib.request.Request, timeout: float) -> tuple[int, Any]
         return status, text
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from engines import force_asynchronous_scheduling
+from samples import SAMPLES
 from test_vllm_engine import CITIES, EOS, answer, check_answers, inline, named, on_path
 from vllm import SamplingParams
 
 import itemset
 
-SAMPLES = int(os.environ.get("STATIC_SAMPLES", 2_000))  # 20,000 take four minutes in the interpreter
 PARSER = Path(__file__).parent / "tiny_reasoning.py"
 
 

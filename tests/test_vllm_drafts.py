@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import cached_tiny_llama
-from test_vllm_device import SAMPLES
+from samples import SAMPLES
 from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
 from vllm import SamplingParams
 

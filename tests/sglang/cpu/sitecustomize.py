@@ -1,0 +1,187 @@
+"""Lets SGLang run on a CPU without triton and sglang-kernel, in every process that has this on PYTHONPATH.
+
+Python imports `sitecustomize` before anything else, so that holds for the processes which SGLang starts as well.
+Nothing happens unless SGLANG_USE_CPU_ENGINE is 1, and then only when the modules concerned are imported:
+
+- triton: the stub that SGLang itself uses on a Mac, unless there is a real one;
+- torchvision: the declarations of two operators, unless its extension can be loaded;
+- sgl_kernel: a module whose functions are those of `cpu_kernels`, and raise when called where that has none;
+- some places in SGLang: what a CPU lacks for speculation with draft trees and sampling.
+
+With TESTS_SGLANG_OVERLAP=1, the overlap scheduler stays on with speculation too, as it does on a GPU; without
+speculation it is on anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+def stub_triton() -> None:
+    """Install SGLang's stub of triton when it would on a Mac, without the rest of what it does there."""
+    if PathFinder.find_spec("triton") is not None:
+        return
+    from unittest import mock
+
+    import torch
+    from sglang import _platform_stubs as stubs
+
+    mac = SimpleNamespace(platform="darwin", modules=sys.modules, meta_path=sys.meta_path)
+    with (
+        mock.patch.multiple(
+            stubs, sys=mac, platform=SimpleNamespace(machine=lambda: "arm64"), _patch_non_blocking=lambda: None
+        ),
+        mock.patch.object(torch.backends.mps, "is_available", return_value=True),
+    ):
+        stubs.install_platform_stubs()
+
+
+def declare_torchvision_operators() -> None:
+    """torchvision registers functions for operators of its extension, which PyPI builds for CUDA only."""
+    import torch
+
+    package = PathFinder.find_spec("torchvision").submodule_search_locations[0]
+    for extension in Path(package).glob("_C.*so"):
+        try:
+            torch.ops.load_library(str(extension))
+            return
+        except OSError:
+            continue
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    globals()["torchvision_library"] = library  # its definitions last as long as it does
+
+
+def allow_seeds(module: ModuleType) -> None:
+    """Accept `enable_deterministic_inference`, with which SGLang obeys the seeds of requests."""
+    module.add_deterministic_attention_backend_choices(["torch_native"])
+    module.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def patch_batch_invariant_ops(module: ModuleType) -> None:
+    module.enable_batch_invariant_mode = lambda: None  # kernels for GPUs
+
+
+def patch_torch_native_backend(module: ModuleType) -> None:
+    import cpu_kernels
+
+    cpu_kernels.add_tree_masks(module.TorchNativeAttnBackend)
+
+
+def patch_draft_utils(module: ModuleType) -> None:
+    import cpu_kernels
+
+    cpu_kernels.add_draft_models(module.DraftBackendFactory)
+
+
+def use_cpu_kernels(*names: str) -> Callable[[ModuleType], None]:
+    def replace(module: ModuleType) -> None:
+        import cpu_kernels
+
+        for name in names:
+            setattr(module, name, getattr(cpu_kernels, name))
+
+    return replace
+
+
+def patch_eagle_utils(module: ModuleType) -> None:
+    """Verify sampled requests by sampling. For want of the kernel, SGLang verifies them greedily on a CPU."""
+    module._verify_uses_greedy = lambda *, is_all_greedy, **_: is_all_greedy
+
+
+def keep_overlap(module: ModuleType) -> None:
+    """Leave the overlap scheduler on where SGLang would turn it off because it speculates on a CPU."""
+    disable = module._disable_overlap_schedule_for_cpu
+
+    def disable_unless_told(server_args: Any) -> None:
+        if os.environ.get("TESTS_SGLANG_OVERLAP") != "1":
+            disable(server_args)
+
+    module._disable_overlap_schedule_for_cpu = disable_unless_told
+
+
+BEFORE: dict[str, Callable[[], None]] = {"sglang.srt.utils": stub_triton, "torchvision": declare_torchvision_operators}
+
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.kernels.ops.sampling.murmur_hash": use_cpu_kernels("murmur_hash32"),
+    "sglang.kernels.ops.sampling.renorm": use_cpu_kernels("top_k_renorm_prob", "top_p_renorm_prob"),
+    "sglang.kernels.ops.speculative.gather_spec_extras": use_cpu_kernels("gather_spec_extras"),
+    "sglang.kernels.ops.speculative.verify_sampling": use_cpu_kernels("tree_speculative_sampling_target_only"),
+    "sglang.srt.arg_groups.choices": allow_seeds,
+    "sglang.srt.arg_groups.speculative_hook": keep_overlap,
+    "sglang.srt.batch_invariant_ops.batch_invariant_ops": patch_batch_invariant_ops,
+    "sglang.srt.layers.attention.torch_native_backend": patch_torch_native_backend,
+    "sglang.srt.speculative.draft_utils": patch_draft_utils,
+    "sglang.srt.speculative.eagle_utils": patch_eagle_utils,
+}
+
+# Other submodules must not be found: SGLang asks for some of them to learn what this build of the kernels can do.
+KERNEL_MODULES = ("sgl_kernel", "sgl_kernel.speculative")
+
+
+class OnImport(MetaPathFinder):
+    """Does the above when the modules are imported."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname in KERNEL_MODULES and PathFinder.find_spec("sgl_kernel") is None:
+            return ModuleSpec(fullname, KernelLoader(), is_package=fullname == "sgl_kernel")
+        if fullname in AFTER:
+            spec = PathFinder.find_spec(fullname, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader = ThenLoader(spec.loader, AFTER[fullname])
+            return spec
+        if fullname in BEFORE and PathFinder.find_spec(fullname, path) is not None:
+            BEFORE.pop(fullname)()
+        return None
+
+
+class ThenLoader(Loader):
+    """Loads a module and calls a function with it."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then(module)
+
+
+class KernelLoader(Loader):
+    """Makes the modules of `sgl_kernel`."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return KernelModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class KernelModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        import cpu_kernels
+
+        def missing(*_: Any, **__: Any) -> Any:
+            raise NotImplementedError(f"{self.__name__}.{name} has no version for tests on a CPU")
+
+        return getattr(cpu_kernels, name, missing)
+
+
+installed = any(type(finder).__name__ == OnImport.__name__ for finder in sys.meta_path)
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not installed:
+    sys.meta_path.insert(0, OnImport())

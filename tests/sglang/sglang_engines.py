@@ -1,0 +1,94 @@
+"""Real SGLang engines for tests, each with processes of its own, on a CPU.
+
+with Engine(model, grammar_backend="xgrammar") as engine:
+    answer = engine.generate("Once upon a time", {"max_new_tokens": 8, "temperature": 0})
+    info = engine.call(lambda engine: engine.get_server_info())
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from engines import TESTS, Host, HostedEngine
+
+HERE = Path(__file__).resolve().parent
+
+# What a CPU needs, and what makes a tiny model start and run fast on two cores.
+FAST: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "dtype": "float32",
+    "context_length": 256,
+    "max_running_requests": 16,
+    "max_total_tokens": 4096,
+    "mem_fraction_static": 0.2,
+    "random_seed": 0,
+    "skip_server_warmup": True,
+}
+
+# Speculation with n-grams, with smaller trees and memory than by default.
+NGRAM: dict[str, Any] = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_draft_tokens": 4,
+    "speculative_ngram_capacity": 10_000,
+}
+
+
+def draft_model(model: Path | str, topk: int = 1) -> dict[str, Any]:
+    """Speculation with a draft model, in chains of three tokens or, with `topk`, in trees."""
+    return {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(model),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": 4 + 2 * (topk - 1),
+    }
+
+
+def environment() -> dict[str, str]:
+    """The environment of an SGLang process on a CPU."""
+    paths = [str(HERE / "cpu"), str(HERE), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        # `cpu` stands in for what SGLang has no build of here; test modules must be importable where they run.
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Engine(HostedEngine):
+    """An `sglang.Engine` in a process of its own, from which it starts its others. Keyword arguments go to it.
+
+    `env` is added to the environment before plugins are loaded, but after SGLang was imported: of SGLang's own
+    variables, those that it reads as it is imported must be in this process's environment.
+    """
+
+    def __init__(
+        self, model: Path | str, *, env: dict[str, str] | None = None, timeout: float = 120, **server_args: Any
+    ) -> None:
+        arguments = FAST | {"log_level": "info", "model_path": str(model)} | server_args
+        super().__init__(host(), "the SGLang engine", timeout, env or {}, None, arguments)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`sglang.Engine.generate`: `prompt` or `input_ids`, one or a list, and `sampling_params`, one or a list.
+
+        Returns a dict or a list of them, and with `stream=True` the list of what was streamed.
+        """
+        return self.call(_generate, args, kwargs)
+
+
+def _generate(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = engine.generate(*args, **kwargs)
+    return list(result) if kwargs.get("stream") else result
+
+
+@cache
+def host() -> Host:
+    """The process from which all engines and servers are forked."""
+    return Host(HERE / "sglang_engine_host.py", environment())

@@ -1,0 +1,60 @@
+"""The hooks into SGLang: all there, all used, and missed with a sentence that says which."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+from sglang_engines import environment
+
+from sglang_static import compat, plugin
+
+
+def test_every_hook_is_used_and_said_why():
+    assert set(plugin.AROUND) == set(compat.HOOKS)
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "1.0"])
+def test_an_unsupported_version_is_named(monkeypatch, version):
+    monkeypatch.setattr(compat, "sglang_version", lambda: version)
+    with pytest.raises(RuntimeError, match=rf"supports SGLang 0\.5\.23 to 0\.5\.23, this is {version}: install"):
+        plugin.register()
+
+
+def test_a_missing_hook_ends_the_process_that_would_have_needed_it():
+    """Nothing is masked in silence: the import of the module fails."""
+    code = """if True:
+        from sglang_static import compat, plugin
+        compat.HOOKS["sglang.srt.server_args:ServerArgs.gone"] = "a reason"
+        plugin.AROUND["sglang.srt.server_args:ServerArgs.gone"] = print
+        plugin.register()
+        import sglang.srt.server_args
+    """
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert ended.returncode
+    assert "SGLang 0.5.23 has no sglang.srt.server_args.ServerArgs.gone, which static-backend needs (a" in ended.stderr
+
+
+def test_flags_become_options(monkeypatch):
+    monkeypatch.setenv(compat.VARIABLE, '{"item_sets": {"labels": "c"}, "inline_item_limit": 5}')
+    args = argparse.Namespace(
+        grammar_backend=None, guided_decoding_backend="static", item_set=["films=a", "songs=b"], item_set_path="host"
+    )
+    compat.apply_flags(args)
+    assert args.grammar_backend == "static"
+    assert compat.options() == {
+        "item_sets": ["labels=c", "films=a", "songs=b"],
+        "inline_item_limit": 5,
+        "item_set_path": "host",
+    }
+    with pytest.raises(ValueError, match="--item-set and --item-set-path need the static backend: add"):
+        compat.apply_flags(argparse.Namespace(grammar_backend="xgrammar", item_set=["films=a"]))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"films"'])
+def test_options_that_are_no_json_object(monkeypatch, text):
+    monkeypatch.setenv(compat.VARIABLE, text)
+    with pytest.raises(ValueError, match="SGLANG_STATIC must be a JSON object such as"):
+        compat.options()

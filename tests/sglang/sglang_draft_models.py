@@ -10,31 +10,42 @@ from models import cached
 
 RECIPE = 1  # as `models.RECIPE`
 
+EVEN = range(0, 1012, 2)
+"""The tokens that the EAGLE-3 head knows: the stop token is none of them."""
+
 
 def cached_sglang_eagle(target: Path) -> Path:
     """An EAGLE head for this tiny Llama. Its embeddings and its output layer are the target's."""
-    return _adapted(cached_tiny_eagle(target), "LlamaForCausalLMEagle")
+    return _cached(cached_tiny_eagle(target), "LlamaForCausalLMEagle")
 
 
 def cached_sglang_eagle3(target: Path) -> Path:
-    """An EAGLE-3 head for this tiny Llama that knows the even tokens up to 1010: no other, and no stop token."""
-    return _adapted(cached_tiny_eagle3(target), "LlamaForCausalLMEagle3")
+    """An EAGLE-3 head for this tiny Llama that knows the tokens in `EVEN`."""
+    return _cached(cached_tiny_eagle3(target, draft_vocab_size=len(EVEN)), "LlamaForCausalLMEagle3")
 
 
-def _adapted(head: Path, architecture: str) -> Path:
+def token_map(path: Path) -> Path:
+    """Write a file for `speculative_token_map`, which leaves a head the tokens in `EVEN`."""
+    import torch
+
+    torch.save(list(EVEN), path)
+    return path
+
+
+def _cached(head: Path, architecture: str) -> Path:
     return cached(f"sglang-{head.name}", partial(_adapt, head, architecture), recipe=RECIPE)
 
 
 def _adapt(head: Path, architecture: str, directory: Path) -> None:
-    """Name SGLang's class, the layers that the head reads as SGLang counts them, and a bias that it expects."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig
 
-    # A target's layer is named by what comes out of it: of layer 0, and, as -1, of the embeddings.
+    # SGLang has a layer's number for what comes out of it: -1 for the embeddings, which vLLM has as 0. It reads no
+    # output of a last layer.
     read = {"eagle_aux_hidden_state_layer_ids": [-1, 0]}
     config = LlamaConfig.from_pretrained(head, architectures=[architecture], eagle_config=read)
-    weights = load_file(head / "model.safetensors")
-    weights["fc.bias"] = torch.zeros(config.hidden_size)  # SGLang's EAGLE has one, its EAGLE-3 leaves it out
+    # In SGLang this layer has a bias in EAGLE and none in EAGLE-3, and what a checkpoint lacks stays uninitialised.
+    weights = load_file(head / "model.safetensors") | {"fc.bias": torch.zeros(config.hidden_size)}
     config.save_pretrained(directory)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -108,6 +108,29 @@ def keep_overlap(module: ModuleType) -> None:
     module._disable_overlap_schedule_for_cpu = disable_unless_told
 
 
+def add_reasoning_parser(module: ModuleType) -> None:
+    """A parser for the tiny models, "tiny", whose marks are two of their ordinary tokens."""
+
+    class TinyDetector(module.BaseReasoningFormatDetector):
+        def __init__(self, **options: Any) -> None:
+            super().__init__("letter", "station", **options)
+
+    module.ReasoningParser.DetectorMap["tiny"] = TinyDetector
+
+
+def report_delays(module: ModuleType) -> None:
+    """Write to the log each time sampling waits for the host, as it does for grammars."""
+    forward = module.TpModelWorker.forward_batch_generation
+
+    def forward_and_report(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        if result.delay_sample_func is not None:
+            print("a sampling was delayed", flush=True)
+        return result
+
+    module.TpModelWorker.forward_batch_generation = forward_and_report
+
+
 BEFORE: dict[str, Callable[[], None]] = {"sglang.srt.utils": stub_triton, "torchvision": declare_torchvision_operators}
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {
@@ -119,6 +142,8 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.arg_groups.speculative_hook": keep_overlap,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": patch_batch_invariant_ops,
     "sglang.srt.layers.attention.torch_native_backend": patch_torch_native_backend,
+    "sglang.srt.managers.tp_worker": report_delays,
+    "sglang.srt.parser.reasoning_parser": add_reasoning_parser,
     "sglang.srt.speculative.draft_utils": patch_draft_utils,
     "sglang.srt.speculative.eagle_utils": patch_eagle_utils,
 }

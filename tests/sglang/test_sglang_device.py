@@ -1,0 +1,138 @@
+"""The device path inside the real SGLang engine: what it leaves out, and what it composes with."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+from asking import CITIES, EOS, answer, inline, named, prompts
+
+DELAYED = "a sampling was delayed"  # cpu/sitecustomize.py
+
+
+def test_no_sampling_waits_for_the_host(static, named_sets):
+    """SGLang delays the sampling of batches with grammars until the last step's tokens have reached the host."""
+    names = list(named_sets) * 2
+    delays = {}
+    for path in ("device", "host"):
+        engine = static(path)
+        before = engine.log().count(DELAYED)
+        engine.generate(input_ids=prompts(12), sampling_params=list(map(named, names)))
+        delays[path] = engine.log().count(DELAYED) - before
+    assert delays["device"] == 0
+    assert delays["host"] > 5
+
+
+def test_a_neighbour_with_a_grammar_delays_and_changes_nothing(static, named_sets):
+    engine = static("device")
+    params = [named(name, temperature=0) for name in named_sets]
+    alone = [output["output_ids"] for output in engine.generate(input_ids=prompts(6), sampling_params=params)]
+    mixed = [*params, {"regex": "[0-9]{12}", "max_new_tokens": 40}]
+    before = engine.log().count(DELAYED)
+    outputs = engine.generate(input_ids=prompts(7), sampling_params=mixed)
+    assert engine.log().count(DELAYED) > before
+    assert [output["output_ids"] for output in outputs[:6]] == alone
+    assert len(outputs[6]["text"]) == 12
+
+
+def test_a_set_without_room_takes_the_host_path(engines, tiny_model, files, named_sets):
+    engine = engines(tiny_model, grammar_backend="static", item_sets=files, inline_set_memory=0)
+    params = [*map(named, named_sets), inline(CITIES)] * 3
+    outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
+    for name, output in zip([*named_sets, None] * 3, outputs, strict=True):
+        if name is None:
+            assert output["text"] in CITIES
+        else:
+            assert answer(output) in named_sets[name].items
+    assert "An item set takes the host path: the arena is full" in engine.log()
+
+
+def test_inline_sets_take_turns_in_the_room_there_is(engines, tiny_model):
+    """The room holds three of the twenty sets: those that nobody uses make room for others."""
+    choices = [[f"{i} {j}" for j in range(200)] for i in range(20)]
+    engine = engines(tiny_model, grammar_backend="static", inline_set_memory=3 << 12)
+    for choice in choices * 2:
+        assert engine.generate("p", inline(choice))["text"] in choice
+    assert "takes the host path" not in engine.log()
+
+
+@pytest.mark.parametrize("path", ["device", "host"])
+@pytest.mark.parametrize("parser", ["tiny", "qwen3"])
+def test_the_set_begins_behind_the_reasoning(static, named_sets, path, parser):
+    """The end of reasoning is one token of the tiny model, or several: these take the host path."""
+    mark = {"tiny": "station", "qwen3": "</think>"}[parser]
+    engine = static(path, reasoning_parser=parser)
+    ends = engine.call(lambda engine, mark: engine.tokenizer_manager.tokenizer.encode(mark), mark)[-1:]
+    if parser == "tiny":
+        bias = {"logit_bias": {str(ends[0]): 6.0}}
+        asked = [named("fixed", max_new_tokens=150, **bias)] * 12
+        outputs = engine.generate(input_ids=prompts(12), sampling_params=asked, require_reasoning=True)
+        thoughts = 0
+        for output in outputs:
+            tokens = output["output_ids"]
+            if ends[0] in tokens:
+                begin = tokens.index(ends[0]) + 1
+                thoughts += begin > 1
+                assert tuple(tokens[begin:-1]) in named_sets["fixed"].items
+        assert thoughts >= 3
+    else:
+        # A random model never says all of it: nothing holds before.
+        output = engine.generate("p", named("fixed", max_new_tokens=30), require_reasoning=True)
+        assert tuple(output["output_ids"][:4]) not in named_sets["fixed"].items
+    # Without reasoning the set holds from the first token on.
+    outputs = engine.generate(input_ids=prompts(3), sampling_params=named("fixed"))
+    assert {answer(output) for output in outputs} <= named_sets["fixed"].items
+
+
+def test_an_aborted_request_leaves_the_others_alone(static, named_sets):
+    engine = static("device")
+    outputs = engine.call(_abort_some, [named("large", ignore_eos=True, max_new_tokens=200)] * 3, named("fixed"))
+    assert [output["meta_info"]["finish_reason"]["type"] for output in outputs[:3]] == ["abort"] * 3
+    assert {answer(output) for output in outputs[3:]} <= named_sets["fixed"].items
+
+
+def _abort_some(engine, long, short) -> list[dict]:
+    """Three long requests are ended while three short ones come and go."""
+    ids = [f"long-{i}" for i in range(3)]
+
+    def abort() -> None:
+        for rid in ids:
+            engine.tokenizer_manager.abort_request(rid=rid)
+
+    threading.Timer(0.1, engine.loop.call_soon_threadsafe, [abort]).start()
+    return engine.generate(
+        input_ids=[[5, 6, 7]] * 6, sampling_params=[*long, *[short] * 3], rid=[*ids, *(f"short-{i}" for i in range(3))]
+    )
+
+
+def test_slots_are_used_again_by_requests_with_and_without_sets(static, named_sets):
+    engine = static("device", max_running_requests=4)
+    kinds = list(itertools.islice(itertools.cycle([*named_sets, None, None]), 60))
+    params = [{"max_new_tokens": 5} if name is None else named(name) for name in kinds]
+    free = 0
+    for name, output in zip(kinds, engine.generate(input_ids=prompts(60), sampling_params=params), strict=True):
+        if name is None:
+            free += any(token < 100 or token >= 1000 for token in output["output_ids"] if token != EOS)
+        else:
+            assert answer(output) in named_sets[name].items
+    assert free > 5
+
+
+def test_the_log_names_the_path_and_its_reason(static):
+    assert "static, device path, masks inside the sampler. Item sets: fixed (300 items)" in static("auto").log()
+    assert "static, host path: as configured. Item sets: " in static("host").log()
+
+
+def test_two_ranks_sample_the_same(engines, tiny_model, files, named_sets):
+    """Tensor parallelism: every rank has an arena and samples all rows; SGLang lets them agree on the tokens."""
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    engine = engines(tiny_model, grammar_backend="static", item_sets=files, tp_size=2, env=cores)
+    params = [*map(named, named_sets), inline(CITIES)] * 2
+    outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
+    for name, output in zip([*named_sets, None] * 2, outputs, strict=True):
+        if name is None:
+            assert output["text"] in CITIES
+        else:
+            assert answer(output) in named_sets[name].items
+    assert engine.log().count("Item sets on cpu") == 2

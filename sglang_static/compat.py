@@ -194,7 +194,7 @@ def why_host_path(server_args: Any) -> str | None:
         return "with --enable-pdmux two batches sample at the same time"
     if given.dllm_algorithm is not None:
         return "the model does not sample token by token"
-    if platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps"):
+    if platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps") or os.environ.get("SGLANG_USE_MLX") == "1":
         return f"the device {given.device} has a sampler of its own"
     return None
 

@@ -198,7 +198,7 @@ def test_ngram_speculation_changes_nothing_at_temperature_0(runner, engines, eng
     counted = speculating.call(metrics)
     assert counted["vllm:spec_decode_num_draft_tokens"] >= counted["vllm:spec_decode_num_accepted_tokens"] > 0
     if runner == "v2":
-        # On V1 vLLM's own C++ fallback for CPUs loses the temperature of every draft row (docs/vllm.md).
+        # On V1 vLLM's own C++ fallback for CPUs loses the temperature of every draft row (docs/serving.md).
         sampled = speculating.generate(prompts[:12], named("ragged"))
         assert {answer(output) for output in sampled} <= named_sets["ragged"].items
 

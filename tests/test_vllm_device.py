@@ -45,9 +45,10 @@ def plan_of(llm: Any) -> Any:
 
 
 @pytest.mark.timeout(1_800)
-def test_two_thousand_answers_inside_their_sets(engines, tiny_model, device, named_sets):
-    engine = engines("v2", tiny_model, timeout=1_500, **device)  # three minutes where nothing else runs
-    check_answers(engine, named_sets, 2_000)
+def test_many_answers_inside_their_sets(engines, tiny_model, device, named_sets):
+    """2,000 of them with STATIC_SAMPLES=8000: three to five minutes."""
+    engine = engines("v2", tiny_model, timeout=1_500, **device)
+    check_answers(engine, named_sets, SAMPLES // 4)
     engine.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -95,3 +96,36 @@ def _by_name(item_sets: Any) -> dict[str, str]:
             raise ItemSetError(f"the name of the item set {name!r} holds a colon: choose one without")
         named[name] = path
     return named
+
+
+def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: str) -> None:
+    """The command-line flags that every plugin brings.
+
+    device_where: in which case masks are computed on the device by default. alias_of: the engine's own flag that
+    chooses the backend.
+    """
+    group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
+    group.add_argument(
+        "--item-set",
+        nargs="+",
+        action="extend",
+        metavar="NAME=FILE",
+        help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
+        "item_set.",
+    )
+    group.add_argument(
+        "--item-set-path",
+        choices=PATHS,
+        help="Where the masks of item sets are computed: on the device, inside the sampler, or on the host. Default: "
+        f"on the device {device_where}.",
+    )
+    group.add_argument(
+        "--guided-decoding-backend", choices=[BACKEND], help=f"Another name of {alias_of}, for this backend."
+    )
+
+
+def with_sets(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, Any]:
+    """The options with more sets, each "NAME=FILE"."""
+    given = options.get("item_sets", [])
+    listed = [f"{name}={path}" for name, path in given.items()] if isinstance(given, Mapping) else list(given)
+    return {**options, "item_sets": [*listed, *named]}

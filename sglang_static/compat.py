@@ -7,11 +7,12 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from itemset import hooks
-from itemset.config import BACKEND, PATHS
+from itemset import config, hooks
+from itemset.config import BACKEND, StaticConfig
 
 SUPPORTED = ((0, 5, 23), (0, 5, 23))
 VARIABLE = "SGLANG_STATIC"
@@ -94,7 +95,8 @@ def add_engine_arguments() -> None:
         make = engine.server_args_class
 
         def server_args(**arguments: Any) -> Any:
-            given = {name: arguments.pop(name) for name in option_names() if name in arguments}
+            ours = [option.name for option in fields(StaticConfig)]
+            given = {name: arguments.pop(name) for name in ours if name in arguments}
             if given and arguments.get("grammar_backend") != BACKEND:
                 raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
             if given:
@@ -104,14 +106,6 @@ def add_engine_arguments() -> None:
         engine.server_args_class = staticmethod(server_args)
 
     hooks.after_import("sglang.srt.entrypoints.engine", apply)
-
-
-def option_names() -> list[str]:
-    from dataclasses import fields
-
-    from itemset.config import StaticConfig
-
-    return [option.name for option in fields(StaticConfig)]
 
 
 def options() -> dict[str, Any]:
@@ -133,26 +127,7 @@ def set_options(given: Mapping[str, Any]) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command-line flags this plugin brings."""
-    group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
-    group.add_argument(
-        "--item-set",
-        nargs="+",
-        action="extend",
-        metavar="NAME=FILE",
-        help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
-        "item_set.",
-    )
-    group.add_argument(
-        "--item-set-path",
-        choices=PATHS,
-        help="Where the masks of item sets are computed: on the device, inside the sampler, or on the host. Default: "
-        "on the device wherever SGLang's sampler can be reached.",
-    )
-    group.add_argument(
-        "--guided-decoding-backend",
-        choices=[BACKEND],
-        help="Another name of --grammar-backend, for this backend.",
-    )
+    config.add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
 
 
 def apply_flags(args: argparse.Namespace) -> None:
@@ -163,9 +138,7 @@ def apply_flags(args: argparse.Namespace) -> None:
     if (named or path) and args.grammar_backend != BACKEND:
         raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
     if named:
-        earlier = options().get("item_sets", [])
-        listed = [f"{name}={file}" for name, file in earlier.items()] if isinstance(earlier, dict) else list(earlier)
-        set_options({"item_sets": [*listed, *named]})
+        set_options(config.with_sets(options(), named))
     if path:
         set_options({"item_set_path": path})
 

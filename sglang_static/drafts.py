@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 UNMASKED = -1e30
 """What masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens."""
+
+_INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lower() in ("1", "true")
+"""SGLang's debugging switch, by which draft logits must be finite (utils/async_probe.py)."""
 
 
 def eagle_sample(
@@ -65,6 +69,8 @@ class _Drafting:
         states, slots = (part.repeat_interleave(rows // requests) for part in (self._states, self._slots))
         if self._hot is None:
             self._sampler.slots.mask(states, slots, logits)
+            if _INFINITIES_END_THE_ENGINE:
+                logits.clamp_(min=UNMASKED)
         elif len(self._hot) == logits.shape[1]:
             whole = torch.zeros(rows, self._sampler.vocab_size, dtype=logits.dtype, device=logits.device)
             self._sampler.slots.mask(states, slots, whole)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import cached_tiny_llama
-from samples import SAMPLES
+from samples import FEW, SAMPLES, TEMPERATURE, exact
 from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
 from vllm import SamplingParams
 
@@ -140,8 +140,7 @@ def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
 def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path, kind):
     """Chi-square over whole items, each drawn with its drafts, against the same engine's probabilities without any."""
-    items = [[100, 200], [100, 201], [100, 202, 300], [101, 200], [101, 202], [700]]
-    itemset.build(items).save(tmp_path / "few.itemset")
+    itemset.build(FEW).save(tmp_path / "few.itemset")
     common = {
         "structured_outputs_config": {"backend": "static"},
         "additional_config": {"item_sets": {"few": str(tmp_path / "few.itemset")}, "item_set_path": "device"},
@@ -150,7 +149,7 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path,
     }
     prompt, samples = [7, 8, 9], SAMPLES // 5
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", **common)
-    expected = exact(plain, prompt, items) * samples
+    expected = exact(FEW, lambda *behind: logits_behind(plain, prompt, *behind)) * samples
     draft = str(cached_tiny_llama(vocab_size=1013, seed=1))
     config = {
         "greedy": drafting(draft),
@@ -158,29 +157,18 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path,
         "forced": FORCED | {"num_speculative_tokens": 3},
     }[kind]
     engine = engines("v2", odd_model, speculative_config=config, timeout=120 + SAMPLES / 10, **common)
-    params = named("few", temperature=1 / 3, n=samples // 8)
+    params = named("few", temperature=TEMPERATURE, n=samples // 8)
     counts: Counter[tuple[int, ...]] = Counter()
     for output in engine.generate([{"prompt_token_ids": prompt}] * 8, params):
         counts.update(tuple(token for token in part.token_ids if token != 1) for part in output.outputs)
-    observed = np.array([counts[tuple(item)] for item in items])
+    observed = np.array([counts[tuple(item)] for item in FEW])
     assert observed.sum() == samples
     assert ((observed - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom, 99.9 %
 
 
-def exact(engine, prompt: list[int], items: list[list[int]]) -> np.ndarray:
-    """Each item's probability at temperature 1/3: the product over its tokens of their share among the legal ones."""
-    probabilities = []
-    for item in items:
-        probability = 1.0
-        for i, token in enumerate(item):
-            legal = sorted({other[i] for other in items if other[:i] == item[:i]})
-            ask = SamplingParams(max_tokens=1, logprobs=1013)
-            (output,) = engine.generate([{"prompt_token_ids": prompt + item[:i]}], ask)
-            logits = np.array([output.outputs[0].logprobs[0][other].logprob for other in legal]) * 3
-            shares = np.exp(logits - logits.max())
-            probability *= shares[legal.index(token)] / shares.sum()
-        probabilities.append(probability)
-    return np.array(probabilities)
+def logits_behind(engine, prompt: list[int], prefix: list[int], tokens: list[int]) -> list[float]:
+    (output,) = engine.generate([{"prompt_token_ids": prompt + prefix}], SamplingParams(max_tokens=1, logprobs=1013))
+    return [output.outputs[0].logprobs[0][token].logprob for token in tokens]
 
 
 def test_drafts_that_cannot_be_masked_are_named_in_the_log(engines, tiny_model, device, draft_model, named_sets):

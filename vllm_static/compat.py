@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
-from itemset import hooks
-from itemset.config import BACKEND, PATHS
+from itemset import config, hooks
+from itemset.config import BACKEND
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
 
@@ -75,14 +75,14 @@ def add_backend_name() -> None:
     """Let StructuredOutputsConfig take our name."""
     from pydantic.dataclasses import rebuild_dataclass
 
-    config = importlib.import_module(_CONFIG_MODULE).StructuredOutputsConfig
-    known = get_args(config.__annotations__["backend"])
+    structured = importlib.import_module(_CONFIG_MODULE).StructuredOutputsConfig
+    known = get_args(structured.__annotations__["backend"])
     if BACKEND in known:
         return
     names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
-    config.__annotations__["backend"] = names
-    config.__dataclass_fields__["backend"].type = names
-    rebuild_dataclass(config, force=True)
+    structured.__annotations__["backend"] = names
+    structured.__dataclass_fields__["backend"].type = names
+    rebuild_dataclass(structured, force=True)
 
 
 def add_backend_name_at_import() -> None:
@@ -91,9 +91,9 @@ def add_backend_name_at_import() -> None:
     hooks.after_import(_CONFIG_MODULE, add_backend_name)
 
 
-def xgrammar_config(config: Any) -> Any:
+def xgrammar_config(structured: Any) -> Any:
     """The same structured-outputs configuration with xgrammar as its backend."""
-    return dataclasses.replace(config, backend="xgrammar")
+    return dataclasses.replace(structured, backend="xgrammar")
 
 
 def hide_llvmlite(scan: Callable[..., Any], *args: Any) -> Any:
@@ -182,25 +182,8 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command-line flags this plugin brings."""
-    group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
-    group.add_argument(
-        "--item-set",
-        nargs="+",
-        action="extend",
-        metavar="NAME=FILE",
-        help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
-        "item_set.",
-    )
-    group.add_argument(
-        "--item-set-path",
-        choices=PATHS,
-        help="Where the masks of item sets are computed: on the device, inside the sampler, or on the host. Default: "
-        "on the device where vLLM uses model runner V2.",
-    )
-    group.add_argument(
-        "--guided-decoding-backend",
-        choices=[BACKEND],
-        help="The older name of --structured-outputs-config.backend, for this backend.",
+    config.add_flags(
+        parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend"
     )
 
 
@@ -223,7 +206,4 @@ def apply_flags(args: argparse.Namespace) -> None:
         backend = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
         if backend != BACKEND:
             raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
-        options = dict(getattr(args, "additional_config", None) or {})
-        given = options.get("item_sets", [])
-        listed = [f"{name}={path}" for name, path in given.items()] if isinstance(given, dict) else list(given)
-        args.additional_config = {**options, "item_sets": [*listed, *args.item_set]}
+        args.additional_config = config.with_sets(getattr(args, "additional_config", None) or {}, args.item_set)

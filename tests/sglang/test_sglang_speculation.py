@@ -9,7 +9,7 @@ import pytest
 import torch
 from asking import CITIES, answer, inline, named, prompts
 from models import cached_tiny_llama
-from samples import SAMPLES
+from samples import FEW, SAMPLES, TEMPERATURE, exact
 from sglang_engines import NGRAM, draft_model
 
 import itemset
@@ -70,9 +70,6 @@ def test_drafts_of_a_model_are_masked(static, engines, tiny_model, files, named_
     assert verifications(outputs) < verifications(on_host) / 1.5
 
 
-FEW = [[100, 200], [100, 201], [100, 202, 300], [101, 200], [101, 202], [700]]
-
-
 @pytest.mark.parametrize("kind", ["plain", "ngram", "chain", "tree"])
 def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path, path, kind):
     """Chi-square over whole items against the model's own probabilities, renormalised over the legal tokens."""
@@ -90,8 +87,8 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path,
         **speculation,
     )
     prompt, samples = [7, 8, 9], SAMPLES // 5
-    expected = exact(engine, prompt, FEW) * samples
-    outputs = engine.generate(input_ids=[prompt] * samples, sampling_params=named("few", temperature=1 / 3))
+    expected = exact(FEW, lambda *behind: logits_behind(engine, prompt, *behind)) * samples
+    outputs = engine.generate(input_ids=[prompt] * samples, sampling_params=named("few", temperature=TEMPERATURE))
     counts = Counter(answer(output) for output in outputs)
     observed = np.array([counts[tuple(item)] for item in FEW])
     assert observed.sum() == samples
@@ -100,25 +97,15 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path,
         assert verifications(outputs) < sum(len(output["output_ids"]) - 1 for output in outputs)
 
 
-def exact(engine, prompt: list[int], items: list[list[int]]) -> np.ndarray:
-    """Each item's probability at temperature 1/3: the product over its tokens of their share among the legal ones."""
-    probabilities = []
-    for item in items:
-        probability = 1.0
-        for i, token in enumerate(item):
-            legal = sorted({other[i] for other in items if other[:i] == item[:i]})
-            output = engine.generate(
-                input_ids=prompt + item[:i],
-                sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-                return_logprob=True,
-                token_ids_logprob=legal,
-            )
-            (entries,) = output["meta_info"]["output_token_ids_logprobs"]
-            logits = np.array([entry[0] for entry in entries]) * 3
-            shares = np.exp(logits - logits.max())
-            probability *= shares[legal.index(token)] / shares.sum()
-        probabilities.append(probability)
-    return np.array(probabilities)
+def logits_behind(engine, prompt: list[int], prefix: list[int], tokens: list[int]) -> list[float]:
+    output = engine.generate(
+        input_ids=prompt + prefix,
+        sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+        return_logprob=True,
+        token_ids_logprob=tokens,
+    )
+    (entries,) = output["meta_info"]["output_token_ids_logprobs"]
+    return [entry[0] for entry in entries]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -76,6 +76,18 @@ class HostState:
         _fill_bitmask(self._tables, self.state, self._stops, row.view(np.uint32))
 
 
+def allowed_rows(
+    item_set: ItemSet, stop_token_ids: Iterable[int], tokens: NDArray[np.int64], allowed: NDArray[np.bool_]
+) -> None:
+    """What may follow each row of tokens, each from the beginning of an item on: True in `allowed`, of zeros.
+
+    tokens: [rows, any] int64. allowed: [rows, vocabulary]. Where an item has ended, or the tokens have left the set,
+    the stop tokens alone may follow.
+    """
+    stops = np.array(sorted(stop_token_ids), np.int64)
+    _allowed_rows(item_set.trie.tables, stops, np.ascontiguousarray(tokens), allowed)
+
+
 def warm_up() -> None:
     """Load the compiled walks now, for both widths of token ids: a first request should not wait for them."""
     row = np.zeros(1, np.int32)
@@ -105,6 +117,27 @@ def _forced_tokens(tables: Any, tokens: Any) -> int:
             forced += children == 1 and not is_terminal(tables, state)
         state = advance(tables, state, token)
     return forced
+
+
+@compiled
+def _allowed_rows(tables: Any, stops: Any, tokens: Any, allowed: Any) -> None:
+    for row in range(len(tokens)):
+        state = np.int64(0)
+        for token in tokens[row]:
+            after = advance(tables, state, token)
+            state = np.int64(END) if after == DEAD else after
+        if state >= TAIL:
+            token = tail_token(tables, state)
+            if token < allowed.shape[1]:
+                allowed[row, token] = True
+        elif state < WAITING:
+            for edge in range(tables.row_offsets[state], tables.row_offsets[state + 1]):
+                if tables.labels[edge] < allowed.shape[1]:
+                    allowed[row, tables.labels[edge]] = True
+        if is_terminal(tables, state):
+            for token in stops:
+                if 0 <= token < allowed.shape[1]:
+                    allowed[row, token] = True
 
 
 @compiled

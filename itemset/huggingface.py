@@ -1,0 +1,72 @@
+"""Hugging Face's `generate()` inside an item set: a logits processor in place of `prefix_allowed_tokens_fn`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from itemset.arena import Arena, room_for
+from itemset.batch import Batch
+from itemset.host import allowed_rows
+from itemset.item_set import ItemSet
+from itemset.slots import Slots
+
+
+class ItemSetLogitsProcessor(LogitsProcessor):
+    """Lets `generate()` answer with items of a set alone, greedily, by sampling and with beams:
+
+        processor = ItemSetLogitsProcessor(films, prompt_length=ids.shape[1], stop_tokens=tokenizer.eos_token_id)
+        model.generate(ids, logits_processor=[processor], num_beams=10, num_return_sequences=10, max_new_tokens=40)
+
+    It gives what `prefix_allowed_tokens_fn` gives with a function that returns the children of what has been generated,
+    the stop tokens where an item may end, and the stop tokens alone behind that. Beams of which the set has no more
+    than these end with a score of minus infinity; it holds nothing between two steps, so beams may change places.
+
+    On a CPU the walk is compiled; on an accelerator it is one of the kernels, and nothing is copied or waited for.
+    """
+
+    supports_continuous_batching = False
+
+    def __init__(self, item_set: ItemSet, *, prompt_length: int, stop_tokens: int | Sequence[int]) -> None:
+        """prompt_length: columns of `input_ids` before the item, padding included; 0 for an encoder-decoder model is 1,
+        its start token. stop_tokens: the model's end tokens. Raises ValueError where there is none."""
+        self._item_set, self._begin = item_set, prompt_length
+        self._stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
+        if not self._stops:
+            raise ValueError("an item could never end: give the model's end-of-sequence token as stop_tokens")
+        self._slots: Slots | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: [rows, tokens so far]. scores: [rows, vocabulary]; returned with -inf where a token is no legal
+        one."""
+        tokens = input_ids[:, self._begin :]
+        if scores.device.type == "cpu":
+            allowed = np.zeros(scores.shape, np.bool_)
+            allowed_rows(self._item_set, self._stops, tokens.numpy(), allowed)
+            return scores.masked_fill(~torch.from_numpy(allowed), -torch.inf)
+        return self._on_device(tokens, scores)
+
+    def _on_device(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        rows = len(tokens)
+        slots = self._with_room(rows, scores.device)
+        numbers = torch.arange(rows, device=scores.device)
+        slots.reset(numbers)
+        length = torch.full_like(numbers, tokens.shape[1])
+        history = tokens if tokens.shape[1] else torch.zeros_like(numbers)[:, None]
+        scores = scores.clone()
+        slots.step(Batch(numbers, history, torch.zeros_like(numbers), length, by_slot=False), scores)
+        return scores
+
+    def _with_room(self, rows: int, device: torch.device) -> Slots:
+        if self._slots is None or len(self._slots.row_states) < rows:
+            arena = Arena(room_for(self._item_set), device)
+            slots = Slots(arena, rows, max_rows=rows, max_stop_tokens=len(self._stops))
+            marks = torch.tensor([-1, *self._stops], dtype=torch.int32, device=device).expand(rows, -1)
+            numbers = torch.arange(rows, device=device)
+            slots.assign(numbers, torch.full_like(numbers, arena.acquire(self._item_set)), marks)
+            self._slots = slots
+        return self._slots

@@ -1,0 +1,93 @@
+"""`generate()` of Hugging Face inside a set: what `prefix_allowed_tokens_fn` gives, and no item outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import dict_trie
+from strategies import item_sets
+from transformers import AutoModelForCausalLM
+
+import itemset
+from itemset.huggingface import ItemSetLogitsProcessor
+
+EOS = 1
+PROMPT = torch.tensor([[7, 8, 9], [10, 11, 12]])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+
+
+def children_of(items: list[list[int]]) -> Callable[[int, torch.Tensor], list[int]]:
+    """The function that users write today."""
+    trie = dict_trie(items)
+
+    def allowed(_: int, tokens: torch.Tensor) -> list[int]:
+        node = trie
+        for token in tokens[PROMPT.shape[1] :].tolist():
+            node = node.get(token, {})
+        return [EOS if token is None else token for token in node] or [EOS]
+
+    return allowed
+
+
+@pytest.mark.parametrize("kind", ["greedy", "beams", "sampled", "wide"])
+def test_the_same_as_a_function_of_prefixes(model, named_sets, kind):
+    ways = {
+        "greedy": {},
+        "beams": {"num_beams": 5, "num_return_sequences": 5},
+        "sampled": {"do_sample": True, "num_return_sequences": 4},
+        "wide": {"num_beams": 12, "num_return_sequences": 12},  # more than some of the sets have
+    }
+    for name in ("fixed", "ragged", "prefixes", "labels"):
+        items = [list(item) for item in named_sets[name].items]
+        processor = ItemSetLogitsProcessor(
+            itemset.load(named_sets[name].path), prompt_length=PROMPT.shape[1], stop_tokens=EOS
+        )
+        answers = []
+        for constraint in ({"logits_processor": [processor]}, {"prefix_allowed_tokens_fn": children_of(items)}):
+            torch.manual_seed(3)
+            answers.append(model.generate(PROMPT, max_new_tokens=14, pad_token_id=2, **ways[kind], **constraint))
+        assert answers[0].tolist() == answers[1].tolist(), name
+        if kind != "wide":
+            for row in answers[0][:, PROMPT.shape[1] :].tolist():
+                assert tuple(token for token in row if token not in (EOS, 2)) in named_sets[name].items
+
+
+@settings(max_examples=60, deadline=None)
+@given(items=item_sets(), data=st.data())
+def test_what_is_allowed_is_what_the_oracle_allows(items, data):
+    vocabulary = max(map(max, items)) + 5
+    stop = vocabulary - 1
+    item = data.draw(st.sampled_from(items))
+    node, prefix = dict_trie(items), item[: data.draw(st.integers(0, len(item)))]
+    for token in prefix:
+        node = node[token]
+    processor = ItemSetLogitsProcessor(itemset.build(items), prompt_length=2, stop_tokens=[stop])
+    scores = processor(torch.tensor([[0, 0, *prefix]]), torch.zeros(1, vocabulary))
+    expected = {stop if token is None else token for token in node}
+    assert set(np.flatnonzero(np.isfinite(scores[0].numpy()))) == expected
+
+
+def test_the_kernels_allow_the_same(named_sets):
+    """What runs on an accelerator, here in plain torch."""
+    built = itemset.load(named_sets["ragged"].path)
+    processor = ItemSetLogitsProcessor(built, prompt_length=1, stop_tokens=[EOS, 5])
+    items = sorted(named_sets["ragged"].items)[:20]
+    for length in range(0, 13):
+        rows = torch.tensor([[0, *(item + (EOS,) * 13)[:length]] for item in items])
+        scores = torch.randn(len(rows), 1_000)
+        assert torch.equal(processor(rows, scores), processor._on_device(rows[:, 1:], scores))
+
+
+def test_no_stop_token_is_refused(named_sets):
+    with pytest.raises(ValueError, match="an item could never end: give"):
+        ItemSetLogitsProcessor(itemset.build([[1]]), prompt_length=0, stop_tokens=[])

@@ -25,7 +25,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 KINDS = ("unconstrained", "device", "host", "xgrammar", "llguidance")
-LARGEST = {"xgrammar": 10_000, "llguidance": 10_000}
 LIMIT = 400  # seconds an engine may take for all its figures
 BATCH = 8
 ROWS = {
@@ -169,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
     parser.add_argument("--repeats", type=int, default=3, help="engines for each figure, which is their median")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--json", metavar="FILE", help="write all results there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them there")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -179,8 +179,8 @@ def main() -> None:
         return
     runs, hopeless = [], set()
     for count in args.sizes:
-        for kind in KINDS:
-            for _ in range(args.repeats if count <= LARGEST.get(kind, count) and kind not in hopeless else 0):
+        for kind in args.kinds:
+            for _ in range(args.repeats if kind not in hopeless else 0):
                 answer = run(kind, count)
                 if answer is None:
                     hopeless.add(kind)  # and so with more items

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -13,6 +14,8 @@ from typing import Any
 
 from itemset import config, hooks
 from itemset.config import BACKEND, StaticConfig
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 5, 23), (0, 5, 23))
 VARIABLE = "SGLANG_STATIC"
@@ -198,22 +201,29 @@ def refuse_unmasked(server_args: Any) -> None:
 def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     """The backend for grammars that are no item sets: xgrammar, as SGLang itself would make it, reasoning included
     (constrained/base_grammar_backend.py, create_grammar_backend)."""
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
-    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from sglang.srt.constrained.xgrammar_backend import TokenizerNotSupportedError, XGrammarGrammarBackend
     from sglang.srt.parser.reasoning_parser import ReasoningParser
     from sglang.srt.runtime_context import get_serving
 
     serving = get_serving()
-    backend = XGrammarGrammarBackend(
-        tokenizer,
-        vocab_size=vocab_size,
-        model_eos_token_ids=list(end_tokens) if end_tokens else None,
-        any_whitespace=not serving.constrained_json_disable_any_whitespace,
-        max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt,
-    )
+    try:
+        backend = XGrammarGrammarBackend(
+            tokenizer,
+            vocab_size=vocab_size,
+            model_eos_token_ids=list(end_tokens) if end_tokens else None,
+            any_whitespace=not serving.constrained_json_disable_any_whitespace,
+            max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt,
+        )
+    except TokenizerNotSupportedError as error:
+        logger.warning("Item sets are served, other grammars are not: %s", error)
+        return BaseGrammarBackend()
     if not serving.reasoning_parser:
         return backend
     parser = ReasoningParser(model_type=serving.reasoning_parser, stream_reasoning=False, tokenizer=tokenizer)
+    if not parser.detector.get_think_end_token_ids(tokenizer):
+        return backend  # SGLang has warned of it
     return ReasonerGrammarBackend(backend, parser, tokenizer, enable_strict_thinking=serving.enable_strict_thinking)
 
 

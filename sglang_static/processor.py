@@ -83,7 +83,8 @@ class ItemSetSampler:
         """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
         mode = batch.forward_mode
         if mode.is_extend_without_speculative():
-            self._assign([request for request in batch.reqs if request not in (batch.decoding_reqs or ())])
+            decoding = set(map(id, batch.decoding_reqs or ()))
+            self._assign([request for request in batch.reqs if id(request) not in decoding])
         elif not mode.is_decode():
             return
         info = batch.sampling_info

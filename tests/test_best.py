@@ -1,0 +1,112 @@
+"""The best items of a set: the oracle's ranking, proven where it is said to be, in few rounds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import item_sets
+
+import itemset
+from itemset.best import Best, Pass, best_items
+
+VOCABULARY = 72
+END = VOCABULARY - 1
+
+
+def log_probs(prefix: Sequence[int], sharpness: float = 1.0) -> np.ndarray:
+    """Those of a random model: a function of the prefix."""
+    seed = int.from_bytes(hashlib.blake2b(repr(list(prefix)).encode(), digest_size=6).digest(), "big")
+    logits = np.random.default_rng(seed).standard_normal(VOCABULARY) * sharpness
+    return logits - np.log(np.exp(logits).sum())
+
+
+class Model:
+    """Answers passes, and remembers them."""
+
+    def __init__(self, sharpness: float = 1.0) -> None:
+        self.sharpness = sharpness
+        self.rounds: list[list[Pass]] = []
+
+    def __call__(self, passes: Sequence[Pass]) -> list[tuple[np.ndarray, np.ndarray]]:
+        self.rounds.append(list(passes))
+        answers = []
+        for tokens, known, after in passes:
+            run = [log_probs(tokens[:i], self.sharpness)[tokens[i]] for i in range(known, len(tokens))]
+            answers.append((np.array(run), log_probs(tokens, self.sharpness)[after]))
+        return answers
+
+
+def oracle(items: list[list[int]], end: int | None) -> list[tuple[float, tuple[int, ...]]]:
+    """Every item with its score, best first."""
+    scored = []
+    for item in {tuple(item) for item in items}:
+        tokens = [*item, *([] if end is None else [end])]
+        scored.append((sum(log_probs(tokens[:i])[token] for i, token in enumerate(tokens)), item))
+    return sorted(scored, key=lambda pair: (-pair[0], pair[1]))
+
+
+def check(best: Best, expected: list[tuple[float, tuple[int, ...]]]) -> None:
+    assert [item.tokens for item in best.items] == [item for _, item in expected]
+    np.testing.assert_allclose([item.score for item in best.items], [score for score, _ in expected])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    items=item_sets(vocab_size=VOCABULARY - 1), k=st.integers(1, 8), end=st.sampled_from([None, END]), data=st.data()
+)
+def test_exact_is_the_oracles_ranking(items, k, end, data):
+    width = data.draw(st.integers(1, 9))
+    best = best_items(itemset.build(items), Model(), k, width=width, end_token=end, exact=True)
+    check(best, oracle(items, end)[:k])
+    assert best.proven
+
+
+@settings(max_examples=60, deadline=None)
+@given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]))
+def test_a_beam_as_wide_as_the_set_ranks_it(items, end):
+    best = best_items(itemset.build(items), Model(), len(items), end_token=end)
+    check(best, oracle(items, end))
+    assert best.proven
+
+
+def test_a_narrow_beam_says_that_it_is_not_proven():
+    items = np.random.default_rng(0).integers(0, 70, (400, 4)).tolist()
+    narrow = best_items(itemset.build(items), Model(), 2, width=2, end_token=END)
+    proven = best_items(itemset.build(items), Model(), 2, end_token=END, exact=True)
+    assert not narrow.proven
+    assert proven.proven
+    assert proven.passes > narrow.passes
+    assert narrow.items[0].score <= proven.items[0].score
+    check(proven, oracle(items, END)[:2])
+
+
+def test_a_limit_of_passes_gives_the_best_so_far():
+    items = np.random.default_rng(1).integers(0, 70, (400, 4)).tolist()
+    for limit in (1, 2, 7, 30):
+        best = best_items(itemset.build(items), Model(), 5, end_token=END, exact=True, max_passes=limit)
+        assert best.passes <= limit
+        scores = {item: score for score, item in oracle(items, END)}
+        assert all(item.score == pytest.approx(scores[item.tokens]) for item in best.items)
+        assert not best.proven
+
+
+def test_a_million_semantic_ids_take_four_rounds():
+    """Items of 8 tokens that stand alone behind two or three: a beam of single tokens takes 8 rounds and the end's."""
+    codes = np.random.default_rng(0).integers(0, 64, (300_000, 8))
+    model = Model()
+    best = best_items(itemset.build(codes), model, 10, end_token=END)
+    assert len(best.items) == 10
+    assert len({item.tokens for item in best.items}) == 10
+    assert best.rounds == len(model.rounds) <= 5
+    assert best.passes == sum(map(len, model.rounds)) <= 1 + 4 * 10
+
+
+@pytest.mark.parametrize("what", [{"k": 0}, {"k": 1, "width": 0}, {"k": 1, "max_passes": -1}])
+def test_nothing_to_search_for(what):
+    with pytest.raises(ValueError, match="make it at least 1"):
+        best_items(itemset.build([[1]]), Model(), **what)

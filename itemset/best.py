@@ -7,7 +7,7 @@ Algorithm 1), with its end token's. What a pass costs is the caller's: `Score` i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,8 +31,10 @@ class Pass(NamedTuple):
     after: NDArray[np.int64]
 
 
-Score = Callable[[Sequence[Pass]], Sequence[tuple[NDArray[Any], NDArray[Any]]]]
-"""Runs a round of passes: for each the log-probabilities of its run, [len(tokens) - known], and of `after`."""
+Answer = tuple[NDArray[Any], NDArray[Any]]
+"""Of a pass: the log-probabilities of its run, [len(tokens) - known], and of `after`."""
+Score = Callable[[Sequence[Pass]], Sequence[Answer]]
+"""Runs a round of passes."""
 
 
 class Ranked(NamedTuple):
@@ -55,6 +57,9 @@ class Best(NamedTuple):
     rounds: int
 
 
+Rounds = Generator[Sequence[Pass], Sequence[Answer], Best]
+
+
 @dataclass(order=True)
 class _Open:
     """A prefix that is not yet scored to an end: a node, or a whole item whose tail is."""
@@ -70,19 +75,30 @@ class _Open:
         return self.state == END
 
 
-def best_items(
+def best_items(score: Score, rounds: Rounds) -> Best:
+    """Run a `search` to its end."""
+    passes = next(rounds)
+    while True:
+        try:
+            passes = rounds.send(score(passes))
+        except StopIteration as end:
+            best: Best = end.value
+            return best
+
+
+def search(
     item_set: ItemSet,
-    score: Score,
     k: int,
     *,
     width: int | None = None,
     end_token: int | None = None,
     exact: bool = False,
     max_passes: int | None = None,
-) -> Best:
-    """The `k` best items.
+) -> Rounds:
+    """The search for the `k` best items: yields the passes of a round, wants their answers sent, and returns a `Best`.
 
-    A token's log-probability is never positive, so a prefix scores at least as high as everything below it.
+    A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
+    probability zero are never found.
 
     width: prefixes in a round, k if None. By default, a beam: of all that a round has found the `width` best go on, and
     those that lead to a single item are scored to its end in one pass. It finds what a beam of single tokens finds, or
@@ -96,59 +112,39 @@ def best_items(
     for name, value in (("k", k), ("width", width), ("max_passes", 1 if max_passes is None else max_passes)):
         if value < 1:
             raise ValueError(f"{name} is {value}: make it at least 1")
-    search = _Search(item_set, score, k, end_token, max_passes)
-    search.opened([_Open(0.0, (), 0, 0)])
-    while search.take(width) and search.within_limits():
+    state = _Search(item_set, k, end_token)
+    left = max_passes
+    while taken := state.take(width if left is None else min(width, left)):
+        state.score(taken, (yield [state.pass_of(one) for one in taken]))
+        if left is not None:
+            left -= len(taken)
         if not exact:
-            search.prune(width)
-    return search.result()
+            state.prune(width)
+    return state.result()
 
 
 class _Search:
-    def __init__(self, item_set: ItemSet, score: Score, k: int, end_token: int | None, max_passes: int | None) -> None:
-        self._tables, self._score, self._k = item_set.trie.tables, score, k
+    def __init__(self, item_set: ItemSet, k: int, end_token: int | None) -> None:
+        self._tables, self._k = item_set.trie.tables, k
         self._ends = np.array([] if end_token is None else [end_token], np.int64)
-        self._max_passes = max_passes
-        self._open: list[_Open] = []
+        self._open = [_Open(0.0, (), 0, 0)]  # a heap, the best first
         self._found: list[tuple[float, tuple[int, ...]]] = []  # a heap of at most k, the worst first
-        self._pruned = -np.inf  # the best score that was thrown away
+        self._lost = -np.inf  # the best score that was pruned
         self._passes = self._rounds = 0
-
-    def opened(self, some: list[_Open]) -> None:
-        for one in some:
-            if -one.loss > self._bar():
-                heapq.heappush(self._open, one)
 
     def _bar(self) -> float:
         """What an item has to beat."""
         return self._found[0][0] if len(self._found) == self._k else -np.inf
 
-    def within_limits(self) -> bool:
-        return self._max_passes is None or self._passes < self._max_passes
-
-    def take(self, width: int) -> bool:
-        """One round: the best prefixes are scored, and what stands behind them opened. False where none is left."""
-        if self._max_passes is not None:
-            width = min(width, self._max_passes - self._passes)
+    def take(self, width: int) -> list[_Open]:
+        """The best prefixes that can still lead to something better, at most `width`."""
         taken: list[_Open] = []
-        while self._open and len(taken) < width:
-            one = heapq.heappop(self._open)
-            if -one.loss > self._bar():
-                taken.append(one)
-        if not taken:
-            self._open.clear()
-            return False
-        asked = [self._pass(one) for one in taken]
-        self._passes, self._rounds = self._passes + len(asked), self._rounds + 1
-        for one, want, (run, after) in zip(taken, asked, self._score(asked), strict=True):
-            total = -one.loss + float(np.sum(run))
-            if one.alone:
-                self._add(total + float(np.sum(after)), one.tokens)
-            else:
-                self._expand(one, total, want, np.asarray(after, np.float64))
-        return True
+        while self._open and len(taken) < width and -self._open[0].loss > self._bar():
+            taken.append(heapq.heappop(self._open))
+        return taken
 
-    def _pass(self, one: _Open) -> Pass:
+    def pass_of(self, one: _Open) -> Pass:
+        """What has to be known of a prefix."""
         if one.alone:
             return Pass(one.tokens, one.known, self._ends)
         first, last = self._tables.row_offsets[one.state], self._tables.row_offsets[one.state + 1]
@@ -156,14 +152,25 @@ class _Search:
         ends = self._ends if is_terminal(self._tables, one.state) else self._ends[:0]
         return Pass(one.tokens, one.known, np.concatenate([labels, ends]))
 
-    def _expand(self, one: _Open, score: float, want: Pass, after: NDArray[np.float64]) -> None:
+    def score(self, taken: Sequence[_Open], answers: Sequence[Answer]) -> None:
+        """Take a round's answers: items are found, and what stands behind other prefixes is opened."""
+        self._passes, self._rounds = self._passes + len(taken), self._rounds + 1
+        for one, (run, after) in zip(taken, answers, strict=True):
+            total = -one.loss + float(np.sum(run))
+            if one.alone:
+                self._add(total + float(np.sum(after)), one.tokens)
+            else:
+                self._expand(one, total, np.asarray(after, np.float64))
+
+    def _expand(self, one: _Open, score: float, after: NDArray[np.float64]) -> None:
         first, last = int(self._tables.row_offsets[one.state]), int(self._tables.row_offsets[one.state + 1])
         if is_terminal(self._tables, one.state):
             self._add(score + float(np.sum(after[last - first :])), one.tokens)
         scores = score + after[: last - first]
         better = np.flatnonzero(scores > self._bar())
         for i in better[np.argsort(-scores[better], kind="stable")]:
-            state, token = int(follow(self._tables, first + int(i))), int(want.after[i])
+            edge = first + int(i)
+            state, token = int(follow(self._tables, edge)), int(self._tables.labels[edge])
             tokens, known = (*one.tokens, token), len(one.tokens) + 1
             if state == END and not len(self._ends):
                 self._add(float(scores[i]), tokens)
@@ -171,7 +178,7 @@ class _Search:
             if state >= TAIL:
                 tokens += tuple(_tail(self._tables, state - TAIL).tolist())
                 state = END
-            self.opened([_Open(-float(scores[i]), tokens, state, known)])
+            heapq.heappush(self._open, _Open(-float(scores[i]), tokens, state, known))
 
     def _add(self, score: float, tokens: tuple[int, ...]) -> None:
         if len(self._found) < self._k:
@@ -181,15 +188,14 @@ class _Search:
 
     def prune(self, width: int) -> None:
         """Keep the `width` best open prefixes."""
-        kept = heapq.nsmallest(width, self._open)
-        if len(self._open) > width:
-            self._pruned = max(self._pruned, -sorted(self._open)[width].loss)
-        self._open = kept
+        ranked = sorted(self._open)  # which is a heap
+        self._lost = max([self._lost, *(-one.loss for one in ranked[width : width + 1])])
+        self._open = ranked[:width]
 
     def result(self) -> Best:
         ranked = sorted(self._found, key=lambda pair: (-pair[0], pair[1]))
-        left = max([self._pruned, *(-one.loss for one in self._open)])
-        proven = left <= self._bar() or (left == -np.inf)
+        left = max([self._lost, *(-one.loss for one in self._open)])
+        proven = left == -np.inf or left <= self._bar()
         return Best([Ranked(tokens, score) for score, tokens in ranked], proven, self._passes, self._rounds)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import item_sets
 
 import itemset
-from itemset.best import Best, Pass, best_items
+from itemset.best import Best, Pass, best_items, search
 
 VOCABULARY = 72
 END = VOCABULARY - 1
@@ -61,7 +61,7 @@ def check(best: Best, expected: list[tuple[float, tuple[int, ...]]]) -> None:
 )
 def test_exact_is_the_oracles_ranking(items, k, end, data):
     width = data.draw(st.integers(1, 9))
-    best = best_items(itemset.build(items), Model(), k, width=width, end_token=end, exact=True)
+    best = best_items(Model(), search(itemset.build(items), k, width=width, end_token=end, exact=True))
     check(best, oracle(items, end)[:k])
     assert best.proven
 
@@ -69,15 +69,15 @@ def test_exact_is_the_oracles_ranking(items, k, end, data):
 @settings(max_examples=60, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]))
 def test_a_beam_as_wide_as_the_set_ranks_it(items, end):
-    best = best_items(itemset.build(items), Model(), len(items), end_token=end)
+    best = best_items(Model(), search(itemset.build(items), len(items), end_token=end))
     check(best, oracle(items, end))
     assert best.proven
 
 
 def test_a_narrow_beam_says_that_it_is_not_proven():
     items = np.random.default_rng(0).integers(0, 70, (400, 4)).tolist()
-    narrow = best_items(itemset.build(items), Model(), 2, width=2, end_token=END)
-    proven = best_items(itemset.build(items), Model(), 2, end_token=END, exact=True)
+    narrow = best_items(Model(), search(itemset.build(items), 2, width=2, end_token=END))
+    proven = best_items(Model(), search(itemset.build(items), 2, end_token=END, exact=True))
     assert not narrow.proven
     assert proven.proven
     assert proven.passes > narrow.passes
@@ -88,7 +88,7 @@ def test_a_narrow_beam_says_that_it_is_not_proven():
 def test_a_limit_of_passes_gives_the_best_so_far():
     items = np.random.default_rng(1).integers(0, 70, (400, 4)).tolist()
     for limit in (1, 2, 7, 30):
-        best = best_items(itemset.build(items), Model(), 5, end_token=END, exact=True, max_passes=limit)
+        best = best_items(Model(), search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
         assert best.passes <= limit
         scores = {item: score for score, item in oracle(items, END)}
         assert all(item.score == pytest.approx(scores[item.tokens]) for item in best.items)
@@ -99,7 +99,7 @@ def test_a_million_semantic_ids_take_four_rounds():
     """Items of 8 tokens that stand alone behind two or three: a beam of single tokens takes 8 rounds and the end's."""
     codes = np.random.default_rng(0).integers(0, 64, (300_000, 8))
     model = Model()
-    best = best_items(itemset.build(codes), model, 10, end_token=END)
+    best = best_items(model, search(itemset.build(codes), 10, end_token=END))
     assert len(best.items) == 10
     assert len({item.tokens for item in best.items}) == 10
     assert best.rounds == len(model.rounds) <= 5
@@ -109,4 +109,4 @@ def test_a_million_semantic_ids_take_four_rounds():
 @pytest.mark.parametrize("what", [{"k": 0}, {"k": 1, "width": 0}, {"k": 1, "max_passes": -1}])
 def test_nothing_to_search_for(what):
     with pytest.raises(ValueError, match="make it at least 1"):
-        best_items(itemset.build([[1]]), Model(), **what)
+        best_items(Model(), search(itemset.build([[1]]), **what))

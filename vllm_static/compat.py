@@ -40,6 +40,15 @@ HOOKS = {
 }
 """What is replaced or extended, and why. docs/architecture.md says more."""
 
+_BEAMS, _OPENAI = "vllm.entrypoints.generate.beam_search", "vllm.entrypoints.openai"
+LATER_HOOKS = {
+    f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": "ranked lists: vLLM's own loop loses legal candidates",
+    f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": "the same, over HTTP",
+    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": "ranks and scores",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": "the same",
+}
+"""The same, in modules that not every process imports: checked when they are."""
+
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 WORKER_HOOKS = {
     f"{_SPECULATORS}.speculator:DraftModelSpeculator.sample_draft": "which rows a draft model drafts",
@@ -65,6 +74,16 @@ def check(named: dict[str, str] = HOOKS) -> None:
     installed = vllm_version()
     hooks.check_version("vLLM", installed, SUPPORTED)
     hooks.check(f"vLLM {installed}", {hook: why for hook, why in named.items() if hook != KERNEL_SCAN})
+
+
+def wrap_later(hook: str, around: Callable[..., Any]) -> None:
+    """Wrap a function of LATER_HOOKS as soon as its module is imported, which fails where there is no such function."""
+
+    def apply() -> None:
+        check({hook: LATER_HOOKS[hook]})
+        hooks.wrap(hook, around)
+
+    hooks.after_import(hook.partition(":")[0], apply)
 
 
 MIDDLEWARE = "vllm_static.http.RefuseItemSetElsewhere"

@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from itemset import ItemSet
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
@@ -33,6 +34,7 @@ class FrontEnd:
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
         )
+        self._scores = vllm_config.use_v2_model_runner
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
             as_configured = "as configured" if config.item_set_path == "host" else None
@@ -83,6 +85,27 @@ class FrontEnd:
         if inline:
             params.extra_args[INDEX] = inline[1]
         params.structured_outputs = StructuredOutputsParams(choice=[reference])
+
+    def ranked(self, reference: str, params: Any, prompt_tokens: int, end_token: int) -> ItemSet:
+        """The set of a request for a ranked list, whose `params` are BeamSearchParams.
+
+        Raises RefusedError where some of its items could not be scored.
+        """
+        self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token])
+        item_set = self._checks.catalogue[reference]
+        if not self._scores:
+            raise RefusedError(
+                "beam search",
+                "a ranked list of an item set needs vLLM's model runner V2: start it with VLLM_USE_V2_MODEL_RUNNER=1, or "
+                "leave the beam search out and use n for several answers",
+            )
+        if params.max_tokens < item_set.longest:
+            raise RefusedError(
+                "beam search",
+                f"max_tokens={params.max_tokens} is less than the longest item has: set it to at least "
+                f"{item_set.longest + 1} for a ranked list",
+            )
+        return item_set
 
 
 def _end_tokens(vllm_config: VllmConfig, tokenizer: Any) -> set[int]:

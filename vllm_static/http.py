@@ -32,16 +32,35 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     return params
 
 
-def refuse_beam_search(request: Any) -> None:
-    """vLLM's beam search over HTTP ignores constraints: VLLMValidationError (HTTP 400) where one is an item set."""
-    named = (request.model_extra or {}).get(REFERENCE) or (request.vllm_xargs or {}).get(REFERENCE)
+RANKED = ("exact", "max_passes")
+
+
+def rank_item_set(request: Any, params: Any) -> Any:
+    """Carry an item set, named or inline, from an OpenAI request with `use_beam_search` to vLLM's BeamSearchParams,
+    which drop constraints: `ranking` finds it there.
+
+    Raises VLLMValidationError (HTTP 400) where the field is no string, or where log-probabilities are asked for.
+    """
+    carried = add_item_set(request, SamplingParams(extra_args=dict(request.vllm_xargs or {})))
+    extra = dict(carried.extra_args or {})
     structured = request.structured_outputs
-    if named is not None or (structured is not None and structured.choice is not None):
+    if extra.get(REFERENCE) is None and (structured is None or structured.choice is None):
+        return params
+    if request.logprobs:
         raise metrics.refusal(
-            "beam search",
-            "use_beam_search would ignore the item set: leave use_beam_search out, and use n for several answers",
-            "use_beam_search",
+            "beam search", "a ranked list has no logprobs of single tokens: leave logprobs out", "logprobs"
         )
+    fields = request.model_extra or {}
+    params.extra_args = extra | {field: fields[field] for field in RANKED if field in fields}
+    params.structured_outputs = structured
+    return params
+
+
+def add_ranks(choices: list[Any], outputs: list[Any]) -> None:
+    """Put each item's rank, score and key into its choice of an OpenAI response: `item`."""
+    for choice, output in zip(choices, outputs, strict=False):
+        if hasattr(output, "ranked"):
+            choice.item = output.ranked
 
 
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"}

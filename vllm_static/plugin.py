@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from itemset import hooks
@@ -25,6 +25,8 @@ def register() -> None:
     compat.add_backend_name()
     for hook, around in AROUND.items():
         hooks.wrap(hook, around)
+    for hook, around in AROUND_LATER.items():
+        compat.wrap_later(hook, around)
     compat.add_engine_method(metrics.ENGINE_METHOD, _figures)
 
 
@@ -172,10 +174,71 @@ def _to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **k
 
 
 def _to_beam_search_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm_static.http import refuse_beam_search
+    from vllm_static.http import rank_item_set
 
-    refuse_beam_search(self)
-    return original(self, *args, **kwargs)
+    return rank_item_set(self, original(self, *args, **kwargs))
+
+
+def _beam_search(
+    original: Callable[..., Any],
+    self: Any,
+    prompts: Any,
+    params: Any,
+    lora_request: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Offline. Prompts are scored in rounds together, whatever concurrency vLLM's own loop is told."""
+    from vllm_static import ranking
+
+    if not ranking.has_set(params) or self.llm_engine.input_processor.static_front_end is None:
+        return original(self, prompts, params, lora_request, *args, **kwargs)
+    inputs = self._preprocess_cmpl(prompts)
+    return _checked(ranking.offline, self, inputs, params, self._lora_request_to_seq(lora_request, len(inputs)))
+
+
+async def _beam_search_online(
+    original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[Any, None]:
+    from vllm_static import ranking
+
+    way: Any = original
+    if ranking.has_set(params) and self.engine_client.input_processor.static_front_end is not None:
+        way = ranking.online
+    from itemset import ItemSetError
+
+    try:
+        async for output in way(self, prompt, request_id, params, *args, **kwargs):
+            yield output
+    except ItemSetError as error:
+        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
+
+
+def _completion_response(
+    original: Callable[..., Any], self: Any, results: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from vllm_static.http import add_ranks
+
+    response = original(self, results, request, *args, **kwargs)
+    add_ranks(getattr(response, "choices", []), [output for result in results for output in result.outputs])
+    return response
+
+
+async def _chat_response(
+    original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from vllm_static.http import add_ranks
+
+    outputs: list[Any] = []
+
+    async def seen() -> AsyncGenerator[Any, None]:
+        async for result in results:
+            outputs[:] = result.outputs
+            yield result
+
+    response = await original(self, request, seen(), *args, **kwargs)
+    add_ranks(getattr(response, "choices", []), outputs)
+    return response
 
 
 _ARGUMENTS, _REQUESTS, _MANAGER, _INPUT = (
@@ -204,3 +267,14 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_REQUESTS}.responses.protocol:ResponsesRequest.to_sampling_params": _to_sampling_params,
 }
 """What runs around each of vLLM's functions in `compat.HOOKS`."""
+
+_BEAMS = "vllm.entrypoints.generate.beam_search"
+AROUND_LATER: dict[str, Callable[..., Any]] = {
+    f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": _beam_search,
+    f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": _beam_search_online,
+    f"{_REQUESTS}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": (
+        _completion_response
+    ),
+    f"{_REQUESTS}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": _chat_response,
+}
+"""What runs around each of vLLM's functions in `compat.LATER_HOOKS`."""

@@ -75,6 +75,16 @@ class _Open:
         return self.state == END
 
 
+def all_items(item_set: ItemSet, score: Score, *, end_token: int | None = None) -> list[Ranked]:
+    """Every item of a small set with its score, best first, each by a pass of its own: the oracle of the search."""
+    ends = np.array([] if end_token is None else [end_token], np.int64)
+    items = [tuple(item) for item in item_set.items()]
+    answers = score([Pass(item, 0, ends) for item in items])
+    scored = [float(np.sum(run)) + float(np.sum(after)) for run, after in answers]
+    ranked = [Ranked(item, total) for item, total in zip(items, scored, strict=True)]
+    return sorted(ranked, key=lambda one: (-one.score, one.tokens))
+
+
 def best_items(score: Score, rounds: Rounds) -> Best:
     """Run a `search` to its end."""
     passes = next(rounds)
@@ -93,6 +103,7 @@ def search(
     width: int | None = None,
     end_token: int | None = None,
     exact: bool = False,
+    renormalised: bool = False,
     max_passes: int | None = None,
 ) -> Rounds:
     """The search for the `k` best items: yields the passes of a round, wants their answers sent, and returns a `Best`.
@@ -105,6 +116,8 @@ def search(
     better: a single item that has come so far is not pruned on its last tokens.
     exact: search on from the best prefix, wherever it stands, until none can beat the k-th item.
     end_token: where given, the end of an item counts in its score.
+    renormalised: score each token by its share among those that may stand there, as sampling inside the set does. The
+    tokens of a tail then cost nothing, neither a score nor a pass.
     max_passes: give what has been found after so many, unproven. Raises ValueError where k, width or max_passes is less
     than 1.
     """
@@ -112,7 +125,7 @@ def search(
     for name, value in (("k", k), ("width", width), ("max_passes", 1 if max_passes is None else max_passes)):
         if value < 1:
             raise ValueError(f"{name} is {value}: make it at least 1")
-    state = _Search(item_set, k, end_token)
+    state = _Search(item_set, k, end_token, renormalised)
     left = max_passes
     while taken := state.take(width if left is None else min(width, left)):
         state.score(taken, (yield [state.pass_of(one) for one in taken]))
@@ -124,8 +137,8 @@ def search(
 
 
 class _Search:
-    def __init__(self, item_set: ItemSet, k: int, end_token: int | None) -> None:
-        self._tables, self._k = item_set.trie.tables, k
+    def __init__(self, item_set: ItemSet, k: int, end_token: int | None, renormalised: bool) -> None:
+        self._tables, self._k, self._renormalised = item_set.trie.tables, k, renormalised
         self._ends = np.array([] if end_token is None else [end_token], np.int64)
         self._open = [_Open(0.0, (), 0, 0)]  # a heap, the best first
         self._found: list[tuple[float, tuple[int, ...]]] = []  # a heap of at most k, the worst first
@@ -164,6 +177,8 @@ class _Search:
 
     def _expand(self, one: _Open, score: float, after: NDArray[np.float64]) -> None:
         first, last = int(self._tables.row_offsets[one.state]), int(self._tables.row_offsets[one.state + 1])
+        if self._renormalised:
+            after = after - np.logaddexp.reduce(after)
         if is_terminal(self._tables, one.state):
             self._add(score + float(np.sum(after[last - first :])), one.tokens)
         scores = score + after[: last - first]
@@ -172,12 +187,13 @@ class _Search:
             edge = first + int(i)
             state, token = int(follow(self._tables, edge)), int(self._tables.labels[edge])
             tokens, known = (*one.tokens, token), len(one.tokens) + 1
-            if state == END and not len(self._ends):
-                self._add(float(scores[i]), tokens)
-                continue
             if state >= TAIL:
                 tokens += tuple(_tail(self._tables, state - TAIL).tolist())
-                state = END
+            alone = state == END or state >= TAIL
+            if alone and (self._renormalised or (len(tokens) == known and not len(self._ends))):
+                self._add(float(scores[i]), tokens)  # nothing more of it has to be scored
+                continue
+            state = END if alone else state
             heapq.heappush(self._open, _Open(-float(scores[i]), tokens, state, known))
 
     def _add(self, score: float, tokens: tuple[int, ...]) -> None:

@@ -130,7 +130,13 @@ class ItemSet:
 
     def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
         """The tokens of the items with these keys (the first such item). Raises ItemSetError for an unknown key."""
-        numbers = positions_of(self._keys, item_keys)
+        return self._items_at(positions_of(self._keys, item_keys))
+
+    def items(self) -> list[list[int]]:
+        """The tokens of every item, in the set's own order. For sets that fit memory as Python lists."""
+        return self._items_at(np.arange(len(self)))
+
+    def _items_at(self, numbers: NDArray[np.int64]) -> list[list[int]]:
         rows = numbering.items_at(self.trie.tables, self._terminal_rank, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
 

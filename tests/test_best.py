@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import dict_trie
 from strategies import item_sets
 
 import itemset
-from itemset.best import Best, Pass, best_items, search
+from itemset.best import Best, Pass, all_items, best_items, search
 
 VOCABULARY = 72
 END = VOCABULARY - 1
@@ -72,6 +73,34 @@ def test_a_beam_as_wide_as_the_set_ranks_it(items, end):
     best = best_items(Model(), search(itemset.build(items), len(items), end_token=end))
     check(best, oracle(items, end))
     assert best.proven
+
+
+@settings(max_examples=40, deadline=None)
+@given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]))
+def test_the_score_of_every_item(items, end):
+    built = itemset.build(items)
+    assert sorted(map(tuple, built.items())) == sorted(set(map(tuple, items)))
+    check(Best(all_items(built, Model(), end_token=end), True, 0, 0), oracle(items, end))
+
+
+@settings(max_examples=40, deadline=None)
+@given(items=item_sets(vocab_size=VOCABULARY - 1))
+def test_scores_renormalised_over_the_legal_tokens(items):
+    """They are the probabilities with which sampling inside the set gives each item, and sum up to one."""
+    model = Model()
+    best = best_items(model, search(itemset.build(items), 1_000, end_token=END, renormalised=True))
+    assert {item.tokens for item in best.items} == set(map(tuple, items))
+    assert sum(np.exp(item.score) for item in best.items) == pytest.approx(1)
+    trie = dict_trie(items)
+    for item in best.items:
+        node, score = trie, 0.0
+        for i, token in enumerate((*item.tokens, None)):
+            legal = [END if other is None else other for other in node]
+            log = log_probs(item.tokens[:i])
+            score += log[END if token is None else token] - np.logaddexp.reduce(log[legal])
+            node = node[token]
+        assert item.score == pytest.approx(score)
+    assert all(one.known == len(one.tokens) for passes in model.rounds for one in passes)  # no tail was scored
 
 
 def test_a_narrow_beam_says_that_it_is_not_proven():

@@ -96,8 +96,8 @@ class FrontEnd:
         if not self._scores:
             raise RefusedError(
                 "beam search",
-                "a ranked list of an item set needs vLLM's model runner V2: start it with VLLM_USE_V2_MODEL_RUNNER=1, or "
-                "leave the beam search out and use n for several answers",
+                "a ranked list of an item set needs vLLM's model runner V2: start it with VLLM_USE_V2_MODEL_RUNNER=1, "
+                "or leave the beam search out and use n for several answers",
             )
         if params.max_tokens < item_set.longest:
             raise RefusedError(

@@ -32,15 +32,14 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     return params
 
 
-RANKED = ("exact", "max_passes")
-
-
 def rank_item_set(request: Any, params: Any) -> Any:
     """Carry an item set, named or inline, from an OpenAI request with `use_beam_search` to vLLM's BeamSearchParams,
     which drop constraints: `ranking` finds it there.
 
     Raises VLLMValidationError (HTTP 400) where the field is no string, or where log-probabilities are asked for.
     """
+    from vllm_static import ranking
+
     carried = add_item_set(request, SamplingParams(extra_args=dict(request.vllm_xargs or {})))
     extra = dict(carried.extra_args or {})
     structured = request.structured_outputs
@@ -51,7 +50,7 @@ def rank_item_set(request: Any, params: Any) -> Any:
             "beam search", "a ranked list has no logprobs of single tokens: leave logprobs out", "logprobs"
         )
     fields = request.model_extra or {}
-    params.extra_args = extra | {field: fields[field] for field in RANKED if field in fields}
+    params.extra_args = extra | {field: fields[field] for field in ranking.OPTIONS if field in fields}
     params.structured_outputs = structured
     return params
 

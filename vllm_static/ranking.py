@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from vllm import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
 from itemset import ItemSet
@@ -22,8 +22,16 @@ from itemset.best import Answer, Best, Pass, Ranked, Rounds, search
 from itemset.catalogue import RefusedError
 from itemset.config import REFERENCE
 
-EXACT, MAX_PASSES = "exact", "max_passes"
-"""Beside the name of a set in `extra_args`: search until the ranking is proven; and after so many passes, give up."""
+EXACT, MAX_PASSES, RENORMALISED = OPTIONS = ("exact", "max_passes", "renormalised")
+"""Beside the name of a set in `extra_args`: search until the ranking is proven; after so many passes, give up; score
+each token among those that may stand there."""
+
+
+class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
+    """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it what OPTIONS
+    names."""
+
+    extra_args: dict[str, Any] | None = None
 
 
 class ScoringParams(SamplingParams):
@@ -47,6 +55,7 @@ class Ranking:
             params.beam_width,
             end_token=end_token,
             exact=_boolean(extra, EXACT),
+            renormalised=_boolean(extra, RENORMALISED),
             max_passes=_number(extra, MAX_PASSES),
         )
 

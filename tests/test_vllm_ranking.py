@@ -1,0 +1,178 @@
+"""Ranked lists in the real vLLM: the oracle's ranking, by the calls that vLLM's users know."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_static.ranking import RankingParams
+
+EOS = 1
+PROMPT = [7, 8, 9]
+CITIES = ["Paris", "London", "New York", "New York City"]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> Any:
+    """`oracle(items)`: every item with its score, best first, by the same checkpoint in Hugging Face's own code."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+
+    @torch.inference_mode()
+    def scores(items: list[tuple[int, ...]]) -> list[tuple[float, tuple[int, ...]]]:
+        ranked = []
+        for item in items:
+            tokens = torch.tensor([[*PROMPT, *item, EOS]])
+            log_probs = model(tokens).logits[0].double().log_softmax(-1)
+            wanted = tokens[0, len(PROMPT) :]
+            ranked.append((float(log_probs[len(PROMPT) - 1 : -1].gather(1, wanted[:, None]).sum()), tuple(item)))
+        return sorted(ranked, reverse=True)
+
+    return scores
+
+
+def beams(width: int, max_tokens: int = 40, choice: list[str] | None = None, **extra: Any) -> RankingParams:
+    structured = None if choice is None else StructuredOutputsParams(choice=choice)
+    return RankingParams(beam_width=width, max_tokens=max_tokens, extra_args=extra, structured_outputs=structured)
+
+
+def ranked(llm: Any, params: RankingParams) -> list[dict[str, Any]]:
+    """In the engine's process: what is needed of the answers to two equal prompts."""
+    answers = []
+    for output in llm.beam_search([{"prompt_token_ids": PROMPT}] * 2, params):
+        items = [(one.cum_logprob, tuple(one.tokens[len(PROMPT) :]), one.text, one.key) for one in output.sequences]
+        answers.append({"items": items, "proven": output.proven, "passes": output.passes, "rounds": output.rounds})
+    return answers
+
+
+@pytest.fixture
+def engine(engines, tiny_model, static):
+    return engines("v2", tiny_model, **static)
+
+
+def check(answer: dict[str, Any], expected: list[tuple[float, tuple[int, ...]]]) -> None:
+    assert [tokens for _, tokens, *_ in answer["items"]] == [(*item, EOS) for _, item in expected]
+    np.testing.assert_allclose([score for score, *_ in answer["items"]], [s for s, _ in expected], atol=2e-3)
+
+
+@pytest.mark.parametrize(("name", "width"), [("prefixes", 7), ("one", 3), ("labels", 150)])
+def test_a_beam_as_wide_as_the_set_ranks_all_of_it(engine, oracle, named_sets, name, width):
+    """One of the sets has a node of 150 children: more than vLLM's --max-logprobs and its logprob_token_ids allow."""
+    expected = oracle(sorted(named_sets[name].items))
+    for answer in engine.call(ranked, beams(width, item_set=name)):
+        check(answer, expected)
+        assert answer["proven"]
+
+
+def test_the_proven_best(engine, oracle, named_sets):
+    expected = oracle(sorted(named_sets["ragged"].items))
+    first, second = engine.call(ranked, beams(4, item_set="ragged", exact=True))
+    check(first, expected[:4])
+    assert first == second
+    assert first["proven"]
+    limited = engine.call(ranked, beams(4, item_set="ragged", exact=True, max_passes=3))[0]
+    assert limited["passes"] <= 3
+    assert not limited["proven"]
+
+
+def test_an_inline_set(engine):
+    (answer, _) = engine.call(ranked, beams(9, choice=CITIES))
+    assert len(answer["items"]) == 4  # no filler
+    texts = [text for _, _, text, _ in answer["items"]]
+    assert sorted(next(city for city in sorted(CITIES, key=len, reverse=True) if city in text) for text in texts) == (
+        sorted(CITIES)
+    )
+
+
+@pytest.fixture
+def server(servers, tiny_model, named_sets):
+    flags = ["--item-set", *(f"{name}={named.path}" for name, named in named_sets.items())]
+    return servers("v2", tiny_model, arguments=("--guided-decoding-backend", "static", *flags))
+
+
+ENDPOINTS = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a film"}]},
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_over_http(server, named_sets, oracle, endpoint):
+    asked = {"model": "tiny", **ENDPOINTS[endpoint], "use_beam_search": True, "n": 9, "max_tokens": 20}
+    status, answer = server.post(endpoint, {**asked, "item_set": "prefixes", "exact": True, "return_token_ids": True})
+    assert status == 200, answer
+    choices = answer["choices"]
+    found = [tuple(token for token in choice["token_ids"] if token != EOS) for choice in choices]
+    assert sorted(found) == sorted(named_sets["prefixes"].items)  # all seven, none twice, no filler
+    assert [choice["index"] for choice in choices] == list(range(7))
+    assert [choice["item"]["rank"] for choice in choices] == list(range(1, 8))
+    scores = [choice["item"]["score"] for choice in choices]
+    assert scores == sorted(scores, reverse=True)
+    assert len({choice["item"]["key"] for choice in choices}) == 7
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    if endpoint == "/v1/completions":
+        assert found == [item for _, item in oracle(sorted(named_sets["prefixes"].items))]
+    status, answer = server.post(endpoint, {**asked, "structured_outputs": {"choice": CITIES}})
+    assert status == 200, answer
+    texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+    assert sorted(texts) == sorted(CITIES)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"stream": True}, "Streaming is not"),
+        ({"item_set": "raged"}, "did you mean 'ragged'"),
+        ({"max_tokens": 3}, "max_tokens=3 is less than the longest item has"),
+        ({"logprobs": 1}, "a ranked list has no logprobs of single tokens"),
+        ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
+    ],
+)
+def test_a_bad_request_is_http_400(server, body, message):
+    asked = {"model": "tiny", "prompt": "p", "use_beam_search": True, "n": 2, "max_tokens": 20, "item_set": "ragged"}
+    status, answer = server.post("/v1/completions", asked | body)
+    assert status == 400, answer
+    assert message in answer["error"]["message"]
+
+
+def test_the_requests_of_a_client_that_went_are_aborted(server):
+    """The list takes seconds in the interpreter; the client leaves after a fraction of one."""
+    asked = {"model": "tiny", "prompt": "p", "use_beam_search": True, "n": 40, "max_tokens": 20, "item_set": "large"}
+    with pytest.raises(OSError, match="timed out"):
+        server.post("/v1/completions", asked, timeout=0.7)
+    for _ in range(60):
+        running = [line for line in server.get("/metrics")[1].splitlines() if line.startswith("vllm:num_requests_")]
+        if running and all(float(line.rsplit(" ", 1)[1]) == 0 for line in running if "by_reason" not in line):
+            break
+        time.sleep(0.5)
+    else:
+        pytest.fail("requests are still there")
+    status, answer = server.post("/v1/completions", asked | {"n": 1, "item_set": "one"})
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"item_set": "raged"}, "did you mean 'ragged'"),
+        ({"item_set": "ragged", "max_tokens": 5}, "max_tokens=5 is less than the longest item has: set it to at least"),
+        ({"item_set": "ragged", "exact": 1}, "exact must be true or false, not 1"),
+        ({"item_set": "ragged", "max_passes": 0}, "max_passes must be a number of forward passes, at least 1, not 0"),
+        ({"item_set": "ragged", "choice": ["a"]}, "exclude each other"),
+    ],
+)
+def test_a_bad_request_is_refused(engine, params, message):
+    with pytest.raises(VLLMValidationError, match=message):
+        engine.call(ranked, beams(2, **params))
+
+
+def test_model_runner_v1_cannot_score(engines, tiny_model, static):
+    with pytest.raises(VLLMValidationError, match="needs vLLM's model runner V2: start it with"):
+        engines("v1", tiny_model, **static).call(ranked, beams(2, item_set="one"))

@@ -32,6 +32,7 @@ HOOKS = {
     f"{_ARGUMENTS}.from_cli_args": "what these flags mean",
     f"{_ARGUMENTS}.check_server_args": "item sets are checked before a process starts",
     f"{_TOKENIZER}.init_tokenizer_and_processor": "the front end, made at start-up",
+    f"{_TOKENIZER}.generate_request": "ranked lists in place of beam search",
     f"{_TOKENIZER}._tokenize_one_request": "inline sets are encoded off the event loop",
     f"{_TOKENIZER}._create_tokenized_object": "the item set is attached to its request",
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": "a request is given its item set",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from base64 import b64encode
+from types import SimpleNamespace
 from typing import Any
 
+from itemset import ItemSet
 from itemset.catalogue import INLINE, RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
@@ -44,7 +46,9 @@ class FrontEnd:
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self._checks.summary())
 
-    def take(self, request: Any, defaults: dict[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
+    def take(
+        self, request: Any, defaults: dict[str, Any] | None, *, ranked: bool = False
+    ) -> tuple[str | None, dict[str, Any]]:
         """The reference of the set that a request names or brings along, and its parameters without these words.
 
         They may stand in the body of an HTTP request, in `sampling_params` as SGLang's own `regex` does, in its
@@ -70,10 +74,10 @@ class FrontEnd:
                 f"item_set, choice and {', '.join(other) or 'other constraints'} (or response_format) exclude each "
                 "other: give one",
             )
-        if (given.get("beam_width") or 1) > 1:
+        if not ranked and (given.get("beam_width") or 1) > 1:
             raise RefusedError(
                 "beam search",
-                "beam_width would ignore the item set: leave beam_width out, and use n for several answers",
+                "beam_width would ignore the item set here: leave it out, and use n for several answers",
             )
         if getattr(request, "custom_logit_processor", None) is not None:
             raise RefusedError(
@@ -81,6 +85,24 @@ class FrontEnd:
                 "custom_logit_processor is not supported with an item set, from which it could lead away: leave it out",
             )
         return (self._checks.named(named[0]) if named else self._checks.inline(choices[0])), rest
+
+    def ranked(self, request: Any, params: dict[str, Any], prompt_tokens: int, end_token: int) -> ItemSet:
+        """The set of a request for a ranked list. params: its sampling parameters for one prompt.
+
+        Raises RefusedError where some of its items could not be scored.
+        """
+        one = SimpleNamespace(sampling_params=params, custom_logit_processor=request.custom_logit_processor)
+        reference, _ = self.take(one, None, ranked=True)
+        item_set = self._checks.catalogue[str(reference)]
+        self._checks.request(str(reference), prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token])
+        limit = params.get("max_new_tokens", 128)
+        if limit is not None and limit < item_set.longest:
+            raise RefusedError(
+                "beam search",
+                f"max_new_tokens={limit} is less than the longest item has: set it to at least {item_set.longest + 1} "
+                "for a ranked list",
+            )
+        return item_set
 
     def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:
         """Make a request's `SamplingParams` carry the set to the scheduler, in `custom_params`.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,6 +13,8 @@ from itemset.config import REFERENCE
 
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
 CHOICE = "choice"
+RANKING = ("exact", "renormalised", "max_passes")
+"""Beside an item set and `beam_width`: see `itemset.best.search`."""
 
 _fields: ContextVar[dict[str, Any] | None] = ContextVar("item_set_fields", default=None)
 
@@ -47,6 +50,16 @@ class ItemSetFields:
             _fields.reset(token)
 
 
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    """For the requests that are made on behalf of one: theirs are no fields of its body."""
+    token = _fields.set(None)
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
 def _find(body: bytes) -> dict[str, Any] | None:
     if not any(f'"{word}"'.encode() in body for word in (REFERENCE, CHOICE)):
         return None
@@ -65,7 +78,7 @@ def _within_the_contract(body: bytes) -> bytes:
     given = asgi.parsed(body)
     params = given.get("sampling_params")
     for one in params if isinstance(params, list) else [params]:
-        if isinstance(one, dict) and (words := [word for word in (REFERENCE, CHOICE) if word in one]):
+        if isinstance(one, dict) and (words := [word for word in (REFERENCE, CHOICE, *RANKING) if word in one]):
             one["custom_params"] = {**(one.get("custom_params") or {}), **{word: one.pop(word) for word in words}}
     return json.dumps(given).encode() if given else body
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from itemset import hooks
@@ -67,6 +67,22 @@ def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwarg
         from sglang_static.front import FrontEnd
 
         self.static_front_end = FrontEnd(self)
+
+
+async def _generate_request(
+    original: Callable[..., Any], self: Any, request: Any, http_request: Any = None
+) -> AsyncGenerator[Any, None]:
+    """Where a request with a set asks for a beam search, it gets a ranked list."""
+    if self.static_front_end is not None and hasattr(request, "custom_logit_processor"):
+        from sglang_static import ranking
+
+        if ranking.wanted(request) and ranking.has_set(self, request):
+            if request.stream:
+                raise ValueError("a ranked list is not streamed: leave stream out")
+            yield await ranking.ranked(original, self, request, http_request)
+            return
+    async for part in original(self, request, http_request):
+        yield part
 
 
 async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
@@ -182,6 +198,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
     f"{_ARGUMENTS}.check_server_args": _check_server_args,
     f"{_TOKENIZER}.init_tokenizer_and_processor": _init_tokenizer,
+    f"{_TOKENIZER}.generate_request": _generate_request,
     f"{_TOKENIZER}._tokenize_one_request": _tokenize_one_request,
     f"{_TOKENIZER}._create_tokenized_object": _create_tokenized_object,
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": _process_grammar,

@@ -8,34 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
+from ranking import EOS, PROMPT, oracle_of
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_static.ranking import RankingParams
 
-EOS = 1
-PROMPT = [7, 8, 9]
 CITIES = ["Paris", "London", "New York", "New York City"]
 
 
 @pytest.fixture(scope="module")
 def oracle(tiny_model: Path) -> Any:
-    """`oracle(items)`: every item with its score, best first, by the same checkpoint in Hugging Face's own code."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
-
-    @torch.inference_mode()
-    def scores(items: list[tuple[int, ...]]) -> list[tuple[float, tuple[int, ...]]]:
-        ranked = []
-        for item in items:
-            tokens = torch.tensor([[*PROMPT, *item, EOS]])
-            log_probs = model(tokens).logits[0].double().log_softmax(-1)
-            wanted = tokens[0, len(PROMPT) :]
-            ranked.append((float(log_probs[len(PROMPT) - 1 : -1].gather(1, wanted[:, None]).sum()), tuple(item)))
-        return sorted(ranked, reverse=True)
-
-    return scores
+    return oracle_of(tiny_model)
 
 
 def beams(width: int, max_tokens: int = 40, choice: list[str] | None = None, **extra: Any) -> RankingParams:

@@ -1,0 +1,135 @@
+"""Ranked lists: the best items of a set, in place of SGLang's beam search where a request has one.
+
+SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Here each round is a batch of
+ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`): the children of a
+prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from itemset import ItemSet
+from itemset.best import Answer, Best, Pass, search
+from itemset.catalogue import RefusedError
+from sglang_static import http
+
+Generate = Callable[..., AsyncGenerator[Any, None]]
+
+
+def wanted(request: Any) -> bool:
+    """Whether a request, of one prompt or several, asks for a beam search."""
+    given = request.sampling_params
+    first = given[0] if isinstance(given, list) and given else given
+    return isinstance(first, Mapping) and (first.get("beam_width") or 1) > 1
+
+
+def has_set(manager: Any, request: Any) -> bool:
+    """Whether it names or brings an item set."""
+    given = request.sampling_params
+    one = SimpleNamespace(
+        sampling_params=given[0] if isinstance(given, list) else given,
+        custom_logit_processor=request.custom_logit_processor,
+    )
+    reference, _ = manager.static_front_end.take(one, None, ranked=True)
+    return reference is not None
+
+
+async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> Any:
+    """What `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one prompt,
+    a list for several."""
+    prompts = request.text if request.input_ids is None else request.input_ids
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    answers = []
+    for i, prompt in enumerate([prompts] if single else prompts):
+        params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
+        tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        answers.append(await _one(generate, manager, request, http_request, params, tokens))
+    return answers[0] if single else answers
+
+
+async def _one(
+    generate: Generate, manager: Any, request: Any, http_request: Any, params: dict[str, Any], prompt: list[int]
+) -> dict[str, Any]:
+    front_end, tokenizer = manager.static_front_end, manager.tokenizer
+    end = tokenizer.eos_token_id
+    item_set: ItemSet = front_end.ranked(request, params, len(prompt), end)
+    options = {**(params.get("custom_params") or {}), **params}
+    rounds = search(
+        item_set,
+        params["beam_width"],
+        end_token=end,
+        exact=_boolean(options, "exact"),
+        renormalised=_boolean(options, "renormalised"),
+        max_passes=_number(options, "max_passes"),
+    )
+    passes = next(rounds)
+    while True:
+        scored = await _scored(generate, manager, http_request, prompt, passes)
+        try:
+            passes = rounds.send(scored)
+        except StopIteration as stop:
+            best: Best = stop.value
+            break
+    if not best.items:
+        raise RefusedError("beam search", "no item was found in so few forward passes: raise max_passes")
+    results = []
+    returned = params.get("n") if (params.get("n") or 1) > 1 else params["beam_width"]  # SGLang: the beam, or n of it
+    for rank, item in enumerate(best.items[:returned], 1):
+        (key,) = item_set.lookup([list(item.tokens)])
+        info = {
+            "finish_reason": {"type": "stop", "matched": end},
+            "sequence_score": item.score,
+            "rank": rank,
+            "key": key if isinstance(key, str) else int(key),
+        }
+        text = tokenizer.decode(item.tokens, skip_special_tokens=params.get("skip_special_tokens", True))
+        results.append({"output_ids": [*item.tokens, end], "text": text, "meta_info": info})
+    first = results[0]
+    counts = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(one["output_ids"]) for one in results)}
+    proof = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
+    return {**first, "meta_info": {**first["meta_info"], **counts, **proof, "beam_results": results}}
+
+
+async def _scored(
+    generate: Generate, manager: Any, http_request: Any, prompt: list[int], passes: Sequence[Pass]
+) -> list[Answer]:
+    asked = GenerateReqInput(
+        input_ids=[[*prompt, *one.tokens] for one in passes],
+        sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=[len(prompt) + one.known - 1 for one in passes],
+        token_ids_logprob=[one.after.tolist() or [0] for one in passes],
+        log_metrics=False,
+    )
+    outputs: list[Any] = []
+    with http.ordinary():
+        async for part in generate(manager, asked, http_request):
+            outputs = part
+    answers = []
+    for one, output in zip(passes, outputs, strict=True):
+        info = output["meta_info"]
+        entries = info["input_token_logprobs"]
+        run = [entry[0] for entry in entries[len(entries) - len(one.tokens) + one.known :]]
+        (after,) = info["output_token_ids_logprobs"]
+        answers.append((np.array(run), np.array([entry[0] for entry in after[: len(one.after)]])))
+    return answers
+
+
+def _boolean(params: Mapping[str, Any], name: str) -> bool:
+    value = params.get(name, False)
+    if not isinstance(value, bool):
+        raise RefusedError("wrong type", f"{name} must be true or false, not {value!r:.60}")
+    return value
+
+
+def _number(params: Mapping[str, Any], name: str) -> int | None:
+    value = params.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise RefusedError("wrong type", f"{name} must be a number of forward passes, at least 1, not {value!r:.60}")
+    return value

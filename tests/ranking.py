@@ -1,0 +1,31 @@
+"""The oracle of ranked lists: every item scored by the same checkpoint in Hugging Face's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+EOS = 1
+PROMPT = [7, 8, 9]
+Ranked = list[tuple[float, tuple[int, ...]]]
+
+
+def oracle_of(checkpoint: Path) -> Callable[[Iterable[tuple[int, ...]]], Ranked]:
+    """A function of items: each with its score behind PROMPT, its end token included, best first."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+
+    @torch.inference_mode()
+    def ranked(items: Iterable[tuple[int, ...]]) -> Ranked:
+        scored = []
+        for item in items:
+            tokens = torch.tensor([[*PROMPT, *item, EOS]])
+            log_probs = model(tokens).logits[0].double().log_softmax(-1)
+            wanted = tokens[0, len(PROMPT) :]
+            scored.append((float(log_probs[len(PROMPT) - 1 : -1].gather(1, wanted[:, None]).sum()), tuple(item)))
+        return sorted(scored, reverse=True)
+
+    return ranked

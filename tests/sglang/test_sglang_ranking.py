@@ -1,0 +1,60 @@
+"""Ranked lists in the real SGLang: the oracle's ranking, in the form of its own beam search."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from asking import CITIES, inline, named
+from ranking import EOS, PROMPT, oracle_of
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return oracle_of(tiny_model)
+
+
+def check(output: dict, expected: list[tuple[float, tuple[int, ...]]]) -> None:
+    found = output["meta_info"]["beam_results"]
+    assert [tuple(one["output_ids"]) for one in found] == [(*item, EOS) for _, item in expected]
+    scores = [one["meta_info"]["sequence_score"] for one in found]
+    np.testing.assert_allclose(scores, [score for score, _ in expected], atol=2e-3)
+    assert [one["meta_info"]["rank"] for one in found] == list(range(1, len(expected) + 1))
+
+
+@pytest.mark.parametrize(("name", "width"), [("prefixes", 9), ("one", 3), ("labels", 150), ("ragged", 200)])
+def test_a_beam_as_wide_as_the_set_ranks_all_of_it(engine, oracle, named_sets, name, width):
+    output = engine.generate(input_ids=PROMPT, sampling_params=named(name, beam_width=width, max_new_tokens=40))
+    check(output, oracle(named_sets[name].items))
+    assert output["meta_info"]["proven"]
+
+
+def test_the_proven_best_of_several_prompts(static, oracle, named_sets):
+    asked = named("ragged", beam_width=4, exact=True)
+    outputs = static("device").generate(input_ids=[PROMPT, [11, 12], PROMPT], sampling_params=asked)
+    check(outputs[0], oracle(named_sets["ragged"].items)[:4])
+    assert outputs[0]["output_ids"] == outputs[2]["output_ids"] != []
+    assert all(output["meta_info"]["proven"] for output in outputs)
+
+
+def test_n_of_the_beam_and_an_inline_set(static):
+    engine = static("device")
+    output = engine.generate("p", inline(CITIES, beam_width=9))
+    assert sorted(one["text"] for one in output["meta_info"]["beam_results"]) == sorted(CITIES)  # no filler
+    output = engine.generate("p", inline(CITIES, beam_width=9, n=2))
+    assert len(output["meta_info"]["beam_results"]) == 2
+
+
+def test_over_http(servers, tiny_model, files, named_sets, oracle):
+    sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
+    server = servers(tiny_model, arguments=("--grammar-backend", "static", *sets))
+    params = {"item_set": "prefixes", "beam_width": 9, "exact": True, "max_new_tokens": 20}
+    status, answer = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params})
+    assert status == 200, answer
+    check(answer, oracle(named_sets["prefixes"].items))
+    body = {"input_ids": PROMPT, "item_set": "prefixes", "sampling_params": {"beam_width": 9, "max_new_tokens": 20}}
+    status, answer = server.post("/generate", body)
+    assert status == 200, answer
+    check(answer, oracle(named_sets["prefixes"].items))
+    status, answer = server.post("/generate", body | {"item_set": "prefixed"})
+    assert status == 400
+    assert "did you mean 'prefixes'" in str(answer)

@@ -15,6 +15,8 @@ def test_every_hook_is_used_and_said_why():
     extended = {"vllm.config.structured_outputs:StructuredOutputsConfig", "vllm.v1.engine.core:EngineCore"}
     assert set(plugin.AROUND) | extended == set(compat.HOOKS)
     assert set(drafts.AROUND) == set(compat.WORKER_HOOKS)
+    assert set(plugin.AROUND_LATER) == set(compat.LATER_HOOKS)
+    compat.check(compat.LATER_HOOKS)
     plugin.register()
     plugin.register()
     assert LLM.__init__.__name__ == "__init__"

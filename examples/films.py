@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,6 +45,10 @@ PROMPT = [
     {"role": "assistant", "content": "Platoon (1986)"},
 ]
 ANSWERS_PER_TASTE = 3  # the last of them is streamed
+RANKED = 10
+RANKED_PROMPT = """a comedy with robots: Short Circuit (1986)
+a film about the war in Vietnam: Platoon (1986)
+a space adventure: """
 ITEM_SET = "films"
 INDEX = CACHE / "films.itemset"
 
@@ -115,6 +120,44 @@ def token_ids_of(choice: Choice) -> list[int]:
     return extra.get("token_ids") or extra.get("response_token_ids") or []
 
 
+def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
+    """The films that the model finds most probable of all, by the engine's own word for a beam search.
+
+    Each with its rank, score, key and title.
+    """
+    if engine == "sglang":
+        params = {"beam_width": RANKED, "item_set": ITEM_SET, "max_new_tokens": 64}
+        answer = post(url.removesuffix("/v1") + "/generate", {"text": RANKED_PROMPT, "sampling_params": params})
+        found = answer["meta_info"]["beam_results"]
+        return [
+            {**one["meta_info"], "score": one["meta_info"]["sequence_score"], "title": one["text"]} for one in found
+        ]
+    asked = {"model": MODEL_NAME, "prompt": RANKED_PROMPT, "max_tokens": 64, "item_set": ITEM_SET}
+    answer = post(url + "/completions", asked | {"use_beam_search": True, "n": RANKED})
+    return [{**choice["item"], "title": choice["text"]} for choice in answer["choices"]]
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise DemoError(f"{url}: {error.read().decode()}") from error
+
+
+def report_ranks(films: list[dict[str, Any]], catalogue: Path) -> bool:
+    """Print the ranked list as a table; True if it is one, of films of the list."""
+    with catalogue.open(newline="", encoding="utf-8") as file:
+        title_of = {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
+    print(f"\nthe {len(films)} most probable films behind {RANKED_PROMPT.splitlines()[-1]!r}")
+    print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
+    for film in films:
+        print(f"{film['rank']:>4}  {film['score']:>7.2f}  {film['key']:>5}  {film['title']}")
+    keys = {film["key"] for film in films}
+    return len(keys) == RANKED and all(title_of.get(film["key"]) == film["title"] for film in films)
+
+
 def report(answers_given: list[Answer], catalogue: Path, stop_token: int) -> bool:
     """Print a table of the answers with their films' keys; True if every one is a film of the list."""
     with catalogue.open(newline="", encoding="utf-8") as file:
@@ -179,10 +222,12 @@ def main() -> int:
             started = time.monotonic()
             answers_given = asyncio.run(ask_all(url))
             print(f"{len(answers_given)} answers in {time.monotonic() - started:.1f} s", flush=True)
+            films = ranked_list(url, arguments.engine)
             if forced_drafts:
                 print(steps_an_answer(url, answers_given), flush=True)
         stop_token = json.loads((model / "config.json").read_text())["eos_token_id"]
-        return 0 if report(answers_given, catalogue, stop_token) else 1
+        good = report(answers_given, catalogue, stop_token)
+        return 0 if report_ranks(films, catalogue) and good else 1
     except (DemoError, openai.APIError) as error:
         print(f"\n{error}", file=sys.stderr)
         return 1

@@ -16,7 +16,6 @@ TAG = {
         "elements": [{"type": "const_string", "value": "ab"}, {"type": "regex", "pattern": "[0-9]{2}"}],
     },
 }
-RANKED = "needs vLLM's model runner V2 OR is less than the longest item has"  # a list on V1; a short one on V2
 COLOURS = ["red", "green", "blue"]
 
 
@@ -111,8 +110,11 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
         ({"item_set": ["ragged"]}, "item_set must be the name of an item set"),
         ({"item_set": "ragged", "structured_outputs": {"choice": ["a"]}}, "exclude each other"),
         ({"item_set": "ragged", "response_format": {"type": "json_object"}}, "exclude each other"),
-        ({"item_set": "ragged", "use_beam_search": True, "n": 2, "max_tokens": 3}, RANKED),
-        ({"structured_outputs": {"choice": ["a b c d"]}, "use_beam_search": True, "max_tokens": 1}, RANKED),
+        ({"item_set": "ragged", "use_beam_search": True, "n": 2, "max_tokens": 3}, "is less than the longest"),
+        (
+            {"structured_outputs": {"choice": ["a b c d"]}, "use_beam_search": True, "max_tokens": 1},
+            "is less than the longest",
+        ),
         ({"structured_outputs": {"choice": []}}, "at least one text"),
         ({"structured_outputs": {"choice": [""]}}, "is empty"),
         ({"structured_outputs": {"choice": "red"}}, "valid list"),
@@ -126,7 +128,7 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
     ):
         status, answer = server.post(path, {"model": "tiny", **prompt, **body})
         assert status == 400, answer
-        assert any(text in answer["error"]["message"] for text in message.split(" OR ")), answer
+        assert message in answer["error"]["message"]
     assert item_of(complete(server, item_set="one", return_token_ids=True)) in named_sets["one"].items
 
 

@@ -34,7 +34,7 @@ class FrontEnd:
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
         )
-        self._scores = vllm_config.use_v2_model_runner
+        self.v2 = bool(vllm_config.use_v2_model_runner)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
             as_configured = "as configured" if config.item_set_path == "host" else None
@@ -93,12 +93,6 @@ class FrontEnd:
         """
         self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token])
         item_set = self._checks.catalogue[reference]
-        if not self._scores:
-            raise RefusedError(
-                "beam search",
-                "a ranked list of an item set needs vLLM's model runner V2: start it with VLLM_USE_V2_MODEL_RUNNER=1, "
-                "or leave the beam search out and use n for several answers",
-            )
         if params.max_tokens < item_set.longest:
             raise RefusedError(
                 "beam search",

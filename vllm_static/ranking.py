@@ -1,8 +1,7 @@
 """Ranked lists: the best items of a set, in place of vLLM's beam search where a request has one.
 
 vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
-Here each round is a batch of ordinary requests that score chosen tokens of a prompt (`prompt_logprob_token_ids`, model
-runner V2): the children of a prefix, or a whole tail.
+Here each round is a batch of ordinary requests that score chosen tokens: the children of a prefix, or a whole tail.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Ranking:
         extra = dict(getattr(params, "extra_args", None) or {})
         given = SimpleNamespace(extra_args=extra, structured_outputs=params.structured_outputs)
         self._item_set: ItemSet = front_end.ranked(front_end.find(given), params, len(prompt), end_token)
-        self._prompt, self._end = prompt, end_token
+        self._prompt, self._end, self._v2 = prompt, end_token, front_end.v2
         self.rounds: Rounds = search(
             self._item_set,
             params.beam_width,
@@ -65,30 +64,38 @@ class Ranking:
         cached: whether it may use the prefix cache. Where the row of a wanted token lies in a cached block, the answer
         is missing, and it has to be asked again without.
         """
-        rows = [[token] for token in one.tokens[one.known :]]
-        wanted = np.full((len(rows) + 1, max(1, len(one.after))), -1, np.int64)
-        for row, token in zip(wanted, rows, strict=False):
-            row[:1] = token
+        common: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        tokens, run = [*self._prompt, *one.tokens], one.tokens[one.known :]
+        if (
+            not self._v2
+        ):  # which alone scores chosen tokens of a prompt; here those of the next token, and the run's own
+            after = one.after.tolist()
+            own = {"prompt_logprobs": 0} if run else {}
+            return tokens, ScoringParams(logprobs=len(after), logprob_token_ids=after, **common, **own)
+        wanted = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
+        wanted[: len(run), 0] = run
         wanted[-1, : len(one.after)] = one.after
         params = ScoringParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
             prompt_logprob_token_ids=wanted,
             prompt_logprob_start=len(self._prompt) + one.known - 1,
             skip_reading_prefix_cache=not cached,
+            **common,
         )
         # The last row scores what would follow; a prompt's rows end one before its last token.
-        return [*self._prompt, *one.tokens, self._end], params
+        return [*tokens, self._end], params
 
     def answer(self, one: Pass, output: Any) -> Answer | None:
         """What vLLM has scored, None where it has to be asked again."""
-        scores = output.prompt_token_id_logprobs
-        if scores is None:
+        run = one.tokens[one.known :]
+        if not self._v2:
+            first = len(self._prompt) + one.known
+            own = [output.prompt_logprobs[first + i][token].logprob for i, token in enumerate(run)]
+            (after,) = output.outputs[0].logprobs
+            return np.array(own), np.array([after[token].logprob for token in one.after.tolist()])
+        if output.prompt_token_id_logprobs is None:
             return None
-        table = np.asarray(scores, np.float64)
-        run = len(one.tokens) - one.known
-        return table[:run, 0], table[run, : len(one.after)]
+        table = np.asarray(output.prompt_token_id_logprobs, np.float64)
+        return table[: len(run), 0], table[len(run), : len(one.after)]
 
     def key(self, item: Ranked) -> Any:
         """The item's own key."""

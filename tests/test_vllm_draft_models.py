@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_models import cached_tiny_eagle, cached_tiny_eagle3, cached_tiny_mimo
-from test_vllm_drafts import exact, spoken, watch_drafts
+from samples import exact
+from test_vllm_drafts import logits_behind, spoken, watch_drafts
 from test_vllm_engine import CITIES, answer, inline, named, on_path
 from vllm import SamplingParams
 
@@ -97,7 +98,7 @@ def test_tokens_that_the_draft_model_lacks_are_drawn_by_their_distribution(engin
     }
     prompt, samples = [7, 8, 9], 240
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", max_logprobs=1013, **common)
-    expected = exact(plain, prompt, items) * samples
+    expected = exact(items, lambda *behind: logits_behind(plain, prompt, *behind)) * samples
     config = drafting("eagle3 drawn", odd_model)
     engine = engines("v2", odd_model, speculative_config=config, max_num_seqs=24, **common)
     params = named("few", temperature=1 / 3, n=samples // 8)

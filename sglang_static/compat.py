@@ -24,6 +24,7 @@ has no place for a plugin's."""
 
 _ARGUMENTS, _WORKER = "sglang.srt.server_args:ServerArgs", "sglang.srt.managers.tp_worker:TpModelWorker"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+_OPENAI = "sglang.srt.entrypoints.openai"
 _DRAFTS = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_GRAPH = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute"
 
@@ -33,6 +34,8 @@ HOOKS = {
     f"{_ARGUMENTS}.check_server_args": "item sets are checked before a process starts",
     f"{_TOKENIZER}.init_tokenizer_and_processor": "the front end, made at start-up",
     f"{_TOKENIZER}.generate_request": "ranked lists in place of beam search",
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": "ranks, scores and keys",
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": "the same",
     f"{_TOKENIZER}._tokenize_one_request": "inline sets are encoded off the event loop",
     f"{_TOKENIZER}._create_tokenized_object": "the item set is attached to its request",
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": "a request is given its item set",

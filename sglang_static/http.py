@@ -13,6 +13,8 @@ from itemset.config import REFERENCE
 
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
 CHOICE = "choice"
+BEAMS = "use_beam_search"
+"""vLLM's word for a ranked list of `n`, on the OpenAI endpoints."""
 RANKING = ("exact", "renormalised", "max_passes")
 """Beside an item set and `beam_width`: see `itemset.best.search`."""
 
@@ -40,7 +42,7 @@ class ItemSetFields:
             return
         body = await asgi.read(receive)
         found = _find(body)
-        if refusal := asgi.misspelled(body) or _refusal(scope["path"], found):
+        if refusal := asgi.misspelled(body) or _refusal(scope["path"], found, body):
             await asgi.refuse(send, refusal)
             return
         token = _fields.set(found)
@@ -68,6 +70,8 @@ def _find(body: bytes) -> dict[str, Any] | None:
     structured = given.get("structured_outputs")
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         found.setdefault(CHOICE, structured[CHOICE])
+    if found:
+        found |= {word: given[word] for word in (BEAMS, *RANKING) if word in given}
     return found or None
 
 
@@ -83,7 +87,9 @@ def _within_the_contract(body: bytes) -> bytes:
     return json.dumps(given).encode() if given else body
 
 
-def _refusal(path: str, found: dict[str, Any] | None) -> str | None:
+def _refusal(path: str, found: dict[str, Any] | None, body: bytes) -> str | None:
     if found and path not in SERVED:
         return f"{path} takes no {next(iter(found))}: send it to one of {', '.join(sorted(SERVED))}"
+    if found and found.get(BEAMS) and asgi.parsed(body).get("stream"):
+        return "a ranked list is not streamed: leave stream out"
     return None

@@ -77,12 +77,16 @@ async def _generate_request(
         from sglang_static import ranking
 
         if ranking.wanted(request) and ranking.has_set(self, request):
-            if request.stream:
-                raise ValueError("a ranked list is not streamed: leave stream out")
             yield await ranking.ranked(original, self, request, http_request)
             return
     async for part in original(self, request, http_request):
         yield part
+
+
+def _openai_response(original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any) -> Any:
+    from sglang_static import ranking
+
+    return ranking.with_items(original(self, request, results, *args), results)
 
 
 async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
@@ -185,12 +189,13 @@ def _in_drafts(name: str) -> Callable[..., Any]:
     return around
 
 
-_ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER, _DRAFTS = (
+_ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER, _DRAFTS, _OPENAI = (
     "sglang.srt.server_args:ServerArgs",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager",
     "sglang.srt.model_executor.model_runner:ModelRunner",
     "sglang.srt.managers.tp_worker:TpModelWorker",
     "sglang.srt.speculative.eagle_worker_v2",
+    "sglang.srt.entrypoints.openai",
 )
 
 AROUND: dict[str, Callable[..., Any]] = {
@@ -199,6 +204,8 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_ARGUMENTS}.check_server_args": _check_server_args,
     f"{_TOKENIZER}.init_tokenizer_and_processor": _init_tokenizer,
     f"{_TOKENIZER}.generate_request": _generate_request,
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": _openai_response,
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": _openai_response,
     f"{_TOKENIZER}._tokenize_one_request": _tokenize_one_request,
     f"{_TOKENIZER}._create_tokenized_object": _create_tokenized_object,
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": _process_grammar,

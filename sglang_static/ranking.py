@@ -7,11 +7,13 @@ prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset import ItemSet
@@ -22,11 +24,17 @@ from sglang_static import http
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
+def width_of(params: Mapping[str, Any]) -> int:
+    """How many beams the parameters of one prompt ask for: 1 where for none. vLLM's word takes `n` of them."""
+    width = params.get("n") if http.fields().get(http.BEAMS) else params.get("beam_width")
+    return int(width or 1)
+
+
 def wanted(request: Any) -> bool:
     """Whether a request, of one prompt or several, asks for a beam search."""
     given = request.sampling_params
     first = given[0] if isinstance(given, list) and given else given
-    return isinstance(first, Mapping) and (first.get("beam_width") or 1) > 1
+    return isinstance(first, Mapping) and (width_of(first) > 1 or bool(http.fields().get(http.BEAMS)))
 
 
 def has_set(manager: Any, request: Any) -> bool:
@@ -50,19 +58,36 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
         tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         answers.append(await _one(generate, manager, request, http_request, params, tokens))
+    if http.fields().get(http.BEAMS):  # an OpenAI endpoint, which wants an answer a choice
+        return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers
+
+
+def with_items(response: Any, results: Sequence[Any]) -> Any:
+    """An OpenAI response with each item's rank, score and key in its choice: `item`."""
+    if not results or "rank" not in results[0]["meta_info"]:
+        return response
+    body = response.model_dump(mode="json")
+    for choice, result in zip(body["choices"], results, strict=True):
+        info = result["meta_info"]
+        choice["item"] = {"rank": info["rank"], "score": info["sequence_score"], "key": info["key"]}
+    return ORJSONResponse(body)
 
 
 async def _one(
     generate: Generate, manager: Any, request: Any, http_request: Any, params: dict[str, Any], prompt: list[int]
 ) -> dict[str, Any]:
     front_end, tokenizer = manager.static_front_end, manager.tokenizer
+    if request.stream or request.return_logprob:
+        raise RefusedError(
+            "beam search", "a ranked list has no stream and no logprobs of single tokens: leave them out"
+        )
     end = tokenizer.eos_token_id
     item_set: ItemSet = front_end.ranked(request, params, len(prompt), end)
-    options = {**(params.get("custom_params") or {}), **params}
+    options = {**http.fields(), **(params.get("custom_params") or {}), **params}
     rounds = search(
         item_set,
-        params["beam_width"],
+        width_of(params),
         end_token=end,
         exact=_boolean(options, "exact"),
         renormalised=_boolean(options, "renormalised"),
@@ -70,35 +95,42 @@ async def _one(
     )
     passes = next(rounds)
     while True:
-        scored = await _scored(generate, manager, http_request, prompt, passes)
+        outputs = await _outputs(generate, manager, http_request, prompt, passes)
         try:
-            passes = rounds.send(scored)
+            passes = rounds.send(
+                [_answer(one, output["meta_info"]) for one, output in zip(passes, outputs, strict=True)]
+            )
         except StopIteration as stop:
             best: Best = stop.value
             break
     if not best.items:
         raise RefusedError("beam search", "no item was found in so few forward passes: raise max_passes")
     results = []
-    returned = params.get("n") if (params.get("n") or 1) > 1 else params["beam_width"]  # SGLang: the beam, or n of it
+    returned = params.get("n") if (params.get("n") or 1) > 1 else width_of(params)  # SGLang: the beam, or n of it
     for rank, item in enumerate(best.items[:returned], 1):
         (key,) = item_set.lookup([list(item.tokens)])
-        info = {
+        ids = [*item.tokens, end]
+        # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
+        info = {name: value for name, value in outputs[-1]["meta_info"].items() if "logprob" not in name} | {
+            "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids),
             "finish_reason": {"type": "stop", "matched": end},
             "sequence_score": item.score,
             "rank": rank,
             "key": key if isinstance(key, str) else int(key),
         }
         text = tokenizer.decode(item.tokens, skip_special_tokens=params.get("skip_special_tokens", True))
-        results.append({"output_ids": [*item.tokens, end], "text": text, "meta_info": info})
+        results.append({"output_ids": ids, "text": text, "meta_info": info})
     first = results[0]
-    counts = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(one["output_ids"]) for one in results)}
+    counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
     proof = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
     return {**first, "meta_info": {**first["meta_info"], **counts, **proof, "beam_results": results}}
 
 
-async def _scored(
+async def _outputs(
     generate: Generate, manager: Any, http_request: Any, prompt: list[int], passes: Sequence[Pass]
-) -> list[Answer]:
+) -> list[dict[str, Any]]:
     asked = GenerateReqInput(
         input_ids=[[*prompt, *one.tokens] for one in passes],
         sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
@@ -107,18 +139,18 @@ async def _scored(
         token_ids_logprob=[one.after.tolist() or [0] for one in passes],
         log_metrics=False,
     )
-    outputs: list[Any] = []
+    outputs: list[dict[str, Any]] = []
     with http.ordinary():
         async for part in generate(manager, asked, http_request):
             outputs = part
-    answers = []
-    for one, output in zip(passes, outputs, strict=True):
-        info = output["meta_info"]
-        entries = info["input_token_logprobs"]
-        run = [entry[0] for entry in entries[len(entries) - len(one.tokens) + one.known :]]
-        (after,) = info["output_token_ids_logprobs"]
-        answers.append((np.array(run), np.array([entry[0] for entry in after[: len(one.after)]])))
-    return answers
+    return outputs
+
+
+def _answer(one: Pass, info: Mapping[str, Any]) -> Answer:
+    entries = info["input_token_logprobs"]
+    run = [entry[0] for entry in entries[len(entries) - len(one.tokens) + one.known :]]
+    (after,) = info["output_token_ids_logprobs"]
+    return np.array(run), np.array([entry[0] for entry in after[: len(one.after)]])
 
 
 def _boolean(params: Mapping[str, Any], name: str) -> bool:

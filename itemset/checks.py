@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,21 @@ class Words:
     context_flag: str
     min_tokens: str
     inline_limit: str
+
+
+RANKING = ("exact", "renormalised", "max_passes")
+"""What a request for a ranked list may give beside its set: see `itemset.best.search`."""
+
+
+def ranking_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of RANKING among what a request gives, as `search` takes them. Raises RefusedError."""
+    for name in RANKING[:2]:
+        if not isinstance(given.get(name, False), bool):
+            raise RefusedError("wrong type", f"{name} must be true or false, not {given[name]!r:.60}")
+    most = given.get("max_passes")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise RefusedError("wrong type", f"max_passes must be a number of forward passes, at least 1, not {most!r:.60}")
+    return {name: given[name] for name in RANKING if name in given}
 
 
 class Checks:

@@ -12,13 +12,13 @@ from itemset.catalogue import INLINE, RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
 from sglang_static import compat, http
+from sglang_static.http import CHOICE
 
 logger = logging.getLogger(__name__)
 
 WORDS = Words(
     "context_length", "--context-length", "min_new_tokens", f'{{"inline_item_limit": N}} in {compat.VARIABLE}'
 )
-CHOICE = "choice"
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
 

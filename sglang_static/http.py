@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from itemset import asgi
+from itemset.checks import RANKING
 from itemset.config import REFERENCE
 
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
@@ -17,8 +18,6 @@ CHOICE, STRUCTURED = "choice", "structured_outputs"
 NEARLY_CHOICE = ("choices", "guided_choice")
 BEAMS = "use_beam_search"
 """vLLM's word for a ranked list of `n`, on the OpenAI endpoints."""
-RANKING = ("exact", "renormalised", "max_passes")
-"""Beside an item set and `beam_width`: see `itemset.best.search`."""
 
 _fields: ContextVar[dict[str, Any] | None] = ContextVar("item_set_fields", default=None)
 

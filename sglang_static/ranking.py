@@ -8,7 +8,8 @@ prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from itemset import ItemSet
 from itemset.best import Answer, Best, Pass, search
 from itemset.catalogue import RefusedError
+from itemset.checks import ranking_options
 from sglang_static import http
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
@@ -57,7 +59,9 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
     for i, prompt in enumerate([prompts] if single else prompts):
         params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
         tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        answers.append(await _one(generate, manager, request, http_request, params, tokens))
+        lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
+        scoring = partial(_outputs, generate, manager, http_request, lora, tokens)
+        answers.append(await _one(scoring, manager, request, params, tokens))
     if http.fields().get(http.BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers
@@ -75,7 +79,11 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
 
 
 async def _one(
-    generate: Generate, manager: Any, request: Any, http_request: Any, params: dict[str, Any], prompt: list[int]
+    outputs_of: Callable[[Sequence[Pass]], Awaitable[list[dict[str, Any]]]],
+    manager: Any,
+    request: Any,
+    params: dict[str, Any],
+    prompt: list[int],
 ) -> dict[str, Any]:
     front_end, tokenizer = manager.static_front_end, manager.tokenizer
     if request.stream or request.return_logprob:
@@ -89,13 +97,11 @@ async def _one(
         item_set,
         width_of(params),
         end_token=end,
-        exact=_boolean(options, "exact"),
-        renormalised=_boolean(options, "renormalised"),
-        max_passes=_number(options, "max_passes"),
+        **ranking_options(options),
     )
     passes = next(rounds)
     while True:
-        outputs = await _outputs(generate, manager, http_request, prompt, passes)
+        outputs = await outputs_of(passes)
         try:
             passes = rounds.send(
                 [_answer(one, output["meta_info"]) for one, output in zip(passes, outputs, strict=True)]
@@ -129,7 +135,7 @@ async def _one(
 
 
 async def _outputs(
-    generate: Generate, manager: Any, http_request: Any, prompt: list[int], passes: Sequence[Pass]
+    generate: Generate, manager: Any, http_request: Any, lora: str | None, prompt: list[int], passes: Sequence[Pass]
 ) -> list[dict[str, Any]]:
     asked = GenerateReqInput(
         input_ids=[[*prompt, *one.tokens] for one in passes],
@@ -137,6 +143,7 @@ async def _outputs(
         return_logprob=True,
         logprob_start_len=[len(prompt) + one.known - 1 for one in passes],
         token_ids_logprob=[one.after.tolist() or [0] for one in passes],
+        lora_path=None if lora is None else [lora] * len(passes),
         log_metrics=False,
     )
     outputs: list[dict[str, Any]] = []
@@ -151,17 +158,3 @@ def _answer(one: Pass, info: Mapping[str, Any]) -> Answer:
     run = [entry[0] for entry in entries[len(entries) - len(one.tokens) + one.known :]]
     (after,) = info["output_token_ids_logprobs"]
     return np.array(run), np.array([entry[0] for entry in after[: len(one.after)]])
-
-
-def _boolean(params: Mapping[str, Any], name: str) -> bool:
-    value = params.get(name, False)
-    if not isinstance(value, bool):
-        raise RefusedError("wrong type", f"{name} must be true or false, not {value!r:.60}")
-    return value
-
-
-def _number(params: Mapping[str, Any], name: str) -> int | None:
-    value = params.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise RefusedError("wrong type", f"{name} must be a number of forward passes, at least 1, not {value!r:.60}")
-    return value

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from itemset import asgi
+from itemset.checks import RANKING
 from itemset.config import REFERENCE
 from vllm_static import metrics
 
@@ -38,8 +39,6 @@ def rank_item_set(request: Any, params: Any) -> Any:
 
     Raises VLLMValidationError (HTTP 400) where the field is no string, or where log-probabilities are asked for.
     """
-    from vllm_static import ranking
-
     carried = add_item_set(request, SamplingParams(extra_args=dict(request.vllm_xargs or {})))
     extra = dict(carried.extra_args or {})
     structured = request.structured_outputs
@@ -50,7 +49,7 @@ def rank_item_set(request: Any, params: Any) -> Any:
             "beam search", "a ranked list has no logprobs of single tokens: leave logprobs out", "logprobs"
         )
     fields = request.model_extra or {}
-    params.extra_args = extra | {field: fields[field] for field in ranking.OPTIONS if field in fields}
+    params.extra_args = extra | {field: fields[field] for field in RANKING if field in fields}
     params.structured_outputs = structured
     return params
 

@@ -7,7 +7,7 @@ Here each round is a batch of ordinary requests that score chosen tokens: the ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +18,13 @@ from vllm.utils import random_uuid
 
 from itemset import ItemSet
 from itemset.best import Answer, Best, Pass, Ranked, Rounds, search
-from itemset.catalogue import RefusedError
+from itemset.checks import ranking_options
 from itemset.config import REFERENCE
-
-EXACT, MAX_PASSES, RENORMALISED = OPTIONS = ("exact", "max_passes", "renormalised")
-"""Beside the name of a set in `extra_args`: search until the ranking is proven; after so many passes, give up; score
-each token among those that may stand there."""
 
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
-    """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it what OPTIONS
-    names."""
+    """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
+    `itemset.checks.RANKING`."""
 
     extra_args: dict[str, Any] | None = None
 
@@ -53,9 +49,7 @@ class Ranking:
             self._item_set,
             params.beam_width,
             end_token=end_token,
-            exact=_boolean(extra, EXACT),
-            renormalised=_boolean(extra, RENORMALISED),
-            max_passes=_number(extra, MAX_PASSES),
+            **ranking_options(extra),
         )
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
@@ -66,9 +60,8 @@ class Ranking:
         """
         common: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         tokens, run = [*self._prompt, *one.tokens], one.tokens[one.known :]
-        if (
-            not self._v2
-        ):  # which alone scores chosen tokens of a prompt; here those of the next token, and the run's own
+        if not self._v2:
+            # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
             after = one.after.tolist()
             own = {"prompt_logprobs": 0} if run else {}
             return tokens, ScoringParams(logprobs=len(after), logprob_token_ids=after, **common, **own)
@@ -101,20 +94,6 @@ class Ranking:
         """The item's own key."""
         (key,) = self._item_set.lookup([list(item.tokens)])
         return key if isinstance(key, str) else int(key)
-
-
-def _boolean(extra: Mapping[str, Any], name: str) -> bool:
-    value = extra.get(name, False)
-    if not isinstance(value, bool):
-        raise RefusedError("wrong type", f"{name} must be true or false, not {value!r:.60}")
-    return value
-
-
-def _number(extra: Mapping[str, Any], name: str) -> int | None:
-    value = extra.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise RefusedError("wrong type", f"{name} must be a number of forward passes, at least 1, not {value!r:.60}")
-    return value
 
 
 def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any]) -> list[Any]:

@@ -46,6 +46,12 @@ class FrontEnd:
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self._checks.summary())
 
+    def brings_set(self, request: Any) -> bool:
+        """Whether a request may bring an inline set, which takes its time to encode: all others are told at once."""
+        given = request.sampling_params or {}
+        places = (http.fields(), given, given.get("custom_params"))
+        return any(isinstance(place, dict) and CHOICE in place for place in places)
+
     def take(
         self, request: Any, defaults: dict[str, Any] | None, *, ranked: bool = False
     ) -> tuple[str | None, dict[str, Any]]:

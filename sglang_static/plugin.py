@@ -90,7 +90,7 @@ def _openai_response(original: Callable[..., Any], self: Any, request: Any, resu
 
 
 async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
-    if self.static_front_end is not None and hasattr(request, "custom_logit_processor"):
+    if self.static_front_end is not None and self.static_front_end.brings_set(request):
         # Encoding a large inline set takes seconds, and this is the event loop; the thread has the loop's context.
         await asyncio.to_thread(self.static_front_end.take, request, self.preferred_sampling_params)
     return await original(self, request, *args, **kw)

@@ -90,9 +90,12 @@ def _openai_response(original: Callable[..., Any], self: Any, request: Any, resu
 
 
 async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
-    if self.static_front_end is not None and self.static_front_end.brings_set(request):
+    front_end = self.static_front_end
+    if front_end is not None and front_end.brings_set(request):
         # Encoding a large inline set takes seconds, and this is the event loop; the thread has the loop's context.
-        await asyncio.to_thread(self.static_front_end.take, request, self.preferred_sampling_params)
+        await asyncio.to_thread(front_end.take, request, self.preferred_sampling_params)
+    elif front_end is not None:  # before SGLang's own checks, which may advise what cannot work with a set
+        front_end.take(request, self.preferred_sampling_params)
     return await original(self, request, *args, **kw)
 
 

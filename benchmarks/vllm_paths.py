@@ -44,19 +44,21 @@ ROWS = {
 Answer = dict[str, Any]
 
 
-def environment() -> dict[str, str]:
+def environment(v2: bool) -> dict[str, str]:
+    """v2: whether vLLM's model runner V2 runs, without a GPU through Triton's interpreter."""
     added = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if v2 else "0",
     }
     if not CUDA:
+        added["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if not CUDA and v2:
         added |= {
             "TRITON_INTERPRET": "1",
             "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "PYTHONPATH": f"{ROOT / 'tests' / 'interpreter'}{os.pathsep}{ROOT / 'tests'}",
         }
     return os.environ | added
@@ -176,10 +178,10 @@ def measure(kind: str, model: str, batch: int, items: int, rounds: int, file: st
     }
 
 
-def in_process(script: str, *task: Any) -> Answer:
+def in_process(script: str, *task: Any, v2: bool = True) -> Answer:
     """What `script --task` prints last, in a process of its own."""
     command = [sys.executable, script, "--task", json.dumps(task)]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    run = subprocess.run(command, env=environment(v2), capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"{task} failed:\n{run.stderr[-3000:]}")
     answer: Answer = json.loads(run.stdout.splitlines()[-1])

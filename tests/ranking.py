@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +12,8 @@ PROMPT = [7, 8, 9]
 Ranked = list[tuple[float, tuple[int, ...]]]
 
 
-def oracle_of(checkpoint: Path) -> Callable[[Iterable[tuple[int, ...]]], Ranked]:
-    """A function of items: each with its score behind PROMPT, its end token included, best first."""
+def oracle_of(checkpoint: Path, prompt: Sequence[int] = PROMPT) -> Callable[[Iterable[tuple[int, ...]]], Ranked]:
+    """A function of items: each with its score behind the prompt, its end token included, best first."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
@@ -22,10 +22,10 @@ def oracle_of(checkpoint: Path) -> Callable[[Iterable[tuple[int, ...]]], Ranked]
     def ranked(items: Iterable[tuple[int, ...]]) -> Ranked:
         scored = []
         for item in items:
-            tokens = torch.tensor([[*PROMPT, *item, EOS]])
+            tokens = torch.tensor([[*prompt, *item, EOS]])
             log_probs = model(tokens).logits[0].double().log_softmax(-1)
-            wanted = tokens[0, len(PROMPT) :]
-            scored.append((float(log_probs[len(PROMPT) - 1 : -1].gather(1, wanted[:, None]).sum()), tuple(item)))
+            wanted = tokens[0, len(prompt) :]
+            scored.append((float(log_probs[len(prompt) - 1 : -1].gather(1, wanted[:, None]).sum()), tuple(item)))
         return sorted(scored, reverse=True)
 
     return ranked

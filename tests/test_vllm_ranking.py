@@ -27,11 +27,11 @@ def beams(width: int, max_tokens: int = 40, choice: list[str] | None = None, **e
     return RankingParams(beam_width=width, max_tokens=max_tokens, extra_args=extra, structured_outputs=structured)
 
 
-def ranked(llm: Any, params: RankingParams) -> list[dict[str, Any]]:
+def ranked(llm: Any, params: RankingParams, prompt: list[int] = PROMPT) -> list[dict[str, Any]]:
     """In the engine's process: what is needed of the answers to two equal prompts."""
     answers = []
-    for output in llm.beam_search([{"prompt_token_ids": PROMPT}] * 2, params):
-        items = [(one.cum_logprob, tuple(one.tokens[len(PROMPT) :]), one.text, one.key) for one in output.sequences]
+    for output in llm.beam_search([{"prompt_token_ids": prompt}] * 2, params):
+        items = [(one.cum_logprob, tuple(one.tokens[len(prompt) :]), one.text, one.key) for one in output.sequences]
         answers.append({"items": items, "proven": output.proven, "passes": output.passes, "rounds": output.rounds})
     return answers
 
@@ -64,6 +64,17 @@ def test_the_proven_best(engine, oracle, named_sets):
     limited = engine.call(ranked, beams(4, item_set="ragged", exact=True, max_passes=3))[0]
     assert limited["passes"] <= 3
     assert not limited["proven"]
+
+
+@pytest.mark.parametrize("length", range(26, 34))
+def test_blocks_of_the_prefix_cache_change_nothing(runner, engines, tiny_model, static, named_sets, length):
+    """Where a block of 32 ends with the prompt or in an item, vLLM may skip the row of a wanted token."""
+    engine = engines(runner, tiny_model, block_size=32, **static)
+    prompt = list(range(100, 100 + length))
+    expected = oracle_of(tiny_model, prompt)(sorted(named_sets["prefixes"].items))
+    for _ in range(2):
+        for answer in engine.call(ranked, beams(7, item_set="prefixes"), prompt):
+            check(answer, expected)
 
 
 def test_an_inline_set(engine):

@@ -63,7 +63,7 @@ class Ranking:
         if not self._v2:
             # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
             after = one.after.tolist()
-            own = {"prompt_logprobs": 0} if run else {}
+            own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
             return tokens, ScoringParams(logprobs=len(after), logprob_token_ids=after, **common, **own)
         wanted = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
         wanted[: len(run), 0] = run
@@ -82,6 +82,8 @@ class Ranking:
         run = one.tokens[one.known :]
         if not self._v2:
             first = len(self._prompt) + one.known
+            if run and (output.num_cached_tokens or 0) >= first:
+                return None  # V1 fills in rows that it has computed, and leaves what was in memory for the others
             own = [output.prompt_logprobs[first + i][token].logprob for i, token in enumerate(run)]
             (after,) = output.outputs[0].logprobs
             return np.array(own), np.array([after[token].logprob for token in one.after.tolist()])

@@ -3,6 +3,7 @@
 
 python3 bootstrap.py setup               make .venv and install everything
 python3 bootstrap.py demo [ARGUMENT...]  set up, then run examples/films.py (which gets the arguments)
+python3 bootstrap.py retrieval [ARG...]  set up, then run examples/retrieval.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
 
 The engines' requirements exclude each other: vLLM comes into .venv, and SGLang into .venv-sglang.
@@ -53,7 +54,8 @@ SGLANG_ON_CPU = (  # run by every Python of the environment as it starts
     'import os, runpy, sys; os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1"); '
     f"sys.path.append({str(STAND_INS)!r}); runpy.run_path({str(STAND_INS / 'sitecustomize.py')!r})"
 )
-EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai"]
+EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai", "scikit-learn"]
+EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py"}
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # what vLLM 0.32 asks for; SGLang sets no upper bound
@@ -295,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", choices=["setup", "demo", "test"])
+    parser.add_argument("command", choices=["setup", *EXAMPLES, "test"])
     parser.add_argument("--engine", choices=["vllm", "sglang", "both"], help="default: vllm, and both for test")
     parser.add_argument(
         "--venv", metavar="DIR", type=Path, default=ROOT / ".venv", help="default: .venv; SGLang comes into DIR-sglang"
@@ -304,8 +306,8 @@ def main() -> int:
     if rest and arguments.command == "setup":
         parser.error(f"unknown arguments: {shlex.join(rest)}")
     chosen = arguments.engine or ("both" if arguments.command == "test" else "vllm")
-    if arguments.command == "demo" and chosen == "both":
-        parser.error("the demo serves with one engine: --engine vllm or --engine sglang")
+    if arguments.command in EXAMPLES and chosen == "both":
+        parser.error(f"{arguments.command} serves with one engine: --engine vllm or --engine sglang")
     directory = arguments.venv.absolute()
     environments = {
         engine: Environment(path)
@@ -319,11 +321,11 @@ def main() -> int:
             set_up(environment, engine, arguments.command)
         if arguments.command == "test":
             return run_checks(environments, rest)
-        if arguments.command == "demo":
+        if arguments.command in EXAMPLES:
             ((engine, environment),) = environments.items()
-            demo = [str(environment.python), str(ROOT / "examples" / "films.py"), "--engine", engine.lower(), *rest]
-            # Signals then go straight to the demo, which has a server to end.
-            os.execv(environment.python, demo)
+            script = ROOT / "examples" / EXAMPLES[arguments.command]
+            # Signals then go straight to the example, which has a server to end.
+            os.execv(environment.python, [str(environment.python), str(script), "--engine", engine.lower(), *rest])
     except BootstrapError as error:
         print(f"\nbootstrap: {error}", file=sys.stderr)
         return 1

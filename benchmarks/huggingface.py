@@ -1,6 +1,6 @@
 """Measures the logits processor for Hugging Face's `generate()` against `prefix_allowed_tokens_fn` over dicts.
 
-python benchmarks/huggingface.py --json docs/benchmarks/huggingface.json
+python benchmarks/huggingface.py --json docs/benchmarks/huggingface.json --plot docs/benchmarks/huggingface.png
 
 Both beam-search the same prompts with the same model and must give the same tokens: the 1,682 film titles with
 SmolLM2-135M, and semantic IDs with a small random model of their vocabulary. The time of the constraint itself is what
@@ -21,6 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+import itemset
+from itemset.huggingface import ItemSetLogitsProcessor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
@@ -67,9 +70,6 @@ def semantic_ids(count: int) -> tuple[Any, torch.Tensor, list[list[int]], int]:
 
 
 def measure(name: str, case: tuple[Any, torch.Tensor, list[list[int]], int], beams: int, repeats: int) -> dict:
-    import itemset
-    from itemset.huggingface import ItemSetLogitsProcessor
-
     model, prompt, items, end = case
     begin = prompt.shape[1]
     longest = max(map(len, items)) + 1
@@ -149,13 +149,30 @@ def table(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def plot(runs: list[dict], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    cases = list(dict.fromkeys(run["case"] for run in runs))
+    figure, axes = plt.subplots(1, len(cases), figsize=(4.5 * len(cases), 3.5), squeeze=False)
+    for axis, case in zip(axes[0], cases, strict=True):
+        mine = [run for run in runs if run["case"] == case]
+        for way in ("prefix_allowed_tokens_fn", "static"):
+            axis.plot([run["beams"] for run in mine], [run[way]["constraint_ms"] for run in mine], "o-", label=way)
+        axis.set(xscale="log", yscale="log", xlabel="beams", ylabel="constraint, ms a step", title=case)
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 10, 64])
     parser.add_argument("--items", type=int, default=1_000_000, help="semantic IDs")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write all results there")
+    parser.add_argument("--plot", metavar="FILE", type=Path)
     args = parser.parse_args()
+    itemset.build([[0, 1], [0, 2], [3]])  # loads what is compiled
     runs = []
     for name, case in (("film titles", films()), ("semantic IDs", semantic_ids(args.items))):
         runs += [measure(name, case, beams, args.repeats) for beams in args.beams]
@@ -164,6 +181,8 @@ def main() -> None:
         sys.exit("the answers differ")
     if args.json:
         Path(args.json).write_text(json.dumps(runs, indent=1) + "\n")
+    if args.plot:
+        plot(runs, args.plot)
 
 
 if __name__ == "__main__":

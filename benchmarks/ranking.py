@@ -1,6 +1,6 @@
 """Measures ranked lists in the real vLLM engine: how near a beam comes to the exact ranking, and at what price.
 
-python benchmarks/ranking.py --json docs/benchmarks/ranking.json
+python benchmarks/ranking.py --json docs/benchmarks/ranking.json --plot docs/benchmarks/ranking.png
 
 Film titles with SmolLM2-135M in float32: every title is scored by one request of its own, which gives the exact ranking
 and the price of exhaustive scoring; against it stand a beam of single tokens (computed from these scores), our ranked
@@ -26,10 +26,7 @@ import numpy as np
 from vllm_paths import LENGTH, ROOT, in_process, semantic_ids
 
 SHOTS = "a comedy with robots: Short Circuit (1986)\na film about the war in Vietnam: Platoon (1986)\n"
-TASTES = [
-    "a space adventure", "a scary film", "something for children", "a love story", "a western",
-    "a musical", "a detective story", "a documentary", "a courtroom drama", "a film noir",
-]  # fmt: skip
+TASTES = ["a space adventure", "a scary film", "something for children", "a love story", "a detective story"]
 K = 10
 WIDTHS = (1, 4, 16, 64)
 BEAMS = 15  # the width at which the paper on trie-based beam search counts memory
@@ -107,10 +104,12 @@ def titles_static(directory: str, tastes: int) -> Answer:
     all_of_it, seconds = [], 0.0
     for prompt in prompts:
         started = time.perf_counter()
-        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=False)
         asked = [{"prompt_token_ids": [*prompt, *item, end]} for item in items]
         outputs = llm.generate(asked, scoring, use_tqdm=False)
         seconds += time.perf_counter() - started
+        if max(output.num_cached_tokens for output in outputs) >= len(prompt):
+            raise SystemExit("a wanted row lies in a cached block, where vLLM leaves it out: make the prompt longer")
         all_of_it.append([runs(output, len(prompt)) for output in outputs])
         print(f"exhaustive: {seconds:.0f} s", file=sys.stderr, flush=True)
     scored = [dict(zip(items, scores, strict=True)) for scores in all_of_it]
@@ -125,11 +124,13 @@ def titles_static(directory: str, tastes: int) -> Answer:
         rows.append(row | {"rounds": mean(f.rounds for f in found)} | recall(own, ranked))
         print(rows[-1], file=sys.stderr, flush=True)
     found, spent, passes = counted.lists(prompts, K, exact=True)
-    own = [[tuple(one.tokens[len(p) : -1]) for one in f.sequences] for f, p in zip(found, prompts, strict=True)]
-    errors = [abs(one.cum_logprob - sum(of[tuple(one.tokens[len(p) : -1])])) for f, p, of in zip(found, prompts, scored, strict=True) for one in f.sequences]  # fmt: skip
+    own, errors = [], []
+    for answer, prompt, of in zip(found, prompts, scored, strict=True):
+        own.append([tuple(one.tokens[len(prompt) : -1]) for one in answer.sequences])
+        scores = [one.cum_logprob for one in answer.sequences]
+        errors += [abs(score - sum(of[item])) for score, item in zip(scores, own[-1], strict=True)]
     exact = {"kind": "static, exact", "width": K, "items": mean(map(len, own)), "seconds": spent, "passes": passes}
-    each = [f.passes for f in found]
-    exact |= {"rounds": mean(f.rounds for f in found), "proven": mean(f.proven for f in found), "each": each}
+    exact |= {"rounds": mean(f.rounds for f in found), "proven": mean(f.proven for f in found)}
     exhaustive = {"kind": "one request an item", "width": len(items), "items": len(items)}
     exhaustive |= {"seconds": seconds / tastes, "passes": len(items), "recall_1": 1.0, "recall_10": 1.0}
     ranked_texts = [[tokenizer.decode(item) for item in of] for of in ranked]
@@ -252,12 +253,29 @@ def blocks_table(rows: list[Answer]) -> str:
     return "\n".join(lines)
 
 
+def plot(rows: list[Answer], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
+    for kind in ("single tokens", "static", "vLLM's own, xgrammar"):
+        mine = [row for row in rows if row["kind"] == kind]
+        axes[0].plot([row["width"] for row in mine], [row["recall_10"] for row in mine], marker="o", label=kind)
+        timed = [row for row in mine if "seconds" in row]
+        axes[1].plot([row["width"] for row in timed], [row["seconds"] for row in timed], marker="o", label=kind)
+    axes[0].set(xscale="log", ylim=(0, 1), xlabel="width", ylabel="recall@10 against the exact ranking")
+    axes[1].set(xscale="log", yscale="log", xlabel="width", ylabel="s a list")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tastes", type=int, default=len(TASTES), help="prompts, of ten")
+    parser.add_argument("--tastes", type=int, default=len(TASTES), help="prompts, of five")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), help="of vLLM's own beam search")
     parser.add_argument("--items", type=int, default=10**6, help="semantic IDs")
     parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.task:
@@ -278,6 +296,8 @@ def main() -> None:
     print(f"{titles_table(rows)}\n\n{blocks_table(blocks)}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"titles": rows, "semantic IDs": blocks}, indent=1) + "\n")
+    if arguments.plot:
+        plot(rows, arguments.plot)
 
 
 if __name__ == "__main__":

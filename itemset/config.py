@@ -16,6 +16,7 @@ INDEX = "item_set_index"
 """Key under which it carries an inline set's index file towards the engine."""
 
 INLINE_ITEM_LIMIT = 100_000
+RANKED_LIST_LIMIT = 1_000
 INLINE_MEMORY = 64 << 20  # bytes of device memory for inline sets
 PATHS = ("auto", "device", "host")
 KERNELS = ("auto", "triton", "torch")
@@ -29,6 +30,7 @@ class StaticConfig:
     item_set_path: where masks are computed; "auto" takes the device wherever it can.
     inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
     item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
+    ranked_list_limit: beams that a request for a ranked list may ask for.
     forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
     """
 
@@ -37,6 +39,7 @@ class StaticConfig:
     item_set_path: str = "auto"
     inline_set_memory: int = INLINE_MEMORY
     item_set_kernels: str = "auto"
+    ranked_list_limit: int = RANKED_LIST_LIMIT
     forced_drafts: bool = True
 
     @classmethod
@@ -48,7 +51,7 @@ class StaticConfig:
         options = given if isinstance(given, Mapping) else {}
         ours = [option.name for option in fields(cls)]
         for key in options:
-            if str(key).startswith(("item_set", "inline_", "forced_")) and key not in ours:
+            if str(key).startswith(("item_set", "inline_", "ranked_", "forced_")) and key not in ours:
                 raise ItemSetError(f"there is no option {key!r}: the plugin's options are {', '.join(ours)}")
         return cls(
             _by_name(options.get("item_sets", {})),
@@ -56,6 +59,7 @@ class StaticConfig:
             _one_of(options, "item_set_path", PATHS),
             _number(options, "inline_set_memory", INLINE_MEMORY, "bytes"),
             _one_of(options, "item_set_kernels", KERNELS),
+            _number(options, "ranked_list_limit", RANKED_LIST_LIMIT, "beams"),
             bool(options.get("forced_drafts", True)),
         )
 

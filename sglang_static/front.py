@@ -16,10 +16,9 @@ from sglang_static.http import CHOICE
 
 logger = logging.getLogger(__name__)
 
-WORDS = Words(
-    "context_length", "--context-length", "min_new_tokens", f'{{"inline_item_limit": N}} in {compat.VARIABLE}'
-)
+WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
+BEHIND = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
 
 
@@ -92,23 +91,21 @@ class FrontEnd:
             )
         return (self._checks.named(named[0]) if named else self._checks.inline(choices[0])), rest
 
-    def ranked(self, request: Any, params: dict[str, Any], prompt_tokens: int, end_token: int) -> ItemSet:
+    def ranked(self, request: Any, params: dict[str, Any], width: int, prompt_tokens: int, end_token: int) -> ItemSet:
         """The set of a request for a ranked list. params: its sampling parameters for one prompt.
 
         Raises RefusedError where some of its items could not be scored.
         """
         one = SimpleNamespace(sampling_params=params, custom_logit_processor=request.custom_logit_processor)
         reference, _ = self.take(one, None, ranked=True)
-        item_set = self._checks.catalogue[str(reference)]
-        self._checks.request(str(reference), prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token])
-        limit = params.get("max_new_tokens", 128)
-        if limit is not None and limit < item_set.longest:
-            raise RefusedError(
-                "beam search",
-                f"max_new_tokens={limit} is less than the longest item has: set it to at least {item_set.longest + 1} "
-                "for a ranked list",
-            )
-        return item_set
+        return self._checks.ranked(
+            str(reference),
+            beams=width,
+            prompt_tokens=prompt_tokens,
+            max_tokens=params.get("max_new_tokens", 128),
+            end_token=end_token,
+            behind=BEHIND,
+        )
 
     def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:
         """Make a request's `SamplingParams` carry the set to the scheduler, in `custom_params`.

@@ -16,6 +16,7 @@ from itemset.config import REFERENCE
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
 CHOICE, STRUCTURED = "choice", "structured_outputs"
 NEARLY_CHOICE = ("choices", "guided_choice")
+WORDS = (REFERENCE, CHOICE, STRUCTURED, *NEARLY_CHOICE, *asgi.MISSPELLED)
 BEAMS = "use_beam_search"
 """vLLM's word for a ranked list of `n`, on the OpenAI endpoints."""
 
@@ -42,13 +43,16 @@ class ItemSetFields:
             await self._app(scope, receive, send)
             return
         body = await asgi.read(receive)
-        found = _find(body)
-        if refusal := asgi.misspelled(body) or _refusal(scope["path"], found, body):
+        given = asgi.fields(body, WORDS)
+        found = _find(given)
+        if refusal := _refusal(scope["path"], found, given):
             await asgi.refuse(send, refusal)
             return
+        if _within_the_contract(given):
+            body = json.dumps(given).encode()
         token = _fields.set(found)
         try:
-            await self._app(scope, asgi.replay(_within_the_contract(body), receive), send)
+            await self._app(scope, asgi.replay(body, receive), send)
         finally:
             _fields.reset(token)
 
@@ -63,10 +67,7 @@ def ordinary() -> Iterator[None]:
         _fields.reset(token)
 
 
-def _find(body: bytes) -> dict[str, Any] | None:
-    if not any(f'"{word}"'.encode() in body for word in (REFERENCE, CHOICE)):
-        return None
-    given = asgi.parsed(body)
+def _find(given: dict[str, Any]) -> dict[str, Any] | None:
     found = {word: given[word] for word in (REFERENCE, CHOICE) if given.get(word) is not None}
     structured = given.get(STRUCTURED)
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
@@ -76,26 +77,32 @@ def _find(body: bytes) -> dict[str, Any] | None:
     return found or None
 
 
-def _within_the_contract(body: bytes) -> bytes:
-    """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
-    if f'"{REFERENCE}"'.encode() not in body and f'"{CHOICE}"'.encode() not in body:
-        return body
-    given = asgi.parsed(body)
+def _params(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The `sampling_params` of each prompt."""
     params = given.get("sampling_params")
-    for one in params if isinstance(params, list) else [params]:
-        if isinstance(one, dict) and (words := [word for word in (REFERENCE, CHOICE, *RANKING) if word in one]):
+    return [one for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
+
+
+def _within_the_contract(given: dict[str, Any]) -> bool:
+    """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`:
+    put ours there. Whether there were any."""
+    moved = False
+    for one in _params(given):
+        if words := [word for word in (REFERENCE, CHOICE, *RANKING) if word in one]:
             one["custom_params"] = {**(one.get("custom_params") or {}), **{word: one.pop(word) for word in words}}
-    return json.dumps(given).encode() if given else body
+            moved = True
+    return moved
 
 
-def _refusal(path: str, found: dict[str, Any] | None, body: bytes) -> str | None:
+def _refusal(path: str, found: dict[str, Any] | None, given: dict[str, Any]) -> str | None:
     """What is wrong with the fields of a body, which SGLang would ignore."""
+    for word in asgi.MISSPELLED:
+        if word in given:
+            return f"there is no field {word}: name the item set in {REFERENCE}"
     if found and path not in SERVED:
         return f"{path} takes no {next(iter(found))}: send it to one of {', '.join(sorted(SERVED))}"
-    words = (REFERENCE, CHOICE, STRUCTURED, *NEARLY_CHOICE)
-    if path not in SERVED or not _serves_sets() or not any(f'"{word}"'.encode() in body for word in words):
+    if path not in SERVED or not _serves_sets():
         return None
-    given = asgi.parsed(body)
     for word in NEARLY_CHOICE:
         if word in given:
             return f"there is no field {word}: send the texts as {CHOICE}"
@@ -105,8 +112,7 @@ def _refusal(path: str, found: dict[str, Any] | None, body: bytes) -> str | None
             f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside it, as "
             "fields of their own"
         )
-    params = given.get("sampling_params")
-    each = [one for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
+    each = _params(given)
     named = found or any(REFERENCE in one or CHOICE in one for one in each)
     if found and "beam_width" in given:
         return "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"

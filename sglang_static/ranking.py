@@ -23,6 +23,7 @@ from itemset.catalogue import RefusedError
 from itemset.checks import ranking_options
 from sglang_static import http
 
+IN_ITEM = ("rank", "key", "proven", "passes", "rounds")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -68,13 +69,13 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
 
 
 def with_items(response: Any, results: Sequence[Any]) -> Any:
-    """An OpenAI response with each item's rank, score and key in its choice: `item`."""
+    """An OpenAI response with each item's rank, score and key, and what its list took, in its choice: `item`."""
     if not results or "rank" not in results[0]["meta_info"]:
         return response
     body = response.model_dump(mode="json")
     for choice, result in zip(body["choices"], results, strict=True):
         info = result["meta_info"]
-        choice["item"] = {"rank": info["rank"], "score": info["sequence_score"], "key": info["key"]}
+        choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
     return ORJSONResponse(body)
 
 
@@ -91,7 +92,7 @@ async def _one(
             "beam search", "a ranked list has no stream and no logprobs of single tokens: leave them out"
         )
     end = tokenizer.eos_token_id
-    item_set: ItemSet = front_end.ranked(request, params, len(prompt), end)
+    item_set: ItemSet = front_end.ranked(request, params, width_of(params), len(prompt), end)
     options = {**http.fields(), **(params.get("custom_params") or {}), **params}
     rounds = search(
         item_set,
@@ -125,13 +126,15 @@ async def _one(
             "sequence_score": item.score,
             "rank": rank,
             "key": key if isinstance(key, str) else int(key),
+            "proven": best.proven,
+            "passes": best.passes,
+            "rounds": best.rounds,
         }
         text = tokenizer.decode(item.tokens, skip_special_tokens=params.get("skip_special_tokens", True))
         results.append({"output_ids": ids, "text": text, "meta_info": info})
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
-    proof = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
-    return {**first, "meta_info": {**first["meta_info"], **counts, **proof, "beam_results": results}}
+    return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}
 
 
 async def _outputs(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines import FAST
 from ranking import EOS, PROMPT, oracle_of
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -67,14 +68,23 @@ def test_the_proven_best(engine, oracle, named_sets):
 
 
 @pytest.mark.parametrize("length", range(26, 34))
-def test_blocks_of_the_prefix_cache_change_nothing(runner, engines, tiny_model, static, named_sets, length):
+def test_blocks_of_the_prefix_cache_change_nothing(engine, tiny_model, named_sets, length):
     """Where a block of 32 ends with the prompt or in an item, vLLM may skip the row of a wanted token."""
-    engine = engines(runner, tiny_model, block_size=32, **static)
     prompt = list(range(100, 100 + length))
     expected = oracle_of(tiny_model, prompt)(sorted(named_sets["prefixes"].items))
     for _ in range(2):
         for answer in engine.call(ranked, beams(7, item_set="prefixes"), prompt):
             check(answer, expected)
+
+
+def test_a_list_is_refused_where_its_items_could_not_be_scored(runner, engine, oracle, named_sets):
+    """Not one token too early: the longest prompt that leaves room for an item of five tokens gets its list."""
+    fits = FAST["max_model_len"] - 5 - (2 if runner == "v2" else 1)
+    assert len(engine.call(ranked, beams(2, item_set="one"), [7] * fits)[0]["items"]) == 1
+    with pytest.raises(VLLMValidationError, match=f"leaves 4 after a prompt of {fits + 1}"):
+        engine.call(ranked, beams(2, item_set="one"), [7] * (fits + 1))
+    with pytest.raises(VLLMValidationError, match=r"list of 1,001 is longer than .* 1,000: .*ranked_list_limit"):
+        engine.call(ranked, beams(1_001, item_set="one"))
 
 
 def test_an_inline_set(engine):
@@ -111,6 +121,7 @@ def test_over_http(server, named_sets, oracle, endpoint):
     scores = [choice["item"]["score"] for choice in choices]
     assert scores == sorted(scores, reverse=True)
     assert len({choice["item"]["key"] for choice in choices}) == 7
+    assert all(choice["item"]["proven"] and choice["item"]["passes"] >= 3 for choice in choices)
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
     if endpoint == "/v1/completions":
         assert found == [item for _, item in oracle(sorted(named_sets["prefixes"].items))]
@@ -127,6 +138,7 @@ def test_over_http(server, named_sets, oracle, endpoint):
         ({"item_set": "raged"}, "did you mean 'ragged'"),
         ({"max_tokens": 3}, "max_tokens=3 is less than the longest item has"),
         ({"logprobs": 1}, "a ranked list has no logprobs of single tokens"),
+        ({"n": 1_001}, "a ranked list of 1,001 is longer than this engine's limit of 1,000: ask for fewer items"),
         ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
     ],
 )

@@ -17,7 +17,8 @@ from vllm_static.device import PLACE
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-WORDS = Words("max_model_len", "--max-model-len", "min_tokens", '{"inline_item_limit": N} in --additional-config')
+WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+BEHIND = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 
 
 class FrontEnd:
@@ -91,15 +92,14 @@ class FrontEnd:
 
         Raises RefusedError where some of its items could not be scored.
         """
-        self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token])
-        item_set = self._checks.catalogue[reference]
-        if params.max_tokens < item_set.longest:
-            raise RefusedError(
-                "beam search",
-                f"max_tokens={params.max_tokens} is less than the longest item has: set it to at least "
-                f"{item_set.longest + 1} for a ranked list",
-            )
-        return item_set
+        return self._checks.ranked(
+            reference,
+            beams=params.beam_width,
+            prompt_tokens=prompt_tokens,
+            max_tokens=params.max_tokens,
+            end_token=end_token,
+            behind=BEHIND + self.v2,
+        )
 
 
 def _end_tokens(vllm_config: VllmConfig, tokenizer: Any) -> set[int]:

@@ -55,7 +55,7 @@ def rank_item_set(request: Any, params: Any) -> Any:
 
 
 def add_ranks(choices: list[Any], outputs: list[Any]) -> None:
-    """Put each item's rank, score and key into its choice of an OpenAI response: `item`."""
+    """Put each item's rank, score and key, and what its list took, into its choice of an OpenAI response: `item`."""
     for choice, output in zip(choices, outputs, strict=False):
         if hasattr(output, "ranked"):
             choice.item = output.ranked
@@ -80,7 +80,7 @@ class RefuseItemSetElsewhere:
             await self._app(scope, receive, send)
             return
         body = await asgi.read(receive)
-        if REFERENCE.encode() in body and asgi.parsed(body).get(REFERENCE) is not None:
+        if asgi.fields(body, [REFERENCE]).get(REFERENCE) is not None:
             served = ", ".join(sorted(SERVED))
             await asgi.refuse(send, f"{scope['path']} takes no item_set: send it to one of {served}")
             return

@@ -198,6 +198,7 @@ async def online(
             best: Best = end.value
             break
     outputs = []
+    search_took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
     for i, item in enumerate(best.items):
         ids = [*item.tokens, tokenizer.eos_token_id]
         output = CompletionOutput(
@@ -209,9 +210,9 @@ async def online(
             finish_reason="stop",
             stop_reason=None,
         )
-        output.ranked = {"rank": i + 1, "score": item.score, "key": ranking.key(item)}
+        output.ranked = {"rank": i + 1, "score": item.score, "key": ranking.key(item), **search_took}
         outputs.append(output)
-    result = RequestOutput(
+    yield RequestOutput(
         request_id=request_id,
         prompt=prompt.get("prompt"),
         outputs=outputs,
@@ -219,8 +220,6 @@ async def online(
         prompt_token_ids=tokens,
         prompt_logprobs=None,
     )
-    result.ranked = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
-    yield result
 
 
 def has_set(params: Any) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from asking import CITIES, inline, named
 from ranking import EOS, PROMPT, oracle_of
+from sglang_engines import FAST
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,18 @@ def test_the_proven_best_of_several_prompts(static, oracle, named_sets):
     check(outputs[0], oracle(named_sets["ragged"].items)[:4])
     assert outputs[0]["output_ids"] == outputs[2]["output_ids"] != []
     assert all(output["meta_info"]["proven"] for output in outputs)
+
+
+def test_a_list_is_refused_where_its_items_could_not_be_scored(static):
+    """Not one token too early: the longest prompt that leaves room for an item of five tokens gets its list."""
+    engine, asked = static("device"), named("one", beam_width=2, max_new_tokens=5)
+    fits = FAST["context_length"] - 5 - 7  # SGLang takes no longer prompts
+    output = engine.generate(input_ids=[7] * fits, sampling_params=asked)
+    assert len(output["meta_info"]["beam_results"]) == 1
+    with pytest.raises(ValueError, match=f"leaves 4 after a prompt of {fits + 1}"):
+        engine.generate(input_ids=[7] * (fits + 1), sampling_params=asked)
+    with pytest.raises(ValueError, match=r"list of 1,001 is longer than .* 1,000: .*ranked_list_limit"):
+        engine.generate(input_ids=[7], sampling_params=named("one", beam_width=1_001, max_new_tokens=5))
 
 
 def test_n_of_the_beam_and_an_inline_set(static):
@@ -76,6 +89,7 @@ def test_over_http(servers, tiny_model, files, named_sets, oracle):
         items = [choice["item"] for choice in answer["choices"]]
         assert [item["rank"] for item in items] == list(range(1, 8))
         assert len({item["key"] for item in items}) == 7
+        assert all(item["proven"] and item["passes"] >= 3 for item in items)
         if path == "/v1/completions":
             expected = [score for score, _ in oracle(named_sets["prefixes"].items)]
             np.testing.assert_allclose([item["score"] for item in items], expected, atol=2e-3)
@@ -85,6 +99,7 @@ def test_over_http(servers, tiny_model, files, named_sets, oracle):
         for bad, message in (
             ({"stream": True}, "a ranked list is not streamed"),
             ({"max_tokens": 2}, "max_new_tokens=2 is less than the longest item has"),
+            ({"n": 1_001}, "a ranked list of 1,001 is longer than this engine's limit of 1,000"),
             ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
             ({"logprobs": 1 if path == "/v1/completions" else True}, "no logprobs of single tokens"),
         ):

@@ -1,0 +1,120 @@
+"""Demo: generative retrieval end to end, from texts to ranked lists of films for the users who watched others.
+
+Run it with `python3 bootstrap.py retrieval`, or with `--engine sglang` behind it. It gives MovieLens-100K's films
+semantic IDs (residual k-means over embeddings of their titles and genres), teaches a small model what users watch next,
+builds the index, serves both, and asks for ranked lists over HTTP: how near beams come to the exact ranking, and how
+often the film that a user did watch next is among the first ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import retrieval_data
+import retrieval_model
+from films_data import CACHE, build_index
+from serving import MODEL_NAME, Launch, post, run, running_server
+from transformers import AutoTokenizer
+
+import itemset
+
+FOLDER = CACHE / "retrieval"
+MODEL, CATALOGUE, INDEX = FOLDER / "model", FOLDER / "films.csv", FOLDER / "films.itemset"
+WIDTHS = (1, 4, 10, 64)
+K = 10
+
+
+def prepare(histories: Sequence[Sequence[int]]) -> None:
+    """Semantic IDs, a model that has learnt them, and the index. What an earlier run has left is taken."""
+    if not MODEL.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        titles = retrieval_data.films()
+        codes = retrieval_data.semantic_ids(retrieval_data.vectors())
+        texts = [retrieval_model.text_of(code) for code in codes]
+        with CATALOGUE.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["movie_id", "title", "semantic_id"])
+            writer.writerows(zip(titles.keys(), titles.values(), texts, strict=True))
+        tokenizer = retrieval_model.make_tokenizer(codes)
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        seen = [watched[:-1] for watched in histories]  # the last film is what the model is asked for
+        print("teaching a small model what users watch next (once)", flush=True)
+        retrieval_model.train(seen, dict(zip(titles, encoded, strict=True)), tokenizer, MODEL)
+    build_index(CATALOGUE, "semantic_id", MODEL, INDEX)
+
+
+class Retrieval:
+    """Asks the server for what users may watch next."""
+
+    def __init__(self, url: str, index: itemset.ItemSet, end_token: int) -> None:
+        self._url, self._index, self._end = url, index, end_token
+
+    def ranked(self, watched: Sequence[int], width: int, **options: Any) -> list[dict[str, Any]]:
+        """A ranked list behind a user's films, best first: each with its rank, score and key."""
+        films = self._index.tokens(watched[-retrieval_model.MEMORY :])
+        prompt = [token for film in films for token in (*film, self._end)]
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": self._index.longest + 1, "item_set": "films"}
+        answer = post(f"{self._url}/completions", {**body, "use_beam_search": True, "n": width, **options})
+        return [choice["item"] for choice in answer["choices"]]
+
+
+def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
+    """Print recall and hits, and one user's list; True if every answer is a film."""
+    titles = retrieval_data.films()
+    before, after = [watched[:-1] for watched in histories], [watched[-1] for watched in histories]
+    with ThreadPoolExecutor(8) as pool:
+        lists = {width: list(pool.map(partial(retrieval.ranked, width=width), before)) for width in WIDTHS}
+        exact = list(pool.map(partial(retrieval.ranked, width=K, exact=True), before))
+    best = [[item["key"] for item in one] for one in exact]
+
+    print(f"\n{len(histories)} users; recall is against the exact ranking, a hit is the film they watched next")
+    print("{:>12}  {:>8}  {:>9}  {:>6}  {:>7}".format("beam", "recall@1", "recall@10", "hit@10", "passes"))
+    for name, found in [*((f"{width} wide", lists[width]) for width in WIDTHS), ("exact", exact)]:
+        keys = [[item["key"] for item in one] for one in found]
+        recalls = [
+            mean(len(set(mine[:k]) & set(first[:k])) / k for mine, first in zip(keys, best, strict=True))
+            for k in (1, K)
+        ]
+        hits = mean(film in mine[:K] for film, mine in zip(after, keys, strict=True))
+        passes = mean(one[0]["passes"] for one in found)
+        print(f"{name:>12}  {recalls[0]:>8.2f}  {recalls[1]:>9.2f}  {hits:>6.2f}  {passes:>7.1f}")
+    most_watched = [film for film, _ in Counter(film for watched in before for film in watched).most_common(K)]
+    print(f"hit@10 of the ten most watched films: {mean(film in most_watched for film in after):.2f}")
+
+    user = next((i for i, film in enumerate(after) if film in best[i]), 0)
+    print("\na user watched ..., " + ", ".join(titles[film] for film in before[user][-3:]))
+    print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
+    for item in exact[user]:
+        mark = "  <- watched next" if item["key"] == after[user] else ""
+        print(f"{item['rank']:>4}  {item['score']:>7.2f}  {item['key']:>5}  {titles[item['key']]}{mark}")
+    whole = all(len(set(keys)) == K and set(keys) <= set(titles) for keys in best)
+    return whole and all(one[0]["proven"] for one in exact)
+
+
+def show(engine: str, users: int) -> bool:
+    """Prepare, serve, ask and report; True if all is as it should be."""
+    histories = retrieval_data.histories()
+    prepare(histories)
+    end_token = AutoTokenizer.from_pretrained(MODEL).eos_token_id
+    with running_server(Launch(engine, MODEL, f"films={INDEX}", dtype="float32")) as url:
+        return report(Retrieval(url, itemset.load(INDEX), end_token), histories[:users])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--users", type=int, default=100)
+    arguments = parser.parse_args()
+    return run(partial(show, arguments.engine, arguments.users))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

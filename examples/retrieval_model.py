@@ -1,0 +1,87 @@
+"""The retrieval example's model: a small Llama that has learnt which film's semantic ID comes next."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from films_data import emptied
+from numpy.typing import NDArray
+
+MEMORY = 20  # films of a user that the model looks back on
+STEPS, BATCH = 1_500, 48
+
+
+def text_of(code: Sequence[int]) -> str:
+    """A semantic ID as the tokenizer reads it: "<a_17><b_3><c_60><d_0>"."""
+    return "".join(f"<{level}_{value}>" for level, value in zip("abcd", code, strict=True))
+
+
+def make_tokenizer(codes: NDArray[Any]) -> Any:
+    """One token a code of each level, and an end token."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(special, unk_token="<unk>")),
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    words = [f"<{level}_{value}>" for level, top in zip("abcd", codes.max(0), strict=True) for value in range(top + 1)]
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return tokenizer
+
+
+def tokens_of(watched: Sequence[int], encoded: dict[int, list[int]], end: int) -> list[int]:
+    """A user's films as the model reads them: an end token behind each."""
+    return [token for film in watched for token in (*encoded[film], end)]
+
+
+def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tokenizer: Any, folder: Path) -> None:
+    """Teach a fresh model the films of `histories` in their order, and save it with its tokenizer.
+
+    encoded: each film's tokens by its key.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    chance = random.Random(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS, pct_start=0.1)
+    long_enough = [watched for watched in histories if len(watched) > MEMORY]
+    for step in range(STEPS):
+        windows = []
+        for watched in chance.choices(long_enough, weights=list(map(len, long_enough)), k=BATCH):
+            first = chance.randrange(len(watched) - MEMORY)
+            windows.append(tokens_of(watched[first : first + MEMORY + 1], encoded, tokenizer.eos_token_id))
+        batch = torch.tensor(windows)
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rate.step()
+        if step % 250 == 249:
+            print(f"  step {step + 1} of {STEPS}: loss {loss.item():.2f}", flush=True)
+    unfinished = emptied(folder.with_suffix(".unfinished"))
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)

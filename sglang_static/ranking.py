@@ -7,6 +7,7 @@ prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -56,13 +57,20 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
     a list for several."""
     prompts = request.text if request.input_ids is None else request.input_ids
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    answers = []
-    for i, prompt in enumerate([prompts] if single else prompts):
+
+    async def one(i: int, prompt: str | list[int]) -> dict[str, Any]:
         params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
         tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
         scoring = partial(_outputs, generate, manager, http_request, lora, tokens)
-        answers.append(await _one(scoring, manager, request, params, tokens))
+        return await _one(scoring, manager, request, params, tokens)
+
+    tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
+    try:
+        answers = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
     if http.fields().get(http.BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers

@@ -16,6 +16,7 @@ def oracle_of(checkpoint: Path, prompt: Sequence[int] = PROMPT) -> Callable[[Ite
     """A function of items: each with its score behind the prompt, its end token included, best first."""
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # idle engines keep the other cores busy, and a pair of threads would wait for each other
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 
     @torch.inference_mode()

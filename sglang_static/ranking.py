@@ -157,6 +157,9 @@ async def _outputs(
         lora_path=None if lora is None else [lora] * len(passes),
         log_metrics=False,
     )
+    # SGLang looks for it every four seconds of a request, and these are shorter.
+    if http_request is not None and await http_request.is_disconnected():
+        raise ValueError("the client is gone")
     outputs: list[dict[str, Any]] = []
     with http.ordinary():
         async for part in generate(manager, asked, http_request):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from asking import CITIES, inline, named
@@ -106,3 +108,20 @@ def test_over_http(servers, tiny_model, files, named_sets, oracle):
             status, answer = server.post(path, {**openai, **prompt, "item_set": "prefixes", **bad})
             assert status == 400, answer
             assert message in str(answer).replace("\\'", "'"), answer
+
+
+def test_the_requests_of_a_client_that_went_are_aborted(servers, tiny_model, files):
+    """A proven list of so many takes minutes; the client leaves after a second of them."""
+    sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
+    server = servers(tiny_model, arguments=("--grammar-backend", "static", *sets))
+    params = {"item_set": "large", "beam_width": 200, "exact": True, "max_new_tokens": 20}
+    before = server.log().count("Prefill batch")
+    with pytest.raises(OSError, match="timed out"):
+        server.post("/generate", {"input_ids": PROMPT, "sampling_params": params}, timeout=1)
+    counts = [before]
+    for _ in range(30):
+        time.sleep(1)
+        counts.append(server.log().count("Prefill batch"))
+        if counts[-1] == counts[-2]:
+            break
+    assert before < counts[-2] == counts[-1]

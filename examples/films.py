@@ -102,7 +102,7 @@ def token_ids_of(choice: Choice) -> list[int]:
 
 
 def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
-    """The films that the model finds most probable of all, by the engine's own word for a beam search.
+    """The best films of a beam, by the engine's own word for a beam search.
 
     Each with its rank, score, key and title.
     """
@@ -122,7 +122,7 @@ def report_ranks(films: list[dict[str, Any]], catalogue: Path) -> bool:
     """Print the ranked list as a table; True if it is one, of films of the list."""
     with catalogue.open(newline="", encoding="utf-8") as file:
         title_of = {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
-    print(f"\nthe {len(films)} most probable films behind {RANKED_PROMPT.splitlines()[-1]!r}")
+    print(f"\na ranked list of {len(films)} films behind this prompt:\n{RANKED_PROMPT!r}")
     print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
     for film in films:
         print(f"{film['rank']:>4}  {film['score']:>7.2f}  {film['key']:>5}  {film['title']}")

@@ -69,13 +69,15 @@ class Retrieval:
 def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
     """Print recall and hits, and one user's list; True if every answer is a film."""
     titles = retrieval_data.films()
+    print(f"asking for {len(histories) * (len(WIDTHS) + 1)} ranked lists (about a minute)", flush=True)
     before, after = [watched[:-1] for watched in histories], [watched[-1] for watched in histories]
     with ThreadPoolExecutor(8) as pool:
         lists = {width: list(pool.map(partial(retrieval.ranked, width=width), before)) for width in WIDTHS}
         exact = list(pool.map(partial(retrieval.ranked, width=K, exact=True), before))
     best = [[item["key"] for item in one] for one in exact]
 
-    print(f"\n{len(histories)} users; recall is against the exact ranking, a hit is the film they watched next")
+    print(f"\n{len(histories)} users; a beam N wide gives N films. recall: of the exact ranking's first 1 or {K};")
+    print("hit: the film watched next is among the first 10; passes: of the model, for a list")
     print("{:>12}  {:>8}  {:>9}  {:>6}  {:>7}".format("beam", "recall@1", "recall@10", "hit@10", "passes"))
     for name, found in [*((f"{width} wide", lists[width]) for width in WIDTHS), ("exact", exact)]:
         keys = [[item["key"] for item in one] for one in found]
@@ -87,7 +89,9 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
         passes = mean(one[0]["passes"] for one in found)
         print(f"{name:>12}  {recalls[0]:>8.2f}  {recalls[1]:>9.2f}  {hits:>6.2f}  {passes:>7.1f}")
     most_watched = [film for film, _ in Counter(film for watched in before for film in watched).most_common(K)]
-    print(f"hit@10 of the ten most watched films: {mean(film in most_watched for film in after):.2f}")
+    print(
+        f"baseline: hit@10 of the ten most watched films for everyone: {mean(film in most_watched for film in after):.2f}"
+    )
 
     user = next((i for i, film in enumerate(after) if film in best[i]), 0)
     print("\na user watched ..., " + ", ".join(titles[film] for film in before[user][-3:]))

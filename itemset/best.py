@@ -114,7 +114,7 @@ def search(
     width: prefixes in a round, k if None. By default, a beam: of all that a round has found the `width` best go on, and
     those that lead to a single item are scored to its end in one pass. It finds what a beam of single tokens finds, or
     better: a single item that has come so far is not pruned on its last tokens.
-    exact: search on from the best prefix, wherever it stands, until none can beat the k-th item.
+    exact: after that beam search on from the best prefix, wherever it stands, until none can beat the k-th item.
     end_token: where given, the end of an item counts in its score.
     renormalised: score each token by its share among those that may stand there, as sampling inside the set does. The
     tokens of a tail then cost nothing, neither a score nor a pass.
@@ -127,13 +127,19 @@ def search(
             raise ValueError(f"{name} is {value}: make it at least 1")
     state = _Search(item_set, k, end_token, renormalised)
     left = max_passes
-    while taken := state.take(width if left is None else min(width, left)):
-        state.score(taken, (yield [state.pass_of(one) for one in taken]))
-        if left is not None:
-            left -= len(taken)
-        if not exact:
-            state.prune(width)
-    return state.result()
+    beam = True
+    while True:
+        taken = state.take(width if left is None else min(width, left))
+        if taken:
+            state.score(taken, (yield [state.pass_of(one) for one in taken]))
+            left = None if left is None else left - len(taken)
+            if beam:
+                state.prune(width, keep=exact)
+        elif beam and exact:
+            beam = False  # it has set a bar, which what it left aside has to beat
+            state.take_up()
+        else:
+            return state.result()
 
 
 class _Search:
@@ -142,7 +148,7 @@ class _Search:
         self._ends = np.array([] if end_token is None else [end_token], np.int64)
         self._open = [_Open(0.0, (), 0, 0)]  # a heap, the best first
         self._found: list[tuple[float, tuple[int, ...]]] = []  # a heap of at most k, the worst first
-        self._lost = -np.inf  # the best score that was pruned
+        self._aside: list[_Open] = []  # what was pruned, or the best of it
         self._passes = self._rounds = 0
 
     def _bar(self) -> float:
@@ -202,15 +208,20 @@ class _Search:
         elif score > self._found[0][0]:
             heapq.heapreplace(self._found, (score, tokens))
 
-    def prune(self, width: int) -> None:
-        """Keep the `width` best open prefixes."""
+    def prune(self, width: int, *, keep: bool) -> None:
+        """Go on with the `width` best open prefixes. keep: lay the others aside, for `take_up`."""
         ranked = sorted(self._open)  # which is a heap
-        self._lost = max([self._lost, *(-one.loss for one in ranked[width : width + 1])])
+        self._aside += ranked[width:] if keep else ranked[width : width + 1]
         self._open = ranked[:width]
+
+    def take_up(self) -> None:
+        """Open what was laid aside."""
+        self._open, self._aside = self._open + self._aside, []
+        heapq.heapify(self._open)
 
     def result(self) -> Best:
         ranked = sorted(self._found, key=lambda pair: (-pair[0], pair[1]))
-        left = max([self._lost, *(-one.loss for one in self._open)])
+        left = max((-one.loss for one in self._open + self._aside), default=-np.inf)
         proven = left == -np.inf or left <= self._bar()
         return Best([Ranked(tokens, score) for score, tokens in ranked], proven, self._passes, self._rounds)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from itemset.best import Best
 from itemset.catalogue import INLINE, Catalogue, RefusedError
 from itemset.config import StaticConfig
 from itemset.errors import ItemSetError
@@ -42,13 +43,21 @@ RANKING = ("exact", "renormalised", "max_passes")
 
 def ranking_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of RANKING among what a request gives, as `search` takes them. Raises RefusedError."""
+    options = {name: given[name] for name in RANKING if given.get(name) is not None}
     for name in RANKING[:2]:
-        if not isinstance(given.get(name, False), bool):
-            raise RefusedError("wrong type", f"{name} must be true or false, not {given[name]!r:.60}")
-    most = given.get("max_passes")
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        if not isinstance(options.get(name, False), bool):
+            raise RefusedError("wrong type", f"{name} must be true or false, not {options[name]!r:.60}")
+    most = options.get("max_passes", 1)
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise RefusedError("wrong type", f"max_passes must be a number of forward passes, at least 1, not {most!r:.60}")
-    return {name: given[name] for name in RANKING if name in given}
+    return options
+
+
+def found_some(best: Best) -> Best:
+    """The end of a search. Raises RefusedError where it has found nothing to answer with."""
+    if not best.items:
+        raise RefusedError("beam search", "no item was found before the limit: raise max_passes")
+    return best
 
 
 class Checks:
@@ -143,7 +152,7 @@ class Checks:
             raise RefusedError(
                 "beam search",
                 f"{words.max_tokens}={max_tokens} is less than the longest item has: set it to at least "
-                f"{item_set.longest + 1} for a ranked list",
+                f"{item_set.longest} for a ranked list",
             )
         return item_set
 

@@ -14,6 +14,7 @@ from itemset.checks import RANKING
 from itemset.config import REFERENCE
 
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
+RANKED = SERVED - {"/v1/responses"}
 CHOICE, STRUCTURED = "choice", "structured_outputs"
 NEARLY_CHOICE = ("choices", "guided_choice")
 WORDS = (REFERENCE, CHOICE, STRUCTURED, *NEARLY_CHOICE, *asgi.MISSPELLED)
@@ -116,8 +117,14 @@ def _refusal(path: str, found: dict[str, Any] | None, given: dict[str, Any]) -> 
     named = found or any(REFERENCE in one or CHOICE in one for one in each)
     if found and "beam_width" in given:
         return "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"
-    if named and given.get("stream") and (given.get(BEAMS) or any("beam_width" in one for one in each)):
+    if named and given.get(BEAMS) and path not in RANKED:
+        return f"{path} has no ranked lists: send it to one of {', '.join(sorted(RANKED))}"
+    ranked = given.get(BEAMS) or any("beam_width" in one for one in each)
+    if named and ranked and given.get("stream"):
         return "a ranked list is not streamed: leave stream out"
+    for word in RANKING:
+        if named and not ranked and any(one.get(word) is not None for one in (given, *each)):
+            return f"{word} is for ranked lists: add use_beam_search and n, or beam_width on /generate, or leave it out"
     return None
 
 

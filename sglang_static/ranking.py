@@ -19,9 +19,9 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset import ItemSet
-from itemset.best import Answer, Best, Pass, search
+from itemset.best import Answer, Pass, search
 from itemset.catalogue import RefusedError
-from itemset.checks import ranking_options
+from itemset.checks import found_some, ranking_options
 from sglang_static import http
 
 IN_ITEM = ("rank", "key", "proven", "passes", "rounds")
@@ -116,10 +116,8 @@ async def _one(
                 [_answer(one, output["meta_info"]) for one, output in zip(passes, outputs, strict=True)]
             )
         except StopIteration as stop:
-            best: Best = stop.value
+            best = found_some(stop.value)
             break
-    if not best.items:
-        raise RefusedError("beam search", "no item was found in so few forward passes: raise max_passes")
     results = []
     returned = params.get("n") if (params.get("n") or 1) > 1 else width_of(params)  # SGLang: the beam, or n of it
     for rank, item in enumerate(best.items[:returned], 1):

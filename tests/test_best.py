@@ -124,6 +124,17 @@ def test_a_limit_of_passes_gives_the_best_so_far():
         assert not best.proven
 
 
+def test_a_limited_proof_is_no_worse_than_the_beam():
+    """The limit leaves room for the beam, and for some of what comes after it."""
+    items = np.random.default_rng(2).integers(0, 70, (400, 4)).tolist()
+    beam = best_items(Model(), search(itemset.build(items), 5, end_token=END))
+    for more in (0, 1, 20):
+        limit = beam.passes + more
+        best = best_items(Model(), search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
+        assert all(mine.score >= theirs.score for mine, theirs in zip(best.items, beam.items, strict=True))
+        assert best.passes <= limit
+
+
 def test_a_million_semantic_ids_take_four_rounds():
     """Items of 8 tokens, most of which stand alone behind two: a beam of single tokens takes 8 rounds and the end's."""
     codes = np.random.default_rng(0).integers(0, 2_048, (1_000_000, 8))

@@ -140,6 +140,8 @@ def test_over_http(server, named_sets, oracle, endpoint):
         ({"logprobs": 1}, "a ranked list has no logprobs of single tokens"),
         ({"n": 1_001}, "a ranked list of 1,001 is longer than this engine's limit of 1,000: ask for fewer items"),
         ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
+        ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
+        ({"exact": True, "use_beam_search": False}, "exact is for ranked lists: add use_beam_search and n"),
     ],
 )
 def test_a_bad_request_is_http_400(server, body, message):
@@ -147,6 +149,15 @@ def test_a_bad_request_is_http_400(server, body, message):
     status, answer = server.post("/v1/completions", asked | body)
     assert status == 400, answer
     assert message in answer["error"]["message"]
+
+
+def test_a_ranked_list_elsewhere_is_http_400(server):
+    asked = {"model": "tiny", "use_beam_search": True, "item_set": "ragged"}
+    chat = {"messages": [{"role": "user", "content": "p"}], "n": 2, "max_tokens": 20, "stream": True}
+    status, answer = server.post("/v1/chat/completions", asked | chat)
+    assert (status, "a ranked list is not streamed: leave stream out" in answer["error"]["message"]) == (400, True)
+    status, answer = server.post("/v1/responses", asked | {"input": "p"})
+    assert (status, "there are ranked lists on" in answer["error"]["message"]) == (400, True)
 
 
 def test_the_requests_of_a_client_that_went_are_aborted(server):

@@ -8,21 +8,26 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from itemset import asgi
-from itemset.checks import RANKING
+from itemset.checks import RANKING, ranking_options
 from itemset.config import REFERENCE
 from vllm_static import metrics
+
+BEAMS = "use_beam_search"
 
 
 def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     """Carry the field `item_set` of an OpenAI request over to its sampling parameters.
 
-    Raises VLLMValidationError (HTTP 400) where it is no string.
+    Raises VLLMValidationError (HTTP 400) where it is no string, or what stands beside it is of no use.
     """
     extra = request.model_extra or {}
     for field in asgi.MISSPELLED:
         if field in extra:
             raise metrics.refusal("wrong type", f"there is no field {field}: name the item set in item_set", field)
     name = extra.get(REFERENCE)
+    structured = getattr(request, "structured_outputs", None)
+    if name is not None or (structured is not None and structured.choice is not None):
+        _refuse_what_is_ignored(request, extra)
     if name is None:
         return params
     if not isinstance(name, str):
@@ -33,11 +38,24 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     return params
 
 
+def _refuse_what_is_ignored(request: Any, extra: dict[str, Any]) -> None:
+    """Words of a ranked list, where none would come."""
+    if extra.get(BEAMS):  # a field that the endpoint does not know
+        message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
+        raise metrics.refusal("beam search", message, BEAMS)
+    if not getattr(request, BEAMS, False):
+        for word in RANKING:
+            if extra.get(word) is not None:
+                message = f"{word} is for ranked lists: add use_beam_search and n, or leave it out"
+                raise metrics.refusal("beam search", message, word)
+
+
 def rank_item_set(request: Any, params: Any) -> Any:
     """Carry an item set, named or inline, from an OpenAI request with `use_beam_search` to vLLM's BeamSearchParams,
     which drop constraints: `ranking` finds it there.
 
-    Raises VLLMValidationError (HTTP 400) where the field is no string, or where log-probabilities are asked for.
+    Raises VLLMValidationError (HTTP 400) as `add_item_set` does and where log-probabilities or a stream are asked for,
+    and RefusedError for the options of the list.
     """
     carried = add_item_set(request, SamplingParams(extra_args=dict(request.vllm_xargs or {})))
     extra = dict(carried.extra_args or {})
@@ -48,8 +66,9 @@ def rank_item_set(request: Any, params: Any) -> Any:
         raise metrics.refusal(
             "beam search", "a ranked list has no logprobs of single tokens: leave logprobs out", "logprobs"
         )
-    fields = request.model_extra or {}
-    params.extra_args = extra | {field: fields[field] for field in RANKING if field in fields}
+    if request.stream:
+        raise metrics.refusal("beam search", "a ranked list is not streamed: leave stream out", "stream")
+    params.extra_args = extra | ranking_options(request.model_extra or {})
     params.structured_outputs = structured
     return params
 

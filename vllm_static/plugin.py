@@ -176,7 +176,7 @@ def _to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **k
 def _to_beam_search_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_static.http import rank_item_set
 
-    return rank_item_set(self, original(self, *args, **kwargs))
+    return _checked(rank_item_set, self, original(self, *args, **kwargs))
 
 
 def _beam_search(

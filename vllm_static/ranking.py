@@ -18,8 +18,9 @@ from vllm.utils import random_uuid
 
 from itemset import ItemSet
 from itemset.best import Answer, Best, Pass, Ranked, Rounds, search
-from itemset.checks import ranking_options
+from itemset.checks import found_some, ranking_options
 from itemset.config import REFERENCE
+from vllm_static import metrics
 
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
@@ -43,7 +44,8 @@ class Ranking:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
         extra = dict(getattr(params, "extra_args", None) or {})
         given = SimpleNamespace(extra_args=extra, structured_outputs=params.structured_outputs)
-        self._item_set: ItemSet = front_end.ranked(front_end.find(given), params, len(prompt), end_token)
+        reference = front_end.find(given)
+        self._item_set: ItemSet = front_end.ranked(reference, params, len(prompt), end_token)
         self._prompt, self._end, self._v2 = prompt, end_token, front_end.v2
         self.rounds: Rounds = search(
             self._item_set,
@@ -51,6 +53,7 @@ class Ranking:
             end_token=end_token,
             **ranking_options(extra),
         )
+        metrics.REQUESTS.labels(metrics.label(reference)).inc()
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
@@ -115,7 +118,7 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
             try:
                 waiting[i] = rankings[i].rounds.send(mine)
             except StopIteration as end:
-                best[i] = end.value
+                best[i] = found_some(end.value)
                 del waiting[i]
     outputs = []
     for i, ranking in enumerate(rankings):
@@ -195,7 +198,7 @@ async def online(
         try:
             passes = ranking.rounds.send(answers)
         except StopIteration as end:
-            best: Best = end.value
+            best = found_some(end.value)
             break
     outputs = []
     search_took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}

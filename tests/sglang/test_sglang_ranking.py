@@ -103,11 +103,21 @@ def test_over_http(servers, tiny_model, files, named_sets, oracle):
             ({"max_tokens": 2}, "max_new_tokens=2 is less than the longest item has"),
             ({"n": 1_001}, "a ranked list of 1,001 is longer than this engine's limit of 1,000"),
             ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
+            ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
+            ({"exact": True, "use_beam_search": False}, "exact is for ranked lists: add use_beam_search and n"),
             ({"logprobs": 1 if path == "/v1/completions" else True}, "no logprobs of single tokens"),
         ):
             status, answer = server.post(path, {**openai, **prompt, "item_set": "prefixes", **bad})
             assert status == 400, answer
             assert message in str(answer).replace("\\'", "'"), answer
+
+
+def test_a_ranked_list_elsewhere_is_http_400(servers, tiny_model, files):
+    sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
+    server = servers(tiny_model, arguments=("--grammar-backend", "static", *sets))
+    asked = {"model": "tiny", "input": "p", "use_beam_search": True, "item_set": "ragged"}
+    status, answer = server.post("/v1/responses", asked)
+    assert (status, "/v1/responses has no ranked lists" in str(answer)) == (400, True)
 
 
 def test_the_requests_of_a_client_that_went_are_aborted(servers, tiny_model, files):

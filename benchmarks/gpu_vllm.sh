@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Measures vLLM's paths and its speculation on the GPU: bash benchmarks/gpu_vllm.sh [DIRECTORY for the results]
+# Measures vLLM's paths, its speculation and its ranked lists on the GPU: bash benchmarks/gpu_vllm.sh [DIRECTORY for the results]
 # Needs vLLM and this project installed in the Python that runs (PYTHON, or python3).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/docs/benchmarks}
 "${PYTHON:-python3}" "$root/benchmarks/vllm_paths.py" --json "$out/gpu_vllm_paths.json" --plot "$out/gpu_vllm_paths.png"
 "${PYTHON:-python3}" "$root/benchmarks/speculation.py" --json "$out/gpu_speculation.json"
+"${PYTHON:-python3}" "$root/benchmarks/ranking.py" --json "$out/gpu_ranking.json" --plot "$out/gpu_ranking.png"

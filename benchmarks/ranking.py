@@ -6,7 +6,8 @@ Film titles with SmolLM2-135M in float32: every title is scored by one request o
 and the price of exhaustive scoring; against it stand a beam of single tokens (computed from these scores), our ranked
 lists, plain and proven, and vLLM's own beam search with xgrammar's `choice`. Semantic IDs with a small random model:
 the rounds of a list, and the KV blocks that its beams hold against those of separate requests. Every engine runs in a
-fresh process. Passes are requests, each of which is one forward pass.
+fresh process: on a GPU model runner V2's, without one V1's, where nothing else is named. Passes are requests, each of
+which is one forward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from vllm_paths import LENGTH, ROOT, in_process, semantic_ids
+from vllm_paths import CUDA, LENGTH, ROOT, in_process, semantic_ids
 
 SHOTS = "a comedy with robots: Short Circuit (1986)\na film about the war in Vietnam: Platoon (1986)\n"
 TASTES = ["a space adventure", "a scary film", "something for children", "a love story", "a detective story"]
@@ -75,7 +76,7 @@ def engine(kind: str, model: str, file: Path | None = None, **more: Any) -> Any:
         additional_config=options,
         max_num_seqs=64,
         max_logprobs=-1,
-        enforce_eager=True,
+        enforce_eager=not CUDA,
         **more,
     )
 
@@ -283,8 +284,8 @@ def main() -> None:
         print(json.dumps({"static": titles_static, "xgrammar": titles_xgrammar, "semantic": semantic}[name](*rest)))
         return
     with tempfile.TemporaryDirectory() as directory:
-        ours = in_process(__file__, "static", directory, arguments.tastes, v2=False)
-        theirs = in_process(__file__, "xgrammar", ours["ranked"], arguments.widths, v2=False)
+        ours = in_process(__file__, "static", directory, arguments.tastes, v2=CUDA)
+        theirs = in_process(__file__, "xgrammar", ours["ranked"], arguments.widths, v2=CUDA)
         path = semantic_ids(arguments.items, Path(directory) / "ids.itemset")
         blocks = []
         for prompt in (100, 480):

@@ -89,12 +89,11 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
         passes = mean(one[0]["passes"] for one in found)
         print(f"{name:>12}  {recalls[0]:>8.2f}  {recalls[1]:>9.2f}  {hits:>6.2f}  {passes:>7.1f}")
     most_watched = [film for film, _ in Counter(film for watched in before for film in watched).most_common(K)]
-    print(
-        f"baseline: hit@10 of the ten most watched films for everyone: {mean(film in most_watched for film in after):.2f}"
-    )
+    share = mean(film in most_watched for film in after)
+    print(f"baseline: hit@10 of the ten most watched films for everyone: {share:.2f}")
 
     user = next((i for i, film in enumerate(after) if film in best[i]), 0)
-    print("\na user watched ..., " + ", ".join(titles[film] for film in before[user][-3:]))
+    print("\nfor instance, behind ..., " + ", ".join(titles[film] for film in before[user][-3:]))
     print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
     for item in exact[user]:
         mark = "  <- watched next" if item["key"] == after[user] else ""

@@ -111,9 +111,9 @@ def search(
     A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
     probability zero are never found.
 
-    width: prefixes in a round, k if None. By default, a beam: of all that a round has found the `width` best go on, and
-    those that lead to a single item are scored to its end in one pass. It finds what a beam of single tokens finds, or
-    better: a single item that has come so far is not pruned on its last tokens.
+    width: prefixes in a round of the beam, k if None. By default, a beam: of all that a round has found the `width`
+    best go on, and those that lead to a single item are scored to its end in one pass. It finds what a beam of single
+    tokens finds, or better: a single item that has come so far is not pruned on its last tokens.
     exact: after that beam search on from the best prefix, wherever it stands, until none can beat the k-th item.
     end_token: where given, the end of an item counts in its score.
     renormalised: score each token by its share among those that may stand there, as sampling inside the set does. The
@@ -129,7 +129,9 @@ def search(
     left = max_passes
     beam = True
     while True:
-        taken = state.take(width if left is None else min(width, left))
+        # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
+        most = width if beam else max(width, state.passes // 8)
+        taken = state.take(most if left is None else min(most, left))
         if taken:
             state.score(taken, (yield [state.pass_of(one) for one in taken]))
             left = None if left is None else left - len(taken)
@@ -149,7 +151,7 @@ class _Search:
         self._open = [_Open(0.0, (), 0, 0)]  # a heap, the best first
         self._found: list[tuple[float, tuple[int, ...]]] = []  # a heap of at most k, the worst first
         self._aside: list[_Open] = []  # what was pruned, or the best of it
-        self._passes = self._rounds = 0
+        self.passes = self._rounds = 0
 
     def _bar(self) -> float:
         """What an item has to beat."""
@@ -173,7 +175,7 @@ class _Search:
 
     def score(self, taken: Sequence[_Open], answers: Sequence[Answer]) -> None:
         """Take a round's answers: items are found, and what stands behind other prefixes is opened."""
-        self._passes, self._rounds = self._passes + len(taken), self._rounds + 1
+        self.passes, self._rounds = self.passes + len(taken), self._rounds + 1
         for one, (run, after) in zip(taken, answers, strict=True):
             total = -one.loss + float(np.sum(run))
             if one.alone:
@@ -223,7 +225,7 @@ class _Search:
         ranked = sorted(self._found, key=lambda pair: (-pair[0], pair[1]))
         left = max((-one.loss for one in self._open + self._aside), default=-np.inf)
         proven = left == -np.inf or left <= self._bar()
-        return Best([Ranked(tokens, score) for score, tokens in ranked], proven, self._passes, self._rounds)
+        return Best([Ranked(tokens, score) for score, tokens in ranked], proven, self.passes, self._rounds)
 
 
 @compiled

@@ -135,6 +135,14 @@ def test_a_limited_proof_is_no_worse_than_the_beam():
         assert best.passes <= limit
 
 
+def test_a_long_proof_takes_ever_larger_rounds():
+    items = np.random.default_rng(3).integers(0, 70, (2_000, 4)).tolist()
+    best = best_items(Model(), search(itemset.build(items), 2, end_token=END, exact=True))
+    check(best, oracle(items, END)[:2])
+    assert best.passes > 300
+    assert best.rounds < best.passes / 8
+
+
 def test_a_million_semantic_ids_take_four_rounds():
     """Items of 8 tokens, most of which stand alone behind two: a beam of single tokens takes 8 rounds and the end's."""
     codes = np.random.default_rng(0).integers(0, 2_048, (1_000_000, 8))

@@ -76,7 +76,8 @@ async def _generate_request(
     if self.static_front_end is not None and hasattr(request, "custom_logit_processor"):
         from sglang_static import ranking
 
-        if ranking.wanted(request) and ranking.has_set(self, request):
+        # On a thread, because it encodes an inline set.
+        if ranking.wanted(request) and await asyncio.to_thread(ranking.has_set, self, request):
             yield await ranking.ranked(original, self, request, http_request)
             return
     async for part in original(self, request, http_request):

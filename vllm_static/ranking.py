@@ -172,7 +172,9 @@ async def online(
     tokenizer = serving.renderer.get_tokenizer()
     client = serving.engine_client
     tokens = list(prompt["prompt_token_ids"])
-    ranking = Ranking(client.input_processor.static_front_end, params, tokens, tokenizer.eos_token_id)
+    front_end = client.input_processor.static_front_end
+    # On a thread, because it encodes an inline set.
+    ranking = await asyncio.to_thread(Ranking, front_end, params, tokens, tokenizer.eos_token_id)
 
     async def one_answer(one: Pass) -> Answer:
         for cached in (True, False):

@@ -24,7 +24,7 @@ import itemset
         (named("one", beam_width=2, max_new_tokens=4), "max_new_tokens=4 is less than the longest item has: set it to"),
         (named("one", beam_width=2, exact=1), "exact must be true or false, not 1"),
         (named("one", beam_width=2, max_passes=0), "max_passes must be a number of forward passes, at least 1, not 0"),
-        (named("ragged", beam_width=2, max_passes=1), "no item was found in so few forward passes"),
+        (named("ragged", beam_width=2, max_passes=1), "no item was found before the limit"),
         (inline([]), "at least one text"),
         (inline(["red", ""]), "item 1 .* is empty"),
         (inline(["red", "\ud800"]), "item 1 .* surrogate"),

@@ -10,7 +10,6 @@ SmolLM2-135M, and semantic IDs with a small random model of their vocabulary. Th
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 import time
@@ -49,13 +48,11 @@ def children_of(items: list[list[int]], begin: int, end: int) -> Callable[[int, 
 
 
 def films() -> tuple[Any, torch.Tensor, list[list[int]], int]:
-    from films_data import model_dir, titles
+    from films_data import model_dir, titles_by_key
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir())
-    with titles().open(newline="", encoding="utf-8") as file:
-        texts = [row["title"] for row in csv.DictReader(file)]
-    items = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    items = [tokenizer.encode(text, add_special_tokens=False) for text in titles_by_key().values()]
     prompt = tokenizer("Short Circuit (1986)\nPlatoon (1986)\n", return_tensors="pt").input_ids
     return AutoModelForCausalLM.from_pretrained(model_dir()), prompt, items, tokenizer.eos_token_id
 

@@ -13,7 +13,6 @@ which is one forward pass.
 from __future__ import annotations
 
 import argparse
-import csv
 import heapq
 import json
 import sys
@@ -59,11 +58,9 @@ class Counted:
 
 def films() -> tuple[str, list[str]]:
     sys.path.append(str(ROOT / "examples"))
-    from films_data import model_dir, titles
+    from films_data import model_dir, titles_by_key
 
-    with titles().open(newline="", encoding="utf-8") as file:
-        texts = dict.fromkeys(row["title"] for row in csv.DictReader(file))
-    return str(model_dir()), list(texts)
+    return str(model_dir()), list(dict.fromkeys(titles_by_key().values()))
 
 
 def engine(kind: str, model: str, file: Path | None = None, **more: Any) -> Any:
@@ -120,16 +117,14 @@ def titles_static(directory: str, tastes: int) -> Answer:
         single = [beam_of_tokens(of, width) for of in scored]
         rows.append({"kind": "single tokens", "width": width, "items": width} | recall(single, ranked))
         found, spent, passes = counted.lists(prompts, width)
-        own = [[tuple(one.tokens[len(p) : -1]) for one in f.sequences] for f, p in zip(found, prompts, strict=True)]
+        own = items_of(found, prompts)
         row = {"kind": "static", "width": width, "items": mean(map(len, own)), "seconds": spent, "passes": passes}
         rows.append(row | {"rounds": mean(f.rounds for f in found)} | recall(own, ranked))
         print(rows[-1], file=sys.stderr, flush=True)
     found, spent, passes = counted.lists(prompts, K, exact=True)
-    own, errors = [], []
-    for answer, prompt, of in zip(found, prompts, scored, strict=True):
-        own.append([tuple(one.tokens[len(prompt) : -1]) for one in answer.sequences])
-        scores = [one.cum_logprob for one in answer.sequences]
-        errors += [abs(score - sum(of[item])) for score, item in zip(scores, own[-1], strict=True)]
+    own, errors = items_of(found, prompts), []
+    for answer, mine, of in zip(found, own, scored, strict=True):
+        errors += [abs(one.cum_logprob - sum(of[item])) for one, item in zip(answer.sequences, mine, strict=True)]
     exact = {"kind": "static, exact", "width": K, "items": mean(map(len, own)), "seconds": spent, "passes": passes}
     exact |= {"rounds": mean(f.rounds for f in found), "proven": mean(f.proven for f in found)}
     exhaustive = {"kind": "one request an item", "width": len(items), "items": len(items)}
@@ -137,6 +132,14 @@ def titles_static(directory: str, tastes: int) -> Answer:
     ranked_texts = [[tokenizer.decode(item) for item in of] for of in ranked]
     rows += [exact | recall(own, ranked) | {"error": max(errors)}, exhaustive]
     return {"rows": rows, "ranked": ranked_texts}
+
+
+def items_of(found: list[Any], prompts: list[list[int]]) -> list[list[tuple[int, ...]]]:
+    """The items of each list, without their end token."""
+    return [
+        [tuple(one.tokens[len(prompt) : -1]) for one in answer.sequences]
+        for answer, prompt in zip(found, prompts, strict=True)
+    ]
 
 
 def runs(output: Any, first: int) -> list[float]:

@@ -54,15 +54,12 @@ def make_draft(target: Path, draft: Path) -> None:
 
 
 def film_titles(model: str, path: Path) -> str:
-    import csv
-
-    from films_data import titles
+    from films_data import titles_by_key
     from transformers import AutoTokenizer
 
     import itemset
 
-    with titles().open(encoding="utf-8") as file:
-        texts = [row["title"] for row in csv.DictReader(file)]
+    texts = list(titles_by_key().values())
     itemset.build_text(texts, AutoTokenizer.from_pretrained(model), prefix=" ").save(path)
     return str(path)
 

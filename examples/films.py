@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import json
 import sys
 import time
 import urllib.request
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import openai
-from films_data import CACHE, build_index, model_dir, titles
+from films_data import CACHE, build_index, model_dir, print_ranked, titles, titles_by_key
 from openai.types.chat.chat_completion import Choice
 from serving import MODEL_NAME, DemoError, Launch, post, run, running_server
 
@@ -118,22 +116,18 @@ def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
     return [{**choice["item"], "title": choice["text"]} for choice in answer["choices"]]
 
 
-def report_ranks(films: list[dict[str, Any]], catalogue: Path) -> bool:
+def report_ranks(films: list[dict[str, Any]]) -> bool:
     """Print the ranked list as a table; True if it is one, of films of the list."""
-    with catalogue.open(newline="", encoding="utf-8") as file:
-        title_of = {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
+    title_of = titles_by_key()
     print(f"\na ranked list of {len(films)} films behind this prompt:\n{RANKED_PROMPT!r}")
-    print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
-    for film in films:
-        print(f"{film['rank']:>4}  {film['score']:>7.2f}  {film['key']:>5}  {film['title']}")
+    print_ranked(films, {film["key"]: film["title"] for film in films})
     keys = {film["key"] for film in films}
     return len(keys) == RANKED and all(title_of.get(film["key"]) == film["title"] for film in films)
 
 
-def report(answers_given: list[Answer], catalogue: Path, stop_token: int) -> bool:
+def report(answers_given: list[Answer], stop_token: int) -> bool:
     """Print a table of the answers with their films' keys; True if every one is a film of the list."""
-    with catalogue.open(newline="", encoding="utf-8") as file:
-        title_of = {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
+    title_of = titles_by_key()
     keys_of: dict[str, list[int]] = {}
     for key, title in title_of.items():
         keys_of.setdefault(title, []).append(key)
@@ -171,8 +165,8 @@ def steps_an_answer(url: str, answers_given: list[Answer]) -> str:
 
 def show(engine: str, forced_drafts: bool) -> bool:
     """Build, serve, ask and report; True if all is as it should be."""
-    catalogue, model = titles(), model_dir()
-    build_index(catalogue, "title", model, INDEX)
+    model = model_dir()
+    build_index(titles(), "title", model, INDEX)
     with running_server(Launch(engine, model, f"{ITEM_SET}={INDEX}", forced_drafts)) as url:
         started = time.monotonic()
         try:
@@ -184,8 +178,8 @@ def show(engine: str, forced_drafts: bool) -> bool:
         if forced_drafts:
             print(steps_an_answer(url, answers_given), flush=True)
     stop_token = json.loads((model / "config.json").read_text())["eos_token_id"]
-    good = report(answers_given, catalogue, stop_token)
-    return report_ranks(films, catalogue) and good
+    good = report(answers_given, stop_token)
+    return report_ranks(films) and good
 
 
 def main() -> int:

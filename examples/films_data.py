@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import itemset
 
@@ -57,6 +59,19 @@ def titles() -> Path:
             )
         unfinished.rename(path)
     return path
+
+
+def titles_by_key() -> dict[int, str]:
+    """The titles by the films' own keys, in the order of the file. Some occur twice."""
+    with titles().open(newline="", encoding="utf-8") as file:
+        return {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
+
+
+def print_ranked(items: Iterable[Mapping[str, Any]], title_of: Mapping[int, str]) -> None:
+    """A ranked list as a table. items: what the engines' answers say of each."""
+    print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
+    for item in items:
+        print(f"{item['rank']:>4}  {item['score']:>7.2f}  {item['key']:>5}  {title_of[item['key']]}")
 
 
 def build_index(catalogue: Path, column: str, model: Path, index: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import retrieval_data
 import retrieval_model
-from films_data import CACHE, build_index
+from films_data import CACHE, build_index, print_ranked, titles_by_key
 from serving import MODEL_NAME, Launch, post, run, running_server
 from transformers import AutoTokenizer
 
@@ -36,7 +36,7 @@ def prepare(histories: Sequence[Sequence[int]]) -> None:
     """Semantic IDs, a model that has learnt them, and the index. What an earlier run has left is taken."""
     if not MODEL.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        titles = retrieval_data.films()
+        titles = titles_by_key()
         codes = retrieval_data.semantic_ids(retrieval_data.vectors())
         texts = [retrieval_model.text_of(code) for code in codes]
         with CATALOGUE.open("w", newline="", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ class Retrieval:
 
 def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
     """Print recall and hits, and one user's list; True if every answer is a film."""
-    titles = retrieval_data.films()
+    titles = titles_by_key()
     print(f"asking for {len(histories) * (len(WIDTHS) + 1)} ranked lists (about a minute)", flush=True)
     before, after = [watched[:-1] for watched in histories], [watched[-1] for watched in histories]
     with ThreadPoolExecutor(8) as pool:
@@ -94,10 +94,7 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
 
     user = next((i for i, film in enumerate(after) if film in best[i]), 0)
     print("\nfor instance, behind ..., " + ", ".join(titles[film] for film in before[user][-3:]))
-    print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
-    for item in exact[user]:
-        mark = "  <- watched next" if item["key"] == after[user] else ""
-        print(f"{item['rank']:>4}  {item['score']:>7.2f}  {item['key']:>5}  {titles[item['key']]}{mark}")
+    print_ranked(exact[user], titles | {after[user]: f"{titles[after[user]]}  <- watched next"})
     whole = all(len(set(keys)) == K and set(keys) <= set(titles) for keys in best)
     return whole and all(one[0]["proven"] for one in exact)
 

@@ -20,14 +20,8 @@ RATINGS_IN_WHEEL = "recbole/dataset_example/ml-100k/ml-100k.inter"
 LEVELS, CODES = 3, 64  # of the residual k-means; a fourth code tells films apart that share all three
 
 
-def films() -> dict[int, str]:
-    """The titles by the films' own keys."""
-    with titles().open(newline="", encoding="utf-8") as file:
-        return {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
-
-
 def vectors() -> NDArray[np.float32]:
-    """all-MiniLM-L6-v2's embedding of every film's title and genres, [films, 384], in the order of `films`."""
+    """all-MiniLM-L6-v2's embedding of every film's title and genres, [films, 384], in the order of the titles."""
     path = CACHE / "films.vectors.npy"
     if not path.exists():
         with titles().open(newline="", encoding="utf-8") as file:

@@ -57,6 +57,16 @@ class Best(NamedTuple):
     rounds: int
 
 
+def described(best: Best, item_set: ItemSet) -> list[dict[str, Any]]:
+    """What an answer says of each item: its rank from 1, its score and its own key, and what the list took."""
+    keys = item_set.lookup([list(item.tokens) for item in best.items])
+    took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
+    return [
+        {"rank": rank, "score": item.score, "key": key if isinstance(key, str) else int(key), **took}
+        for rank, (item, key) in enumerate(zip(best.items, keys, strict=True), 1)
+    ]
+
+
 Rounds = Generator[Sequence[Pass], Sequence[Answer], Best]
 
 
@@ -126,15 +136,13 @@ def search(
         if value < 1:
             raise ValueError(f"{name} is {value}: make it at least 1")
     state = _Search(item_set, k, end_token, renormalised)
-    left = max_passes
     beam = True
     while True:
         # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
         most = width if beam else max(width, state.passes // 8)
-        taken = state.take(most if left is None else min(most, left))
+        taken = state.take(most if max_passes is None else min(most, max_passes - state.passes))
         if taken:
             state.score(taken, (yield [state.pass_of(one) for one in taken]))
-            left = None if left is None else left - len(taken)
             if beam:
                 state.prune(width, keep=exact)
         elif beam and exact:
@@ -224,8 +232,8 @@ class _Search:
     def result(self) -> Best:
         ranked = sorted(self._found, key=lambda pair: (-pair[0], pair[1]))
         left = max((-one.loss for one in self._open + self._aside), default=-np.inf)
-        proven = left == -np.inf or left <= self._bar()
-        return Best([Ranked(tokens, score) for score, tokens in ranked], proven, self.passes, self._rounds)
+        found = [Ranked(tokens, score) for score, tokens in ranked]
+        return Best(found, left <= self._bar(), self.passes, self._rounds)
 
 
 @compiled

@@ -133,7 +133,7 @@ class Checks:
         return reference
 
     def ranked(
-        self, reference: str, *, beams: int, prompt_tokens: int, max_tokens: int | None, end_token: int, behind: int = 0
+        self, reference: str, *, beams: int, prompt_tokens: int, max_tokens: int | None, end_token: int, behind: int
     ) -> ItemSet:
         """The set of a request for a ranked list.
 

@@ -122,9 +122,11 @@ def _refusal(path: str, found: dict[str, Any] | None, given: dict[str, Any]) -> 
     ranked = given.get(BEAMS) or any("beam_width" in one for one in each)
     if named and ranked and given.get("stream"):
         return "a ranked list is not streamed: leave stream out"
-    for word in RANKING:
-        if named and not ranked and any(one.get(word) is not None for one in (given, *each)):
-            return f"{word} is for ranked lists: add use_beam_search and n, or beam_width on /generate, or leave it out"
+    if named and not ranked:
+        for word in RANKING:
+            if any(one.get(word) is not None for one in (given, *each)):
+                how = "add use_beam_search and n, or beam_width on /generate, or leave it out"
+                return f"{word} is for ranked lists: {how}"
     return None
 
 

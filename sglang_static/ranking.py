@@ -19,7 +19,7 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset import ItemSet
-from itemset.best import Answer, Pass, search
+from itemset.best import Answer, Pass, described, search
 from itemset.catalogue import RefusedError
 from itemset.checks import found_some, ranking_options
 from sglang_static import http
@@ -120,8 +120,7 @@ async def _one(
             break
     results = []
     returned = params.get("n") if (params.get("n") or 1) > 1 else width_of(params)  # SGLang: the beam, or n of it
-    for rank, item in enumerate(best.items[:returned], 1):
-        (key,) = item_set.lookup([list(item.tokens)])
+    for item, entry in list(zip(best.items, described(best, item_set), strict=True))[:returned]:
         ids = [*item.tokens, end]
         # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
         info = {name: value for name, value in outputs[-1]["meta_info"].items() if "logprob" not in name} | {
@@ -129,12 +128,8 @@ async def _one(
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
             "finish_reason": {"type": "stop", "matched": end},
-            "sequence_score": item.score,
-            "rank": rank,
-            "key": key if isinstance(key, str) else int(key),
-            "proven": best.proven,
-            "passes": best.passes,
-            "rounds": best.rounds,
+            "sequence_score": entry.pop("score"),
+            **entry,
         }
         text = tokenizer.decode(item.tokens, skip_special_tokens=params.get("skip_special_tokens", True))
         results.append({"output_ids": ids, "text": text, "meta_info": info})

@@ -17,7 +17,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
 from itemset import ItemSet
-from itemset.best import Answer, Best, Pass, Ranked, Rounds, search
+from itemset.best import Answer, Best, Pass, Rounds, described, search
 from itemset.checks import found_some, ranking_options
 from itemset.config import REFERENCE
 from vllm_static import metrics
@@ -95,10 +95,9 @@ class Ranking:
         table = np.asarray(output.prompt_token_id_logprobs, np.float64)
         return table[: len(run), 0], table[len(run), : len(one.after)]
 
-    def key(self, item: Ranked) -> Any:
-        """The item's own key."""
-        (key,) = self._item_set.lookup([list(item.tokens)])
-        return key if isinstance(key, str) else int(key)
+    def described(self, best: Best) -> list[dict[str, Any]]:
+        """What an answer says of each of the items found."""
+        return described(best, self._item_set)
 
 
 def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any]) -> list[Any]:
@@ -123,7 +122,7 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
     outputs = []
     for i, ranking in enumerate(rankings):
         sequences = []
-        for item in best[i].items:
+        for item, entry in zip(best[i].items, ranking.described(best[i]), strict=True):
             tokens = [*inputs[i]["prompt_token_ids"], *item.tokens, tokenizer.eos_token_id]
             sequence = BeamSearchSequence(
                 inputs[i],
@@ -135,7 +134,7 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
                 finish_reason="stop",
                 stop_reason=tokenizer.eos_token_id,
             )
-            sequence.key = ranking.key(item)
+            sequence.key = entry["key"]
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
         output.proven, output.passes, output.rounds = best[i].proven, best[i].passes, best[i].rounds
@@ -203,8 +202,7 @@ async def online(
             best = found_some(end.value)
             break
     outputs = []
-    search_took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
-    for i, item in enumerate(best.items):
+    for i, (item, entry) in enumerate(zip(best.items, ranking.described(best), strict=True)):
         ids = [*item.tokens, tokenizer.eos_token_id]
         output = CompletionOutput(
             index=i,
@@ -215,7 +213,7 @@ async def online(
             finish_reason="stop",
             stop_reason=None,
         )
-        output.ranked = {"rank": i + 1, "score": item.score, "key": ranking.key(item), **search_took}
+        output.ranked = entry
         outputs.append(output)
     yield RequestOutput(
         request_id=request_id,

@@ -16,6 +16,12 @@ def oracle(tiny_model):
     return oracle_of(tiny_model)
 
 
+@pytest.fixture
+def server(servers, tiny_model, files):
+    sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
+    return servers(tiny_model, arguments=("--grammar-backend", "static", *sets))
+
+
 def check(output: dict, expected: list[tuple[float, tuple[int, ...]]]) -> None:
     found = output["meta_info"]["beam_results"]
     assert [tuple(one["output_ids"]) for one in found] == [(*item, EOS) for _, item in expected]
@@ -59,9 +65,7 @@ def test_n_of_the_beam_and_an_inline_set(static):
     assert len(output["meta_info"]["beam_results"]) == 2
 
 
-def test_over_http(servers, tiny_model, files, named_sets, oracle):
-    sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
-    server = servers(tiny_model, arguments=("--grammar-backend", "static", *sets))
+def test_over_http(server, named_sets, oracle):
     params = {"item_set": "prefixes", "beam_width": 9, "exact": True, "max_new_tokens": 20}
     status, answer = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params})
     assert status == 200, answer
@@ -112,18 +116,14 @@ def test_over_http(servers, tiny_model, files, named_sets, oracle):
             assert message in str(answer).replace("\\'", "'"), answer
 
 
-def test_a_ranked_list_elsewhere_is_http_400(servers, tiny_model, files):
-    sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
-    server = servers(tiny_model, arguments=("--grammar-backend", "static", *sets))
+def test_a_ranked_list_elsewhere_is_http_400(server):
     asked = {"model": "tiny", "input": "p", "use_beam_search": True, "item_set": "ragged"}
     status, answer = server.post("/v1/responses", asked)
     assert (status, "/v1/responses has no ranked lists" in str(answer)) == (400, True)
 
 
-def test_the_requests_of_a_client_that_went_are_aborted(servers, tiny_model, files):
+def test_the_requests_of_a_client_that_went_are_aborted(server):
     """A proven list of so many takes minutes; the client leaves after a second of them."""
-    sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
-    server = servers(tiny_model, arguments=("--grammar-backend", "static", *sets))
     params = {"item_set": "large", "beam_width": 200, "exact": True, "max_new_tokens": 20}
     before = server.log().count("Prefill batch")
     with pytest.raises(OSError, match="timed out"):

@@ -13,7 +13,7 @@ from oracle import dict_trie
 from strategies import item_sets
 
 import itemset
-from itemset.best import Best, Pass, all_items, best_items, search
+from itemset.best import Best, Pass, Search, all_items, best_items
 
 VOCABULARY = 72
 END = VOCABULARY - 1
@@ -62,7 +62,7 @@ def check(best: Best, expected: list[tuple[float, tuple[int, ...]]]) -> None:
 )
 def test_exact_is_the_oracles_ranking(items, k, end, data):
     width = data.draw(st.integers(1, 9))
-    best = best_items(Model(), search(itemset.build(items), k, width=width, end_token=end, exact=True))
+    best = best_items(Model(), Search(itemset.build(items), k, width=width, end_token=end, exact=True))
     check(best, oracle(items, end)[:k])
     assert best.proven
 
@@ -70,7 +70,7 @@ def test_exact_is_the_oracles_ranking(items, k, end, data):
 @settings(max_examples=60, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]))
 def test_a_beam_as_wide_as_the_set_ranks_it(items, end):
-    best = best_items(Model(), search(itemset.build(items), len(items), end_token=end))
+    best = best_items(Model(), Search(itemset.build(items), len(items), end_token=end))
     check(best, oracle(items, end))
     assert best.proven
 
@@ -88,7 +88,7 @@ def test_the_score_of_every_item(items, end):
 def test_scores_renormalised_over_the_legal_tokens(items):
     """They are the probabilities with which sampling inside the set gives each item, and sum up to one."""
     model = Model()
-    best = best_items(model, search(itemset.build(items), 1_000, end_token=END, renormalised=True))
+    best = best_items(model, Search(itemset.build(items), 1_000, end_token=END, renormalised=True))
     assert {item.tokens for item in best.items} == set(map(tuple, items))
     assert sum(np.exp(item.score) for item in best.items) == pytest.approx(1)
     trie = dict_trie(items)
@@ -105,8 +105,8 @@ def test_scores_renormalised_over_the_legal_tokens(items):
 
 def test_a_narrow_beam_says_that_it_is_not_proven():
     items = np.random.default_rng(0).integers(0, 70, (400, 4)).tolist()
-    narrow = best_items(Model(), search(itemset.build(items), 2, width=2, end_token=END))
-    proven = best_items(Model(), search(itemset.build(items), 2, end_token=END, exact=True))
+    narrow = best_items(Model(), Search(itemset.build(items), 2, width=2, end_token=END))
+    proven = best_items(Model(), Search(itemset.build(items), 2, end_token=END, exact=True))
     assert not narrow.proven
     assert proven.proven
     assert proven.passes > narrow.passes
@@ -117,7 +117,7 @@ def test_a_narrow_beam_says_that_it_is_not_proven():
 def test_a_limit_of_passes_gives_the_best_so_far():
     items = np.random.default_rng(1).integers(0, 70, (400, 4)).tolist()
     for limit in (1, 2, 7, 30):
-        best = best_items(Model(), search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
+        best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
         assert best.passes <= limit
         scores = {item: score for score, item in oracle(items, END)}
         assert all(item.score == pytest.approx(scores[item.tokens]) for item in best.items)
@@ -127,17 +127,17 @@ def test_a_limit_of_passes_gives_the_best_so_far():
 def test_a_limited_proof_is_no_worse_than_the_beam():
     """The limit leaves room for the beam, and for some of what comes after it."""
     items = np.random.default_rng(2).integers(0, 70, (400, 4)).tolist()
-    beam = best_items(Model(), search(itemset.build(items), 5, end_token=END))
+    beam = best_items(Model(), Search(itemset.build(items), 5, end_token=END))
     for more in (0, 1, 20):
         limit = beam.passes + more
-        best = best_items(Model(), search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
+        best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
         assert all(mine.score >= theirs.score for mine, theirs in zip(best.items, beam.items, strict=True))
         assert best.passes <= limit
 
 
 def test_a_long_proof_takes_ever_larger_rounds():
     items = np.random.default_rng(3).integers(0, 70, (2_000, 4)).tolist()
-    best = best_items(Model(), search(itemset.build(items), 2, end_token=END, exact=True))
+    best = best_items(Model(), Search(itemset.build(items), 2, end_token=END, exact=True))
     check(best, oracle(items, END)[:2])
     assert best.passes > 300
     assert best.rounds < best.passes / 8
@@ -147,7 +147,7 @@ def test_a_million_semantic_ids_take_four_rounds():
     """Items of 8 tokens, most of which stand alone behind two: a beam of single tokens takes 8 rounds and the end's."""
     codes = np.random.default_rng(0).integers(0, 2_048, (1_000_000, 8))
     model = Model(vocabulary=2_049)
-    best = best_items(model, search(itemset.build(codes), 10, end_token=2_048))
+    best = best_items(model, Search(itemset.build(codes), 10, end_token=2_048))
     assert len({item.tokens for item in best.items}) == 10
     assert best.rounds == len(model.rounds) <= 4
     assert best.passes == sum(map(len, model.rounds)) <= 1 + 3 * 10
@@ -156,4 +156,4 @@ def test_a_million_semantic_ids_take_four_rounds():
 @pytest.mark.parametrize("what", [{"k": 0}, {"k": 1, "width": 0}, {"k": 1, "max_passes": -1}])
 def test_nothing_to_search_for(what):
     with pytest.raises(ValueError, match="make it at least 1"):
-        best_items(Model(), search(itemset.build([[1]]), **what))
+        best_items(Model(), Search(itemset.build([[1]]), **what))

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from itemset import ItemSet
+from itemset.best import Search
 from itemset.catalogue import INLINE, RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.lists import Lists
 from sglang_static import compat, http
 from sglang_static.http import CHOICE
 
@@ -20,6 +22,7 @@ WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_t
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 BEHIND = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
+SEATS = 256  # requests that SGLang runs at a time, for all that its front end knows unless --max-running-requests says
 
 
 class FrontEnd:
@@ -41,6 +44,7 @@ class FrontEnd:
             reserved=RESERVED,
             end_tokens=self._ends,
         )
+        self._lists: Lists | None = None
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self._checks.summary())
@@ -91,21 +95,38 @@ class FrontEnd:
             )
         return (self._checks.named(named[0]) if named else self._checks.inline(choices[0])), rest
 
-    def ranked(self, request: Any, params: dict[str, Any], width: int, prompt_tokens: int, end_token: int) -> ItemSet:
-        """The set of a request for a ranked list. params: its sampling parameters for one prompt.
+    def ranked(
+        self,
+        request: Any,
+        params: dict[str, Any],
+        options: dict[str, Any],
+        k: int,
+        prompt_tokens: int,
+        end_token: int,
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list of `k`, and the search. params: its sampling parameters for one
+        prompt. options: those of the list.
 
-        Raises RefusedError where some of its items could not be scored.
+        Raises RefusedError if some of its items could not be scored.
         """
         one = SimpleNamespace(sampling_params=params, custom_logit_processor=request.custom_logit_processor)
         reference, _ = self.take(one, None, ranked=True)
         return self._checks.ranked(
             str(reference),
-            beams=width,
+            options,
+            k=k,
             prompt_tokens=prompt_tokens,
             max_tokens=params.get("max_new_tokens", 128),
             end_token=end_token,
             behind=BEHIND,
         )
+
+    def lists(self, manager: Any) -> Lists:
+        """What runs the ranked lists of the engine whose tokenizer manager this is."""
+        if self._lists is None:
+            seats = compat.resolved(manager.server_args).max_running_requests or SEATS
+            self._lists = Lists(seats, lambda: len(manager.rid_to_state))
+        return self._lists
 
     def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:
         """Make a request's `SamplingParams` carry the set to the scheduler, in `custom_params`.

@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from itemset import asgi
-from itemset.checks import RANKING
 from itemset.config import REFERENCE
+from itemset.lists import RANKING
 
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
 RANKED = SERVED - {"/v1/responses"}

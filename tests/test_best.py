@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -135,6 +136,57 @@ def test_a_limited_proof_is_no_worse_than_the_beam():
         assert best.passes <= limit
 
 
+def test_a_limit_of_the_proof_lets_the_beam_end():
+    items = np.random.default_rng(2).integers(0, 70, (400, 4)).tolist()
+    beam = best_items(Model(), Search(itemset.build(items), 5, end_token=END))
+    for limit in (1, beam.passes, beam.passes + 9):
+        best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, proof_passes=limit))
+        assert best.passes == max(limit, beam.passes)
+        assert not best.proven
+        assert all(mine.score >= theirs.score for mine, theirs in zip(best.items, beam.items, strict=True))
+    best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, proof_passes=10_000))
+    check(best, oracle(items, END)[:5])
+    assert best.proven
+
+
+def test_a_wider_beam_finds_better_items():
+    items = np.random.default_rng(4).integers(0, 70, (2_000, 4)).tolist()
+    best = {w: best_items(Model(), Search(itemset.build(items), 5, width=w, end_token=END)) for w in (5, 2_000)}
+    assert sum(one.score for one in best[5].items) < sum(one.score for one in best[2_000].items)
+    check(best[2_000], oracle(items, END)[:5])
+
+
+def test_equal_scores_are_ordered_by_tokens_and_impossible_items_are_not_found():
+    items = [[a, b] for a in range(6) for b in range(5)] + [[6]]
+
+    def score(passes: Sequence[Pass]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (np.full(len(tokens) - known, -2.0), np.where(after == 3, -np.inf, -2.0)) for tokens, known, after in passes
+        ]
+
+    best = best_items(score, Search(itemset.build(items), 40, end_token=END))
+    possible = sorted((tuple(item) for item in items if 3 not in item), key=lambda item: (len(item), item))
+    assert [item.tokens for item in best.items] == possible
+    best = best_items(score, Search(itemset.build(items), 7, width=3, end_token=END))
+    assert [item.tokens for item in best.items] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_round_of_a_long_list_is_not_kept_as_objects():
+    """A round of 1,000 prefixes of a million items has half a million children: sixteen bytes each, at most."""
+    codes = np.random.default_rng(0).integers(0, 2_048, (1_000_000, 8))
+    search = Search(itemset.build(codes), 1_000, end_token=2_048, exact=True)
+    model = Model(vocabulary=2_049)
+    search.take(model(search.passes))
+    answers = [(np.zeros(0), np.full(len(one.after), -7.0)) for one in search.passes]
+    tracemalloc.start()
+    search.take(answers)
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(len(after) for _, after in answers) > 400_000
+    assert kept < 20e6
+    assert most < 100e6
+
+
 def test_a_long_proof_takes_ever_larger_rounds():
     items = np.random.default_rng(3).integers(0, 70, (2_000, 4)).tolist()
     best = best_items(Model(), Search(itemset.build(items), 2, end_token=END, exact=True))
@@ -153,7 +205,9 @@ def test_a_million_semantic_ids_take_four_rounds():
     assert best.passes == sum(map(len, model.rounds)) <= 1 + 3 * 10
 
 
-@pytest.mark.parametrize("what", [{"k": 0}, {"k": 1, "width": 0}, {"k": 1, "max_passes": -1}])
+@pytest.mark.parametrize(
+    "what", [{"k": 0}, {"k": 1, "width": 0}, {"k": 1, "max_passes": -1}, {"k": 1, "proof_passes": 0}]
+)
 def test_nothing_to_search_for(what):
     with pytest.raises(ValueError, match="make it at least 1"):
         best_items(Model(), Search(itemset.build([[1]]), **what))

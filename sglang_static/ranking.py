@@ -71,12 +71,15 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         return await _one(partial(_ask, generate, manager, lora, tokens), manager, request, params, tokens)
 
     tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
-    together = asyncio.gather(*tasks)
+    pending = set(tasks)
     try:
-        while not (await asyncio.wait([together], timeout=LOOK))[0]:
-            if http_request is not None and await http_request.is_disconnected():
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=LOOK, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()  # raises what it has raised
+            if pending and http_request is not None and await http_request.is_disconnected():
                 raise ValueError("the client is gone")
-        answers = together.result()
+        answers = [task.result() for task in tasks]
     finally:
         for task in tasks:
             task.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,12 @@ class Checks:
         context: int,
         end_tokens: Collection[int],
         reserved: int = 0,
+        on_encoded: Callable[[int], object] = lambda texts: None,
     ) -> None:
         """Open and check the registered sets.
 
         context: tokens of prompt and output together, of which the engine keeps `reserved`. end_tokens: those at which
-        the model ends.
+        the model ends. on_encoded: told of the texts of inline sets as they are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context.
         """
@@ -94,6 +95,7 @@ class Checks:
             context=context,
             reserved=reserved,
             end_tokens=end_tokens,
+            on_encoded=on_encoded,
         )
         model_print = None
         for name, item_set in self.catalogue.registered.items():
@@ -150,7 +152,7 @@ class Checks:
         if max_tokens is not None and max_tokens <= item_set.longest:
             raise RefusedError(
                 "beam search",
-                f"{words.max_tokens}={max_tokens} is less than the longest item and its end token take: set it to at "
+                f"{words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it to at "
                 f"least {item_set.longest + 1} for a ranked list",
             )
         return item_set

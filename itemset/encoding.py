@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from itemset.catalogue import Catalogue, InlineSet
+
+logger = logging.getLogger(__name__)
 
 Steps = Generator[int, None, InlineSet]
 """A list's work: yields the cost of each slice when it is done, and returns the set."""
@@ -77,6 +80,7 @@ class Encoder:
             for one in list(self._lists.values()):
                 if all(future.cancelled() for future in one.waiting):
                     del self._lists[one.reference]
+                    logger.info("Nobody waits for %s any more: its encoding stops", one.reference)
             if not self._lists:
                 self._thread = None
                 return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class InlineTexts:
         context: int,
         reserved: int,
         end_tokens: Collection[int],
+        on_encoded: Callable[[int], object] = lambda texts: None,
     ) -> None:
         """tokenizer: used by no other thread. The rest is as for `Checks`."""
         self._config, self._tokenizer, self._words = config, tokenizer, words
@@ -52,7 +53,7 @@ class InlineTexts:
         # As vLLM bounds the text of a prompt (renderers/params.py, _text_len_check).
         longest_token = max(map(len, tokenizer.get_vocab()))
         self._item_limit = min(ITEM_TEXT_LIMIT, longest_token * self._longest)
-        self._encoder = Encoder(catalogue)
+        self._encoder, self._on_encoded = Encoder(catalogue), on_encoded
         self._reader = ThreadPoolExecutor(1, "inline-texts")
 
     def get(self, choice: Any) -> InlineSet:
@@ -140,6 +141,7 @@ class InlineTexts:
             found, offsets = encode(part, self._tokenizer, before=start, name=NAME)
             tokens.append(found)
             lengths.append(np.diff(offsets))
+            self._on_encoded(len(part))
             self._check(start, part, found, offsets)
             yield sum(map(len, part)) + TEXT_COST * len(part)
         item_set = build(Rows(np.concatenate(tokens), np.cumsum(np.concatenate(lengths))))

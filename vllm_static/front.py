@@ -13,7 +13,7 @@ from itemset import ItemSet
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
-from vllm_static import compat
+from vllm_static import compat, metrics
 from vllm_static.device import PLACE
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -36,6 +36,7 @@ class FrontEnd:
             vocab_size=model.get_vocab_size(),
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
+            on_encoded=metrics.ENCODED.inc,
         )
         self.v2 = bool(vllm_config.use_v2_model_runner)
         path = "device path, masks inside the sampler"

@@ -144,7 +144,8 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
         ({"choice": []}, "at least one text"),
         ({"choice": [""]}, "is empty"),
         ({"choice": "red"}, "choice must be a list"),
-        ({"choice": [1, 2]}, "item 0"),
+        ({"choice": ["red", 2]}, "choice[1] is no text, but of the type int"),
+        ({"choice": ["ab" * 5_000_000]}, "has 10,000,000 characters"),
         ({"custom_params": {"item_set_index": "AAAA"}}, "item_set_index is not for requests"),
         (
             {"item_set": "ragged", "min_tokens": 2},

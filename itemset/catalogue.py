@@ -6,7 +6,6 @@ import difflib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +15,7 @@ from itemset.item_set import ItemSet, from_bytes, load
 
 INLINE = "inline:"
 INLINE_BYTES = 256 << 20  # of inline sets kept for their next request, as `InlineSet.nbytes` counts them
-OVERHEAD = 12_000  # bytes of Python's and Arrow's objects around a set, whatever its size: docs/serving.md
+OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
 
 
 class RefusedError(ItemSetError):
@@ -32,22 +31,21 @@ class InlineSet:
     """A set that came with its request, as texts. In the request it then stands in their place.
 
     reference: what the request carries through the engine. index: its index file in memory. item_set: opened over
-    these same bytes, so that they are there once.
+    these same bytes, so that they are there once. nbytes: what all of it takes in this process.
     """
 
     reference: str
     index: bytes = field(repr=False)
     item_set: ItemSet
+    nbytes: int
 
     @classmethod
-    def opened(cls, reference: str, index: bytes) -> InlineSet:
-        """Raises ItemSetError as `from_bytes` does."""
-        return cls(reference, index, from_bytes(index, reference))
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes that it takes in this process."""
-        return len(self.index) + self.item_set.token_ids.nbytes + OVERHEAD
+    def opened(cls, reference: str, index: bytes, *, token_ids: bool = False) -> InlineSet:
+        """token_ids: find them now, in a process that asks what occurs in the set. Raises ItemSetError as `from_bytes`
+        does."""
+        item_set = from_bytes(index, reference)
+        found = item_set.token_ids.nbytes if token_ids else 0
+        return cls(reference, index, item_set, len(index) + found + OVERHEAD)
 
     def __deepcopy__(self, memo: Any) -> InlineSet:
         """Engines copy a request's parameters; this is immutable."""

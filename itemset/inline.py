@@ -145,9 +145,7 @@ class InlineTexts:
             self._check(start, part, found, offsets)
             yield sum(map(len, part)) + TEXT_COST * len(part)
         item_set = build(Rows(np.concatenate(tokens), np.cumsum(np.concatenate(lengths))))
-        inline_set = InlineSet.opened(reference, item_set.to_bytes())
-        _ = inline_set.nbytes  # finds the set's token ids, which every request asks for
-        return inline_set
+        return InlineSet.opened(reference, item_set.to_bytes(), token_ids=True)
 
     def _check(self, start: int, texts: list[str], tokens: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
         """Raises ItemSetError where an item cannot be an answer of this model."""

@@ -87,16 +87,17 @@ class Catalogue:
                 self._inline.move_to_end(reference)
             return self._held.get(reference)
 
-    def keep(self, inline_set: InlineSet) -> None:
-        """Keep an inline set; the least recently used ones go if room is short."""
+    def keep(self, inline_set: InlineSet) -> InlineSet:
+        """Keep an inline set; the least recently used ones go if room is short. Returns it, or the equal one kept."""
         with self._lock:
             if inline_set.reference in self._inline:
-                return
+                return self._inline[inline_set.reference]
             self._inline[inline_set.reference] = self._held[inline_set.reference] = inline_set
             self._inline_bytes += inline_set.nbytes
             while self._inline_bytes > INLINE_BYTES and len(self._inline) > 1:
                 _, dropped = self._inline.popitem(last=False)
                 self._inline_bytes -= dropped.nbytes
+            return inline_set
 
     def _known(self, reference: str) -> str:
         if not self.registered:

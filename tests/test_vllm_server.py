@@ -19,6 +19,7 @@ TAG = {
     },
 }
 COLOURS = ["red", "green", "blue"]
+LONG = "a label of many words, whose encoding takes its time"
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
 
 
 def test_equal_lists_are_encoded_once_and_hold_up_no_short_one(server):
-    texts = [f"label {i}" for i in range(40_000)]
+    texts = [f"{LONG} {i}" for i in range(40_000)]
     before = encoded(server)
     with ThreadPoolExecutor(3) as pool:
         long = [pool.submit(complete, server, structured_outputs={"choice": texts}) for _ in range(3)]
@@ -161,7 +162,7 @@ def test_equal_lists_are_encoded_once_and_hold_up_no_short_one(server):
 
 
 def test_encoding_stops_when_the_client_leaves(server):
-    texts = [f"another label {i}" for i in range(100_000)]
+    texts = [f"{LONG}, then {i}" for i in range(100_000)]
     before = encoded(server)
     connection = HTTPConnection(server.url.removeprefix("http://"))
     body = json.dumps({"model": "tiny", "prompt": "p", "structured_outputs": {"choice": texts}})

@@ -86,8 +86,9 @@ class StaticBackend(StructuredOutputBackend):
         if reference is None:
             return False
         index = params.extra_args.get(INDEX)
-        if index is not None and self._catalogue.inline(reference) is None:
-            self._catalogue.keep(InlineSet.opened(reference, index))
+        if index is not None:
+            kept = self._catalogue.inline(reference) or self._catalogue.keep(InlineSet.opened(reference, index))
+            params.extra_args[INDEX] = kept.index  # requests that run with the same set share its bytes
         if self._device is not None and self._device.admit(manager, request, self._catalogue[reference]):
             self._figures.by_path["device"] += 1
             return True

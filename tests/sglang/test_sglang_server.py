@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -162,6 +163,20 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         assert status == 400, answer
         assert message in json.dumps(answer, ensure_ascii=False).replace("\\'", "'"), answer
     assert item_of(complete(server, item_set="one")) in named_sets["one"].items
+
+
+def test_encoding_stops_when_the_client_leaves(server):
+    texts = [f"a label of many words, whose encoding takes its time {i}" for i in range(100_000)]
+    stopped = server.log().count("its encoding stops")
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    connection.request("POST", "/generate", json.dumps({"text": "p", "choice": texts}))
+    time.sleep(1)  # it has been read, and encoding has begun
+    connection.close()
+    assert generate(server, choice=["yes", "no"])["text"] in ("yes", "no")
+    until = time.monotonic() + 60
+    while server.log().count("its encoding stops") == stopped:
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):

@@ -169,7 +169,8 @@ def test_encoding_stops_when_the_client_leaves(server):
     texts = [f"a label of many words, whose encoding takes its time {i}" for i in range(100_000)]
     stopped = server.log().count("its encoding stops")
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
-    connection.request("POST", "/generate", json.dumps({"text": "p", "choice": texts}))
+    body = json.dumps({"text": "p", "choice": texts})
+    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
     time.sleep(1)  # it has been read, and encoding has begun
     connection.close()
     assert generate(server, choice=["yes", "no"])["text"] in ("yes", "no")

@@ -39,10 +39,10 @@ ROWS = {  # where it stands in the results, and what to call it
     "peak_mib": ("memory that the set adds, MiB", "peak"),
 }
 PHASES = {
-    "itemset.checks:encode": "encoding the texts (tokenizer)",
-    "itemset.checks:build": "building the index",
+    "itemset.inline:encode": "encoding the texts (tokenizer)",
+    "itemset.inline:build": "building the index",
     "itemset.item_set:ItemSet.to_bytes": "transport: index to bytes and back",
-    "itemset:from_bytes": "transport: index to bytes and back",
+    "itemset.catalogue:from_bytes": "transport: index to bytes and back",
     "vllm_static.front:FrontEnd.find": "digest of the texts, checks",
     "vllm_static.front:FrontEnd.attach": "digest of the texts, checks",
     "vllm.entrypoints.llm:LLM.generate": "the rest: vLLM and its forward pass",

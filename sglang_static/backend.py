@@ -10,8 +10,8 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from itemset import ItemSet, ItemSetError, from_bytes
-from itemset.catalogue import Catalogue
+from itemset import ItemSet, ItemSetError
+from itemset.catalogue import Catalogue, InlineSet
 from itemset.config import INDEX, REFERENCE, StaticConfig
 from itemset.host import HostState, warm_up
 from sglang_static import compat, processor
@@ -84,8 +84,7 @@ class StaticBackend:
         try:
             index = custom.pop(INDEX, None)
             if index is not None and self._catalogue.inline(reference) is None:
-                data = b64decode(index)
-                self._catalogue.keep(reference, from_bytes(data, reference), data)
+                self._catalogue.keep(InlineSet.opened(reference, b64decode(index)))
             item_set = self._catalogue[reference]
             self._check_room(manager.scheduler, request, item_set)
             start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -72,12 +71,13 @@ def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 async def _generate_request(
     original: Callable[..., Any], self: Any, request: Any, http_request: Any = None
 ) -> AsyncGenerator[Any, None]:
-    """Where a request with a set asks for a beam search, it gets a ranked list."""
+    """Inline sets are encoded here. Where a request with a set asks for a beam search, it gets a ranked list."""
     if self.static_front_end is not None and hasattr(request, "custom_logit_processor"):
         from sglang_static import ranking
 
-        # On a thread, because it encodes an inline set.
-        if ranking.wanted(request) and await asyncio.to_thread(ranking.has_set, self, request):
+        # Encoding a large inline set takes seconds, and all below runs on the event loop.
+        await self.static_front_end.prepare(request, http_request)
+        if ranking.wanted(request) and ranking.has_set(self, request):
             yield await ranking.ranked(original, self, request, http_request)
             return
     async for part in original(self, request, http_request):
@@ -92,10 +92,7 @@ def _openai_response(original: Callable[..., Any], self: Any, request: Any, resu
 
 async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
     front_end = self.static_front_end
-    if front_end is not None and front_end.brings_set(request):
-        # Encoding a large inline set takes seconds, and this is the event loop; the thread has the loop's context.
-        await asyncio.to_thread(front_end.take, request, self.preferred_sampling_params)
-    elif front_end is not None:  # before SGLang's own checks, which may advise what cannot work with a set
+    if front_end is not None:  # before SGLang's own checks, which may advise what cannot work with a set
         front_end.take(request, self.preferred_sampling_params)
     return await original(self, request, *args, **kw)
 

@@ -22,7 +22,7 @@ def choice(*texts: str) -> dict:
 
 @pytest.fixture
 def engine(engines, tiny_model, static):
-    config = static["additional_config"] | {"inline_item_limit": 1_000}
+    config = static["additional_config"] | {"inline_item_limit": 1_000, "inline_text_limit": 1_000}
     return engines("v1", tiny_model, **(static | {"additional_config": config}))
 
 
@@ -39,11 +39,13 @@ def engine(engines, tiny_model, static):
         (NAMED | {"bad_words": ["x"]}, "bad_words is not supported with an item set"),
         ({"extra_args": {"item_set": "one"}, "stop_token_ids": [302]}, "the stop token 302 occurs inside an item"),
         (choice(), "at least one text"),
-        (choice("red", ""), "item 1 .* is empty"),
-        (choice("red", "\ud800"), "item 1 .* surrogate"),
+        (choice("red", ""), r"choice\[1\] \(''\) is empty"),
+        (choice("red", "\ud800"), r"choice\[1\] .* surrogate"),
         (choice(*map(str, range(1_001))), "choice has 1,001 items, the limit of an inline set is 1,000"),
-        (choice("a</s>b"), "item 0 .* holds the end-of-sequence token"),
-        (choice("a b " * 200), "has an item of .* tokens, longer than max_model_len=256"),
+        (choice("a</s>b"), r"choice\[0\] \('a</s>b'\) holds the end-of-sequence token"),
+        (choice("red", "ab" * 2_000), r"choice\[1\] \('abab.* has 4,000 characters. An item .* may have 2,304"),
+        (choice(*["a b c"] * 201), r"more than 1,000 characters, .* \(passed at choice\[200\]\): .* inline_text_limit"),
+        (choice("a b " * 200), r"choice\[0\] .* has \d+ tokens, longer than max_model_len=256"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_engine_goes_on(engine, named_sets, params, message):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
 import pytest
 from servers import start_expecting_failure
@@ -17,6 +19,7 @@ TAG = {
     },
 }
 COLOURS = ["red", "green", "blue"]
+LONG = "a label of many words, whose encoding takes its time"
 
 
 @pytest.fixture
@@ -116,7 +119,8 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
             "is less than the longest",
         ),
         ({"structured_outputs": {"choice": []}}, "at least one text"),
-        ({"structured_outputs": {"choice": [""]}}, "is empty"),
+        ({"structured_outputs": {"choice": [""]}}, "choice[0] ('') is empty"),
+        ({"structured_outputs": {"choice": ["ab" * 5_000_000]}}, "has 10,000,000 characters"),
         ({"structured_outputs": {"choice": "red"}}, "valid list"),
         ({"structured_outputs": {"choice": [1, 2]}}, "valid string"),
     ],
@@ -129,6 +133,8 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         status, answer = server.post(path, {"model": "tiny", **prompt, **body})
         assert status == 400, answer
         assert message in answer["error"]["message"]
+        if set(body) == {"structured_outputs"} and "valid" not in message:
+            assert answer["error"]["param"] == "structured_outputs"
     assert item_of(complete(server, item_set="one", return_token_ids=True)) in named_sets["one"].items
 
 
@@ -142,10 +148,45 @@ def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
     assert server.post("/v1/messages", body)[0] == 200
 
 
-def test_a_second_request_with_an_inline_set_builds_nothing(server):
-    texts = [f"label {i}" for i in range(5_000)]
-    for _ in range(2):
-        assert complete(server, structured_outputs={"choice": texts})["text"] in texts
+def test_equal_lists_are_encoded_once_and_hold_up_no_short_one(server):
+    texts = [f"{LONG} {i}" for i in range(40_000)]
+    before = encoded(server)
+    with ThreadPoolExecutor(3) as pool:
+        long = [pool.submit(complete, server, structured_outputs={"choice": texts}) for _ in range(3)]
+        wait_for(lambda: encoded(server) > before)
+        assert complete(server, structured_outputs={"choice": ["one of", "two"]})["text"] in ("one of", "two")
+        assert not any(one.done() for one in long)
+        assert all(one.result()["text"] in texts for one in long)
+    assert complete(server, structured_outputs={"choice": texts})["text"] in texts
+    assert encoded(server) - before == len(texts) + 2
+
+
+def test_encoding_stops_when_the_client_leaves(server):
+    texts = [f"{LONG}, then {i}" for i in range(100_000)]
+    before = encoded(server)
+    connection = HTTPConnection(server.url.removeprefix("http://"))
+    body = json.dumps({"model": "tiny", "prompt": "p", "structured_outputs": {"choice": texts}})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    wait_for(lambda: encoded(server) > before)
+    connection.close()
+    others = [f"other label {i}" for i in range(5_000)]
+    assert complete(server, structured_outputs={"choice": others})["text"] in others
+    stopped = encoded(server)
+    assert stopped - before < len(texts)
+    time.sleep(0.5)  # in which it would go on
+    assert encoded(server) == stopped
+
+
+def encoded(server) -> float:
+    """Texts of inline sets that it has encoded so far."""
+    return figures(server).get("item_set:encoded_texts_total", 0)
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("runner", ["v1"], scope="module")

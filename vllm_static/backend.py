@@ -16,9 +16,8 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.catalogue import Catalogue
+from itemset.catalogue import Catalogue, InlineSet
 from itemset.config import INDEX, REFERENCE, StaticConfig
 from itemset.host import HostState, forced_tokens, warm_up
 from vllm_static import compat
@@ -87,8 +86,9 @@ class StaticBackend(StructuredOutputBackend):
         if reference is None:
             return False
         index = params.extra_args.get(INDEX)
-        if index is not None and self._catalogue.inline(reference) is None:
-            self._catalogue.keep(reference, itemset.from_bytes(index, reference), index)
+        if index is not None:
+            kept = self._catalogue.inline(reference) or self._catalogue.keep(InlineSet.opened(reference, index))
+            params.extra_args[INDEX] = kept.index  # requests that run with the same set share its bytes
         if self._device is not None and self._device.admit(manager, request, self._catalogue[reference]):
             self._figures.by_path["device"] += 1
             return True

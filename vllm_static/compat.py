@@ -27,7 +27,7 @@ HOOKS = {
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": "knows the built-in backends only",
     "vllm.v1.engine.input_processor:InputProcessor.__init__": "item sets are checked before the engine starts",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
-    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded off the event loop",
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded beside the event loop",
     "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
     "vllm.v1.engine.core:EngineCore": "answers the front end's question for its figures",

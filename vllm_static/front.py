@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -12,12 +13,13 @@ from itemset import ItemSet
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
-from vllm_static import compat
+from vllm_static import compat, metrics
 from vllm_static.device import PLACE
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+Params = TypeVar("Params")
 BEHIND = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 
 
@@ -34,6 +36,7 @@ class FrontEnd:
             vocab_size=model.get_vocab_size(),
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
+            on_encoded=metrics.ENCODED.inc,
         )
         self.v2 = bool(vllm_config.use_v2_model_runner)
         path = "device path, masks inside the sampler"
@@ -42,10 +45,27 @@ class FrontEnd:
             path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
         logger.info("Structured output backend static, %s. Item sets: %s", path, self._checks.summary())
 
+    async def prepare(self, params: Params) -> Params:
+        """The same parameters, in which an inline set stands in place of its texts: SamplingParams or BeamSearchParams.
+
+        After this, `find` is immediate with them. Await it on the event loop before anything is done with a request; if
+        it is cancelled, encoding stops. Raises as `find` does.
+        """
+        structured = getattr(params, "structured_outputs", None)
+        named = (getattr(params, "extra_args", None) or {}).get(REFERENCE)
+        if structured is None or structured.choice is None or named is not None:
+            return params
+        inline_set = await self._checks.prepare(structured.choice)
+        params, structured = copy.copy(params), copy.copy(structured)
+        structured.choice = inline_set
+        params.structured_outputs = structured  # type: ignore[attr-defined]
+        return params
+
     def find(self, params: SamplingParams) -> str | None:
         """The reference of the item set that `params` name or bring along, None where they do neither.
 
-        An inline set (`structured_outputs.choice`) is encoded and built here, unless it was not long ago.
+        An inline set (`structured_outputs.choice`) is encoded and built here, unless it was not long ago or `prepare`
+        has done so.
         Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
         """
         extra = params.extra_args or {}
@@ -84,7 +104,7 @@ class FrontEnd:
         inline = self._checks.catalogue.inline(reference)
         params.extra_args = {**(params.extra_args or {}), REFERENCE: reference}
         if inline:
-            params.extra_args[INDEX] = inline[1]
+            params.extra_args[INDEX] = inline.index
         params.structured_outputs = StructuredOutputsParams(choice=[reference])
 
     def ranked(self, reference: str, params: Any, prompt_tokens: int, end_token: int) -> ItemSet:

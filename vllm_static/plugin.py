@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from itemset import hooks
@@ -73,14 +73,26 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
         self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
 
 
-def _checked(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it; what is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400."""
+@contextlib.contextmanager
+def _refusals(params: Any = None) -> Iterator[None]:
+    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400.
+
+    params: the request's, if they say which parameter brought the set.
+    """
     from itemset import ItemSetError
 
     try:
-        return function(*args)
+        yield
     except ItemSetError as error:
-        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
+        named = (getattr(params, "extra_args", None) or {}).get(REFERENCE) is not None
+        brought = not named and getattr(params, "structured_outputs", None) is not None
+        parameter = "structured_outputs" if brought else REFERENCE
+        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error), parameter) from error
+
+
+def _checked(function: Callable[..., Any], *args: Any) -> Any:
+    with _refusals():
+        return function(*args)
 
 
 def _process_inputs(
@@ -90,11 +102,16 @@ def _process_inputs(
 
     front_end, reference = self.static_front_end, None
     if isinstance(params, SamplingParams):
-        reference = _checked(front_end.find if front_end else _refuse_item_set, params)
+        with _refusals(params):
+            if front_end:
+                reference = front_end.find(params)
+            else:
+                _refuse_item_set(params)
     request = original(self, request_id, prompt, params, *args, **kwargs)
     if reference is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
-        _checked(front_end.attach, reference, request.sampling_params, prompt_tokens)
+        with _refusals(params):
+            front_end.attach(reference, request.sampling_params, prompt_tokens)
         metrics.REQUESTS.labels(metrics.label(reference)).inc()
     return request
 
@@ -113,9 +130,10 @@ async def _add_request(
     original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     front_end = self.input_processor.static_front_end
-    if front_end and getattr(params, "structured_outputs", None) is not None:
+    if front_end:
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
-        await asyncio.to_thread(_checked, front_end.find, params)
+        with _refusals(params):
+            params = await front_end.prepare(params)
     return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
@@ -194,7 +212,8 @@ def _beam_search(
     if not ranking.has_set(params) or self.llm_engine.input_processor.static_front_end is None:
         return original(self, prompts, params, lora_request, *args, **kwargs)
     inputs = self._preprocess_cmpl(prompts)
-    return _checked(ranking.offline, self, inputs, params, self._lora_request_to_seq(lora_request, len(inputs)))
+    with _refusals(params):
+        return ranking.offline(self, inputs, params, self._lora_request_to_seq(lora_request, len(inputs)))
 
 
 async def _beam_search_online(
@@ -205,13 +224,9 @@ async def _beam_search_online(
     way: Any = original
     if ranking.has_set(params) and self.engine_client.input_processor.static_front_end is not None:
         way = ranking.online
-    from itemset import ItemSetError
-
-    try:
+    with _refusals(params):
         async for output in way(self, prompt, request_id, params, *args, **kwargs):
             yield output
-    except ItemSetError as error:
-        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
 
 
 def _completion_response(

@@ -172,8 +172,8 @@ async def online(
     client = serving.engine_client
     tokens = list(prompt["prompt_token_ids"])
     front_end = client.input_processor.static_front_end
-    # On a thread, because it encodes an inline set.
-    ranking = await asyncio.to_thread(Ranking, front_end, params, tokens, tokenizer.eos_token_id)
+    params = await front_end.prepare(params)
+    ranking = Ranking(front_end, params, tokens, tokenizer.eos_token_id)
 
     async def one_answer(one: Pass) -> Answer:
         for cached in (True, False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -144,7 +145,8 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
         ({"choice": []}, "at least one text"),
         ({"choice": [""]}, "is empty"),
         ({"choice": "red"}, "choice must be a list"),
-        ({"choice": [1, 2]}, "item 0"),
+        ({"choice": ["red", 2]}, "choice[1] is no text, but of the type int"),
+        ({"choice": ["ab" * 5_000_000]}, "has 10,000,000 characters"),
         ({"custom_params": {"item_set_index": "AAAA"}}, "item_set_index is not for requests"),
         (
             {"item_set": "ragged", "min_tokens": 2},
@@ -161,6 +163,21 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         assert status == 400, answer
         assert message in json.dumps(answer, ensure_ascii=False).replace("\\'", "'"), answer
     assert item_of(complete(server, item_set="one")) in named_sets["one"].items
+
+
+def test_encoding_stops_when_the_client_leaves(server):
+    texts = [f"a label of many words, whose encoding takes its time {i}" for i in range(100_000)]
+    stopped = server.log().count("its encoding stops")
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    body = json.dumps({"text": "p", "choice": texts})
+    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+    time.sleep(1)  # it has been read, and encoding has begun
+    connection.close()
+    assert generate(server, choice=["yes", "no"])["text"] in ("yes", "no")
+    until = time.monotonic() + 60
+    while server.log().count("its encoding stops") == stopped:
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):

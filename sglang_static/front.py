@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from itemset import ItemSet
+from itemset.answer import Expected
 from itemset.catalogue import INLINE, RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.words import CHOICE
 from sglang_static import compat, http
-from sglang_static.http import CHOICE
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class FrontEnd:
         if tokenizer is None:
             raise ValueError("the static backend needs the model's tokenizer: leave out --skip-tokenizer-init")
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
+        self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+        self._tokenizer = tokenizer
         self._checks = Checks(
             config,
             tokenizer,
@@ -90,6 +93,14 @@ class FrontEnd:
                 "custom_logit_processor is not supported with an item set, from which it could lead away: leave it out",
             )
         return (self._checks.named(named[0]) if named else self._checks.inline(choices[0])), rest
+
+    def expected(self, reference: str, request: Any, params: Any) -> Expected:
+        """What names the item of a request's answers. request: a GenerateReqInput; params: its `SamplingParams`."""
+        return Expected(
+            self._checks.catalogue[reference],
+            frozenset({*(params.stop_token_ids or ()), *self._all_ends}),
+            compat.content_after_reasoning(self._tokenizer, request),
+        )
 
     def ranked(self, request: Any, params: dict[str, Any], width: int, prompt_tokens: int, end_token: int) -> ItemSet:
         """The set of a request for a ranked list. params: its sampling parameters for one prompt.

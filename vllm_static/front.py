@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset import ItemSet
+from itemset.answer import Expected
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
@@ -35,6 +36,7 @@ class FrontEnd:
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
         )
+        self._vllm_config, self._tokenizer = vllm_config, tokenizer
         self.v2 = bool(vllm_config.use_v2_model_runner)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
@@ -86,6 +88,14 @@ class FrontEnd:
         if inline:
             params.extra_args[INDEX] = inline[1]
         params.structured_outputs = StructuredOutputsParams(choice=[reference])
+
+    def expected(self, reference: str, request: Any) -> Expected:
+        """What names the item of the request's answers. request: the EngineCoreRequest, its set attached."""
+        return Expected(
+            self._checks.catalogue[reference],
+            frozenset(request.sampling_params.all_stop_token_ids),
+            compat.content_after_reasoning(self._vllm_config, self._tokenizer, request),
+        )
 
     def ranked(self, reference: str, params: Any, prompt_tokens: int, end_token: int) -> ItemSet:
         """The set of a request for a ranked list, whose `params` are BeamSearchParams.

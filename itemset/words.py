@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
 WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
+COMPARED = 200
+"""Keys of a body that are compared so; of those after them only the words themselves count. Requests have fewer."""
 OTHERS = frozenset({"items", "voice"})
 """Fields of OpenAI's and the engines' own that come as near."""
 
@@ -55,19 +58,22 @@ class Surface:
     def check(self, path: str, body: Any, *, ours: bool) -> None:
         """Raises RefusedError for a word of ours that would be lost.
 
-        ours: whether this server has item sets; else `item_set` alone is looked for. Work is in proportion to the
-        number of keys, whatever their values are.
+        ours: whether this server has item sets; else `item_set` alone is looked for.
         """
         read = self.served.get(path, self.elsewhere)
         watched = (WORDS if path in self.served else self.watched) if ours else (REFERENCE,)
+        compared = 0
         for place, words in PLACES.items():
+            if place and isinstance(body, dict) and place.partition(".")[0] not in body:
+                continue
             here = read.get(place, ())
             looked_for = tuple(word for word in WORDS if word in watched and (word in words or word in here))
             for given in at(body, place):
-                for key, value in given.items():
-                    if value is None or key in here:
-                        continue
-                    word = nearest(key, looked_for)
+                keys = list(itertools.islice(given, COMPARED - compared))
+                compared += len(keys)
+                for key in (*looked_for, *keys):
+                    value = None if key in here else given.get(key)
+                    word = None if value is None else nearest(key, looked_for)
                     if word is not None and (word != STRUCTURED or chooses(value)):
                         raise self._lost(path, place, key, word)
 
@@ -95,7 +101,8 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 def chooses(structured: Any) -> bool:
     """Whether a value of `structured_outputs` brings an inline list, rightly written or not."""
     return isinstance(structured, dict) and any(
-        value is not None and nearest(key, (CHOICE, GUIDED)) for key, value in structured.items()
+        structured[key] is not None and nearest(key, (CHOICE, GUIDED))
+        for key in (*itertools.islice(structured, COMPARED), *structured.keys() & {CHOICE})
     )
 
 

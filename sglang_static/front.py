@@ -51,6 +51,8 @@ class FrontEnd:
     def brings_set(self, request: Any) -> bool:
         """Whether a request may bring an inline set, which takes its time to encode: all others are told at once."""
         given = request.sampling_params or {}
+        if not isinstance(given, dict):
+            raise RefusedError("wrong type", "sampling_params of one prompt must be an object: send no list of them")
         places = (http.fields(), given, given.get("custom_params"))
         return any(isinstance(place, dict) and CHOICE in place for place in places)
 

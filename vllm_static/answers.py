@@ -11,9 +11,8 @@ from contextlib import aclosing
 from typing import Any
 
 EXPECTED = "expected_item"
-"""Attribute of a request's parameters, and of its state in vLLM's output processor: an `itemset.answer.Expected`.
-
-vLLM's parameters take attributes and do not send them to the engine; the copies that `n` makes of them have none."""
+"""Attribute of a request's parameters: what makes an `itemset.answer.Expected` of the request. Of its state in vLLM's
+output processor: that. Parameters take attributes and do not send them to the engine; copies made for `n` have none."""
 
 
 def add_request(
@@ -21,9 +20,9 @@ def add_request(
 ) -> None:
     """Around `OutputProcessor.add_request`: its state of a request is told the request's set."""
     original(self, request, prompt, parent_req, *args, **kw)
-    expected = getattr((parent_req or request).sampling_params, EXPECTED, None)
-    if expected is not None and request.request_id in self.request_states:
-        setattr(self.request_states[request.request_id], EXPECTED, expected)
+    expecting = getattr((parent_req or request).sampling_params, EXPECTED, None)
+    if expecting is not None and request.request_id in self.request_states:
+        setattr(self.request_states[request.request_id], EXPECTED, expecting(request))
 
 
 def new_completion_output(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -89,13 +90,18 @@ class FrontEnd:
             params.extra_args[INDEX] = inline[1]
         params.structured_outputs = StructuredOutputsParams(choice=[reference])
 
-    def expected(self, reference: str, request: Any) -> Expected:
-        """What names the item of the request's answers. request: the EngineCoreRequest, its set attached."""
-        return Expected(
-            self._checks.catalogue[reference],
-            frozenset(request.sampling_params.all_stop_token_ids),
-            compat.content_after_reasoning(self._vllm_config, self._tokenizer, request),
-        )
+    def expecting(self, reference: str) -> Callable[[Any], Expected]:
+        """A function of an EngineCoreRequest: what names the item of its answers.
+
+        To be called when vLLM has completed the request: whether it begins with reasoning is told last.
+        """
+        item_set = self._checks.catalogue[reference]
+
+        def expected(request: Any) -> Expected:
+            content = compat.content_after_reasoning(self._vllm_config, self._tokenizer, request)
+            return Expected(item_set, frozenset(request.sampling_params.all_stop_token_ids), content)
+
+        return expected
 
     def ranked(self, reference: str, params: Any, prompt_tokens: int, end_token: int) -> ItemSet:
         """The set of a request for a ranked list, whose `params` are BeamSearchParams.

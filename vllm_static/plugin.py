@@ -95,8 +95,7 @@ def _process_inputs(
     if reference is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         _checked(front_end.attach, reference, request.sampling_params, prompt_tokens)
-        expected = _checked(front_end.expected, reference, request)
-        setattr(request.sampling_params, answers.EXPECTED, expected)
+        setattr(request.sampling_params, answers.EXPECTED, _checked(front_end.expecting, reference))
         metrics.REQUESTS.labels(metrics.label(reference)).inc()
     return request
 

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from itemset.config import StaticConfig
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet, from_bytes, load
 
 INLINE = "inline:"
@@ -72,7 +72,7 @@ class Catalogue:
         item_set = self.get(reference)
         if item_set is not None:
             return item_set
-        raise RefusedError("unknown set", f"no item set is called {reference!r}: {self._known(reference)}")
+        raise RefusedError("unknown set", f"no item set is called {shown(reference)}: {self._known(reference)}")
 
     def get(self, reference: str) -> ItemSet | None:
         if reference in self.registered:
@@ -103,7 +103,9 @@ class Catalogue:
         if not self.registered:
             return "this server has none, start it with --item-set NAME=FILE"
         names = sorted(self.registered)
-        if alike := difflib.get_close_matches(reference, names, 1):
+        # A comparison takes its time, and a name of twice the length is not alike.
+        alike = difflib.get_close_matches(reference[: 2 * max(map(len, names))], names, 1)
+        if alike:
             return f"did you mean {alike[0]!r}?"
         return "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 

@@ -10,7 +10,7 @@ from typing import Any
 from itemset.best import Best
 from itemset.catalogue import INLINE, Catalogue, InlineSet, RefusedError
 from itemset.config import StaticConfig
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
 from itemset.inline import InlineTexts
 from itemset.item_set import ItemSet
 from itemset.text import fingerprint
@@ -44,11 +44,19 @@ def ranking_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: given[name] for name in RANKING if given.get(name) is not None}
     for name in RANKING[:2]:
         if not isinstance(options.get(name, False), bool):
-            raise RefusedError("wrong type", f"{name} must be true or false, not {options[name]!r:.60}")
+            raise RefusedError("wrong type", f"{name} must be true or false, not {shown(options[name])}")
     most = options.get("max_passes", 1)
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise RefusedError("wrong type", f"max_passes must be a number of forward passes, at least 1, not {most!r:.60}")
+        raise RefusedError(
+            "wrong type", f"max_passes must be a number of forward passes, at least 1, not {shown(most)}"
+        )
     return options
+
+
+def _warm_up(item_set: ItemSet) -> None:
+    """Load what naming an answer's item takes, for both widths of token ids: no answer should wait for it."""
+    for token in (0, 1 << 16):
+        item_set.find([token])
 
 
 def found_some(best: Best) -> Best:
@@ -103,6 +111,7 @@ class Checks:
                 model_print = model_print or fingerprint(self._tokenizer)
                 self._check_tokenizer(name, item_set, model_print)
             self._check_fit(f"the item set {name!r} ({config.item_sets[name]})", item_set)
+            _warm_up(item_set)
 
     def summary(self) -> str:
         """The registered sets, for the log."""
@@ -112,7 +121,7 @@ class Checks:
         """The name of a registered set that a request gives. Raises RefusedError."""
         if not isinstance(reference, str):
             raise RefusedError(
-                "wrong type", f"item_set must be the name of an item set, a string, not {reference!r:.60}"
+                "wrong type", f"item_set must be the name of an item set, a string, not {shown(reference)}"
             )
         if reference not in self.catalogue.registered:
             self.catalogue[reference if not reference.startswith(INLINE) else ""]  # raises, naming what there is

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from itemset import ItemSet
+from itemset.answer import Expected
 from itemset.catalogue import INLINE, RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.words import CHOICE
 from sglang_static import compat, http
-from sglang_static.http import CHOICE
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class FrontEnd:
         if tokenizer is None:
             raise ValueError("the static backend needs the model's tokenizer: leave out --skip-tokenizer-init")
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
+        self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+        self._tokenizer = tokenizer
         self._checks = Checks(
             config,
             tokenizer,
@@ -85,6 +88,8 @@ class FrontEnd:
     @staticmethod
     def _own(params: Any) -> dict[str, Any]:
         """A copy that may be changed: the user may use his own again."""
+        if params is not None and not isinstance(params, dict):
+            raise RefusedError("wrong type", "sampling_params of one prompt must be an object: send no list of them")
         own = dict(params or {})
         if isinstance(own.get("custom_params"), dict):
             own["custom_params"] = dict(own["custom_params"])
@@ -100,7 +105,7 @@ class FrontEnd:
         was not long ago or `prepare` has done so. Raises RefusedError, or ItemSetError for what is wrong with an inline
         set's items.
         """
-        given = {**(defaults or {}), **(request.sampling_params or {})}
+        given = {**(defaults or {}), **self._own(request.sampling_params)}
         custom = given.get("custom_params") or {}
         if isinstance(custom, dict) and INDEX in custom:
             raise RefusedError("wrong type", f"{INDEX} is not for requests: name the set as item_set, or send a choice")
@@ -130,6 +135,14 @@ class FrontEnd:
                 "custom_logit_processor is not supported with an item set, from which it could lead away: leave it out",
             )
         return (self._checks.named(named[0]) if named else self._checks.inline(choices[0])), rest
+
+    def expected(self, reference: str, request: Any, params: Any) -> Expected:
+        """What names the item of a request's answers. request: a GenerateReqInput; params: its `SamplingParams`."""
+        return Expected(
+            self._checks.catalogue[reference],
+            frozenset({*(params.stop_token_ids or ()), *self._all_ends}),
+            compat.content_after_reasoning(self._tokenizer, request),
+        )
 
     def ranked(self, request: Any, params: dict[str, Any], width: int, prompt_tokens: int, end_token: int) -> ItemSet:
         """The set of a request for a ranked list. params: its sampling parameters for one prompt.

@@ -9,7 +9,7 @@ from typing import Any
 from itemset import hooks
 from itemset.catalogue import Catalogue
 from itemset.config import REFERENCE, StaticConfig
-from sglang_static import compat
+from sglang_static import answers, compat
 
 
 def register() -> None:
@@ -81,13 +81,14 @@ async def _generate_request(
             yield await ranking.ranked(original, self, request, http_request)
             return
     async for part in original(self, request, http_request):
+        answers.note(request, part)
         yield part
 
 
-def _openai_response(original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any) -> Any:
-    from sglang_static import ranking
+def _parse_body(original: Callable[..., Any], self: Any) -> Any:
+    from itemset import asgi
 
-    return ranking.with_items(original(self, request, results, *args), results)
+    return asgi.judged(original, self)
 
 
 async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
@@ -112,6 +113,7 @@ def _create_tokenized_object(
         request.sampling_params = given  # the same request may be tokenized again
     if reference is not None:
         front_end.attach(reference, tokenized.sampling_params, len(tokens or ()))
+        setattr(request, answers.EXPECTED, front_end.expected(reference, request, tokenized.sampling_params))
     return tokenized
 
 
@@ -205,8 +207,12 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_ARGUMENTS}.check_server_args": _check_server_args,
     f"{_TOKENIZER}.init_tokenizer_and_processor": _init_tokenizer,
     f"{_TOKENIZER}.generate_request": _generate_request,
-    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": _openai_response,
-    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": _openai_response,
+    "sglang.srt.entrypoints.http_server:ORJSONRequest.json": _parse_body,
+    f"{_TOKENIZER}._stream_one_response": answers.stream_one_response,
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": answers.openai_response,
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._generate_completion_stream": answers.openai_stream,
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": answers.openai_response,
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._generate_chat_stream": answers.openai_stream,
     f"{_TOKENIZER}._tokenize_one_request": _tokenize_one_request,
     f"{_TOKENIZER}._create_tokenized_object": _create_tokenized_object,
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": _process_grammar,

@@ -77,13 +77,17 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
 
 
 def with_items(response: Any, results: Sequence[Any]) -> Any:
-    """An OpenAI response with each item's rank, score and key, and what its list took, in its choice: `item`."""
-    if not results or "rank" not in results[0]["meta_info"]:
+    """An OpenAI response with each answer's item in its choice: its key, in a ranked list also its rank and score, and
+    what the list took. Responses to requests without a set stay as they are."""
+    infos = [result["meta_info"] for result in results or ()]
+    if not any("item" in info or "rank" in info for info in infos) or not hasattr(response, "choices"):
         return response
     body = response.model_dump(mode="json")
-    for choice, result in zip(body["choices"], results, strict=True):
-        info = result["meta_info"]
-        choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
+    for choice, info in zip(body["choices"], infos, strict=True):
+        if "rank" in info:
+            choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
+        elif "item" in info:
+            choice["item"] = info["item"]
     return ORJSONResponse(body)
 
 

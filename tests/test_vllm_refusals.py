@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from engines import Engine
+from request_fields import fields_of
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -143,3 +144,13 @@ def test_a_misspelled_option_ends_the_start_up(engines, tiny_model):
 )
 def test_a_bad_configuration_ends_the_start_up(tiny_model, item_sets, message):
     refused(tiny_model, item_sets, message)
+
+
+def test_no_field_of_vllms_own_is_taken_for_a_misspelled_word():
+    from vllm_static.http import SURFACE
+
+    fields = fields_of("vllm.entrypoints")
+    assert {"structured_outputs", "vllm_xargs", "temperature", "messages"} <= fields
+    for path in (*SURFACE.served, "/v1/messages"):
+        SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
+        SURFACE.check(path, {"vllm_xargs": dict.fromkeys(fields, 1)}, ours=True)

@@ -7,11 +7,13 @@ import copy
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from itemset import config, hooks
+from itemset.answer import after
 from itemset.config import BACKEND
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
@@ -28,6 +30,9 @@ HOOKS = {
     "vllm.v1.engine.input_processor:InputProcessor.__init__": "item sets are checked before the engine starts",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded beside the event loop",
+    "vllm.v1.engine.output_processor:OutputProcessor.add_request": "the set, kept until its answer is there",
+    "vllm.v1.engine.output_processor:RequestState._new_completion_output": "which item a finished answer is",
+    "vllm.outputs:RequestOutput.add": "drops what it does not know, the item, where a stream's reader is slow",
     "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
     "vllm.v1.engine.core:EngineCore": "answers the front end's question for its figures",
@@ -44,8 +49,13 @@ _BEAMS, _OPENAI = "vllm.entrypoints.generate.beam_search", "vllm.entrypoints.ope
 LATER_HOOKS = {
     f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": "ranked lists: vLLM's own loop loses legal candidates",
     f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": "the same, over HTTP",
-    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": "ranks and scores",
-    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": "the same",
+    "starlette.requests:Request.json": "an HTTP body is judged as soon as it is parsed, before anything is dropped",
+    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": "an answer's item",
+    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.completion_stream_generator": "the same, streamed",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": "an answer's item",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": "the same, streamed",
+    f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch": "the same",
+    f"{_OPENAI}.responses.serving:OpenAIServingResponses.responses_full_generator": "the same, streamed or not",
 }
 """The same, in modules that not every process imports: checked when they are."""
 
@@ -86,7 +96,7 @@ def wrap_later(hook: str, around: Callable[..., Any]) -> None:
     hooks.after_import(hook.partition(":")[0], apply)
 
 
-MIDDLEWARE = "vllm_static.http.RefuseItemSetElsewhere"
+MIDDLEWARE = "vllm_static.http.ItemSetWords"
 _CONFIG_MODULE = "vllm.config.structured_outputs"
 
 
@@ -197,6 +207,26 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
         return None
     token: int | None = reasoner.vocab.get(reasoner.reasoning_end_str)
     return token
+
+
+def content_after_reasoning(
+    vllm_config: Any, tokenizer: Any, request: Any
+) -> Callable[[Sequence[int]], Sequence[int]] | None:
+    """What takes the reasoning off a request's output, None where it has none: the rule of `reasoning_end_token`, in
+    the front end. request: an EngineCoreRequest."""
+    from vllm.reasoning import ReasoningParserManager
+
+    given = vllm_config.structured_outputs_config
+    if not given.reasoning_parser or given.enable_in_reasoning or request.reasoning_ended:
+        return None
+    if given.reasoning_parser not in ReasoningParserManager.list_registered():
+        ReasoningParserManager.import_reasoning_parser(given.reasoning_parser_plugin)  # offline nobody else has
+    parser = ReasoningParserManager.get_reasoning_parser(given.reasoning_parser)
+    reasoner = parser(tokenizer=tokenizer, **(request.reasoning_parser_kwargs or {}))
+    if request.reasoning_ended is None and reasoner.is_reasoning_end(request.prompt_token_ids or []):
+        return None
+    mark = reasoner.vocab.get(reasoner.reasoning_end_str)
+    return reasoner.extract_content_ids if mark is None else partial(after, [mark])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
@@ -10,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset import ItemSet
+from itemset.answer import Expected
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
@@ -38,6 +40,7 @@ class FrontEnd:
             end_tokens=_end_tokens(vllm_config, tokenizer),
             on_encoded=metrics.ENCODED.inc,
         )
+        self._vllm_config, self._tokenizer = vllm_config, tokenizer
         self.v2 = bool(vllm_config.use_v2_model_runner)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
@@ -106,6 +109,19 @@ class FrontEnd:
         if inline:
             params.extra_args[INDEX] = inline.index
         params.structured_outputs = StructuredOutputsParams(choice=[reference])
+
+    def expecting(self, reference: str) -> Callable[[Any], Expected]:
+        """A function of an EngineCoreRequest: what names the item of its answers.
+
+        To be called when vLLM has completed the request: whether it begins with reasoning is told last.
+        """
+        item_set = self._checks.catalogue[reference]
+
+        def expected(request: Any) -> Expected:
+            content = compat.content_after_reasoning(self._vllm_config, self._tokenizer, request)
+            return Expected(item_set, frozenset(request.sampling_params.all_stop_token_ids), content)
+
+        return expected
 
     def ranked(self, reference: str, params: Any, prompt_tokens: int, end_token: int) -> ItemSet:
         """The set of a request for a ranked list, whose `params` are BeamSearchParams.

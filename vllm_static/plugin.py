@@ -8,7 +8,7 @@ from typing import Any
 
 from itemset import hooks
 from itemset.config import BACKEND, REFERENCE, StaticConfig
-from vllm_static import compat, metrics
+from vllm_static import answers, compat, metrics
 
 
 def register_early() -> None:
@@ -112,6 +112,7 @@ def _process_inputs(
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with _refusals(params):
             front_end.attach(reference, request.sampling_params, prompt_tokens)
+            setattr(request.sampling_params, answers.EXPECTED, front_end.expecting(reference))
         metrics.REQUESTS.labels(metrics.label(reference)).inc()
     return request
 
@@ -229,38 +230,18 @@ async def _beam_search_online(
             yield output
 
 
-def _completion_response(
-    original: Callable[..., Any], self: Any, results: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    from vllm_static.http import add_ranks
+def _parse_body(original: Callable[..., Any], self: Any) -> Any:
+    from itemset import asgi
 
-    response = original(self, results, request, *args, **kwargs)
-    add_ranks(getattr(response, "choices", []), [output for result in results for output in result.outputs])
-    return response
+    return asgi.judged(original, self)
 
 
-async def _chat_response(
-    original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
-) -> Any:
-    from vllm_static.http import add_ranks
-
-    outputs: list[Any] = []
-
-    async def seen() -> AsyncGenerator[Any, None]:
-        async for result in results:
-            outputs[:] = result.outputs
-            yield result
-
-    response = await original(self, request, seen(), *args, **kwargs)
-    add_ranks(getattr(response, "choices", []), outputs)
-    return response
-
-
-_ARGUMENTS, _REQUESTS, _MANAGER, _INPUT = (
+_ARGUMENTS, _REQUESTS, _MANAGER, _INPUT, _OUTPUTS = (
     "vllm.engine.arg_utils:EngineArgs",
     "vllm.entrypoints.openai",
     "vllm.v1.structured_output:StructuredOutputManager",
     "vllm.v1.engine.input_processor:InputProcessor",
+    "vllm.v1.engine.output_processor",
 )
 
 AROUND: dict[str, Callable[..., Any]] = {
@@ -272,6 +253,9 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_INPUT}.__init__": _input_processor_init,
     f"{_INPUT}.process_inputs": _process_inputs,
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": _add_request,
+    f"{_OUTPUTS}:OutputProcessor.add_request": answers.add_request,
+    f"{_OUTPUTS}:RequestState._new_completion_output": answers.new_completion_output,
+    "vllm.outputs:RequestOutput.add": answers.merge,
     f"{_MANAGER}.__init__": _manager_init,
     f"{_MANAGER}.grammar_init": _grammar_init,
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": _free_request,
@@ -284,12 +268,21 @@ AROUND: dict[str, Callable[..., Any]] = {
 """What runs around each of vLLM's functions in `compat.HOOKS`."""
 
 _BEAMS = "vllm.entrypoints.generate.beam_search"
+_COMPLETIONS, _CHAT = (
+    f"{_REQUESTS}.completion.serving:OpenAIServingCompletion",
+    f"{_REQUESTS}.chat_completion.serving:OpenAIServingChat",
+)
 AROUND_LATER: dict[str, Callable[..., Any]] = {
     f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": _beam_search,
     f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": _beam_search_online,
-    f"{_REQUESTS}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": (
-        _completion_response
+    "starlette.requests:Request.json": _parse_body,
+    f"{_COMPLETIONS}.request_output_to_completion_response": answers.completion_response,
+    f"{_COMPLETIONS}.completion_stream_generator": answers.completion_stream,
+    f"{_CHAT}.chat_completion_full_generator": answers.chat_response,
+    f"{_CHAT}.chat_completion_stream_generator": answers.chat_stream,
+    f"{_REQUESTS}.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch": (
+        answers.chat_batch_response
     ),
-    f"{_REQUESTS}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": _chat_response,
+    f"{_REQUESTS}.responses.serving:OpenAIServingResponses.responses_full_generator": answers.responses_response,
 }
 """What runs around each of vLLM's functions in `compat.LATER_HOOKS`."""

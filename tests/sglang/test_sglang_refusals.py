@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from asking import answer, inline, named, prompts
+from request_fields import fields_of
 
 import itemset
 
@@ -127,3 +128,13 @@ def test_the_server_goes_on_after_many_bad_requests(engine, named_sets):
             engine.generate(input_ids=[7], sampling_params=named(f"none {i}"))
     outputs = engine.generate(input_ids=prompts(6), sampling_params=[named(name) for name in named_sets])
     assert all(answer(o) in named_sets[name].items for name, o in zip(named_sets, outputs, strict=True))
+
+
+def test_no_field_of_sglangs_own_is_taken_for_a_misspelled_word():
+    from sglang_static.http import SURFACE
+
+    fields = fields_of("sglang.srt.entrypoints") | fields_of("sglang.srt.managers")
+    assert {"custom_params", "sampling_params", "temperature", "messages", "items"} <= fields
+    for path in (*SURFACE.served, "/v1/score"):
+        SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
+        SURFACE.check(path, {"sampling_params": dict.fromkeys(fields, 1)}, ours=True)

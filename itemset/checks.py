@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from itemset.best import Best
+from itemset import lists
+from itemset.best import Search
 from itemset.catalogue import INLINE, Catalogue, InlineSet, RefusedError
 from itemset.config import StaticConfig
 from itemset.errors import ItemSetError, shown
@@ -35,35 +36,10 @@ class Words:
         return f'{{"{name}": N}} in {self.options}'
 
 
-RANKING = ("exact", "renormalised", "max_passes")
-"""What a request for a ranked list may give beside its set: see `itemset.best.search`."""
-
-
-def ranking_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of RANKING among what a request gives, as `search` takes them. Raises RefusedError."""
-    options = {name: given[name] for name in RANKING if given.get(name) is not None}
-    for name in RANKING[:2]:
-        if not isinstance(options.get(name, False), bool):
-            raise RefusedError("wrong type", f"{name} must be true or false, not {shown(options[name])}")
-    most = options.get("max_passes", 1)
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise RefusedError(
-            "wrong type", f"max_passes must be a number of forward passes, at least 1, not {shown(most)}"
-        )
-    return options
-
-
 def _warm_up(item_set: ItemSet) -> None:
     """Load what naming an answer's item takes, for both widths of token ids: no answer should wait for it."""
     for token in (0, 1 << 16):
         item_set.find([token])
-
-
-def found_some(best: Best) -> Best:
-    """The end of a search. Raises RefusedError where it has found nothing to answer with."""
-    if not best.items:
-        raise RefusedError("beam search", "no item was found before the limit: raise max_passes")
-    return best
 
 
 class Checks:
@@ -143,28 +119,31 @@ class Checks:
         return choice if isinstance(choice, InlineSet) else await self._inline.prepare(choice)
 
     def ranked(
-        self, reference: str, *, beams: int, prompt_tokens: int, max_tokens: int | None, end_token: int, behind: int
-    ) -> ItemSet:
-        """The set of a request for a ranked list.
+        self,
+        reference: str,
+        given: Mapping[str, Any],
+        *,
+        k: int,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        end_token: int,
+        behind: int,
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list of `k`, and the search for it.
 
-        behind: tokens of the context that scoring a whole item takes behind it. Raises RefusedError where the list may
-        not be so long, or some of the items could not be scored.
+        given: what the request says, of it `lists.RANKING`. behind: tokens of the context that scoring a whole item
+        takes after it. Raises RefusedError if the list may not be so long, or some of the items could not be scored.
         """
         self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], behind=behind)
-        item_set, limit, words = self.catalogue[reference], self._config.ranked_list_limit, self._words
-        if beams > limit:
-            raise RefusedError(
-                "beam search",
-                f"a ranked list of {beams:,} is longer than this engine's limit of {limit:,}: ask for fewer items, or "
-                f"raise {words.option('ranked_list_limit')}",
-            )
+        item_set = self.catalogue[reference]
+        options = lists.options(given, k, self._config, self._words)
         if max_tokens is not None and max_tokens <= item_set.longest:
             raise RefusedError(
                 "beam search",
-                f"{words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it to at "
-                f"least {item_set.longest + 1} for a ranked list",
+                f"{self._words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it "
+                f"to at least {item_set.longest + 1} for a ranked list",
             )
-        return item_set
+        return item_set, Search(item_set, k, end_token=end_token, **options)
 
     def request(
         self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], behind: int = 0

@@ -18,6 +18,7 @@ INDEX = "item_set_index"
 INLINE_ITEM_LIMIT = 100_000
 INLINE_TEXT_LIMIT = 10_000_000  # characters
 RANKED_LIST_LIMIT = 1_000
+RANKED_LIST_PASSES = 10_000
 INLINE_MEMORY = 64 << 20  # bytes of device memory for inline sets
 PATHS = ("auto", "device", "host")
 KERNELS = ("auto", "triton", "torch")
@@ -33,6 +34,7 @@ class StaticConfig:
     inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
     item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
     ranked_list_limit: beams that a request for a ranked list may ask for.
+    ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
     forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
     """
 
@@ -43,6 +45,7 @@ class StaticConfig:
     inline_set_memory: int = INLINE_MEMORY
     item_set_kernels: str = "auto"
     ranked_list_limit: int = RANKED_LIST_LIMIT
+    ranked_list_passes: int = RANKED_LIST_PASSES
     forced_drafts: bool = True
 
     @classmethod
@@ -64,6 +67,7 @@ class StaticConfig:
             _number(options, "inline_set_memory", INLINE_MEMORY, "bytes"),
             _one_of(options, "item_set_kernels", KERNELS),
             _number(options, "ranked_list_limit", RANKED_LIST_LIMIT, "beams"),
+            _number(options, "ranked_list_passes", RANKED_LIST_PASSES, "forward passes"),
             bool(options.get("forced_drafts", True)),
         )
 

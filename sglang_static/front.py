@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from base64 import b64encode
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from itemset import ItemSet
 from itemset.answer import Expected
+from itemset.best import Search
 from itemset.catalogue import INLINE, RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.lists import Lists
 from itemset.words import CHOICE
 from sglang_static import compat, http
 
@@ -22,16 +24,17 @@ logger = logging.getLogger(__name__)
 WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 BEHIND = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
-PATIENCE = 0.5  # seconds between two looks for the client
+PATIENCE = 0.2  # seconds between two looks for the client
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
+SEATS = 256  # requests that SGLang runs at a time, for all that its front end knows unless --max-running-requests says
 
 
 Result = TypeVar("Result")
 
 
-async def while_connected(work: Coroutine[Any, Any, Result], http_request: Any) -> Result:
-    """Await it, but cancel it when the client has left: SGLang looks for that only after a request was tokenized
-    (managers/tokenizer_manager.py, _wait_one_response). Raises ValueError then, as SGLang does.
+async def while_connected(work: Awaitable[Result], http_request: Any) -> Result:
+    """Await it, but cancel it when the client has left: SGLang looks for that only every four seconds of a request that
+    was tokenized (managers/tokenizer_manager.py, _wait_one_response). Raises ValueError then, as SGLang does.
 
     http_request: Starlette's, or None where there is no client that may leave.
     """
@@ -39,7 +42,7 @@ async def while_connected(work: Coroutine[Any, Any, Result], http_request: Any) 
     try:
         while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
             if http_request is not None and await http_request.is_disconnected():
-                raise ValueError("the client has left while its items were being encoded")
+                raise ValueError("the client has left")
         return task.result()
     finally:
         task.cancel()
@@ -66,6 +69,7 @@ class FrontEnd:
             reserved=RESERVED,
             end_tokens=self._ends,
         )
+        self._lists: Lists | None = None
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self._checks.summary())
@@ -144,21 +148,38 @@ class FrontEnd:
             compat.content_after_reasoning(self._tokenizer, request),
         )
 
-    def ranked(self, request: Any, params: dict[str, Any], width: int, prompt_tokens: int, end_token: int) -> ItemSet:
-        """The set of a request for a ranked list. params: its sampling parameters for one prompt.
+    def ranked(
+        self,
+        request: Any,
+        params: dict[str, Any],
+        options: dict[str, Any],
+        k: int,
+        prompt_tokens: int,
+        end_token: int,
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list of `k`, and the search. params: its sampling parameters for one
+        prompt. options: those of the list.
 
-        Raises RefusedError where some of its items could not be scored.
+        Raises RefusedError if some of its items could not be scored.
         """
         one = SimpleNamespace(sampling_params=params, custom_logit_processor=request.custom_logit_processor)
         reference, _ = self.take(one, None, ranked=True)
         return self._checks.ranked(
             str(reference),
-            beams=width,
+            options,
+            k=k,
             prompt_tokens=prompt_tokens,
             max_tokens=params.get("max_new_tokens", 128),
             end_token=end_token,
             behind=BEHIND,
         )
+
+    def lists(self, manager: Any) -> Lists:
+        """What runs the ranked lists of the engine whose tokenizer manager this is."""
+        if self._lists is None:
+            seats = compat.resolved(manager.server_args).max_running_requests or SEATS
+            self._lists = Lists(seats, lambda: len(manager.rid_to_state))
+        return self._lists
 
     def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:
         """Make a request's `SamplingParams` carry the set to the scheduler, in `custom_params`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,13 @@ def test_over_http(server, named_sets, oracle, endpoint):
         ({"item_set": "raged"}, "did you mean 'ragged'"),
         ({"max_tokens": 3}, "max_tokens=3 is less than the longest item has"),
         ({"logprobs": 1}, "a ranked list has no logprobs of single tokens"),
+        ({"logprobs": 0}, "a ranked list has no logprobs of single tokens"),
+        ({"response_format": {"type": "json_object"}}, "a ranked list and response_format exclude each other"),
+        ({"structured_outputs": {"regex": "a"}}, "item_set and structured_outputs .* exclude each other"),
+        ({"width": 1}, "width=1 finds no 2 items: set it to at least 2"),
+        ({"width": 1_001}, "a beam of width 1,001 is longer than this engine's limit of 1,000"),
+        ({"width": 4, "use_beam_search": False}, "width is for ranked lists: add use_beam_search and n"),
+        ({"exact": True, "max_passes": 10_001}, "max_passes=10,001 is more than this engine's limit of 10,000"),
         ({"n": 1_001}, "a ranked list of 1,001 is longer than this engine's limit of 1,000: ask for fewer items"),
         ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
         ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
@@ -148,7 +156,16 @@ def test_a_bad_request_is_http_400(server, body, message):
     asked = {"model": "tiny", "prompt": "p", "use_beam_search": True, "n": 2, "max_tokens": 20, "item_set": "ragged"}
     status, answer = server.post("/v1/completions", asked | body)
     assert status == 400, answer
-    assert message in answer["error"]["message"]
+    assert re.search(message, answer["error"]["message"])
+
+
+def test_a_wider_beam_over_http(server, named_sets, oracle):
+    """As wide as the set it gives the best of the exact ranking, and no more of them than asked for."""
+    asked = {"model": "tiny", "prompt": PROMPT, "use_beam_search": True, "n": 3, "max_tokens": 40, "item_set": "ragged"}
+    status, answer = server.post("/v1/completions", asked | {"width": len(named_sets["ragged"].items)})
+    assert status == 200, answer
+    expected = [score for score, _ in oracle(sorted(named_sets["ragged"].items))[:3]]
+    np.testing.assert_allclose([choice["item"]["score"] for choice in answer["choices"]], expected, atol=2e-3)
 
 
 def test_a_ranked_list_elsewhere_is_http_400(server):

@@ -12,9 +12,11 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset import ItemSet
 from itemset.answer import Expected
+from itemset.best import Search
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.lists import Lists
 from vllm_static import compat, metrics
 from vllm_static.device import PLACE
 
@@ -41,6 +43,8 @@ class FrontEnd:
             on_encoded=metrics.ENCODED.inc,
         )
         self._vllm_config, self._tokenizer = vllm_config, tokenizer
+        self._seats: int = vllm_config.scheduler_config.max_num_seqs
+        self._lists: Lists | None = None
         self.v2 = bool(vllm_config.use_v2_model_runner)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
@@ -123,19 +127,28 @@ class FrontEnd:
 
         return expected
 
-    def ranked(self, reference: str, params: Any, prompt_tokens: int, end_token: int) -> ItemSet:
-        """The set of a request for a ranked list, whose `params` are BeamSearchParams.
+    def ranked(
+        self, reference: str, given: dict[str, Any], params: Any, prompt_tokens: int, end_token: int
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list, whose `params` are BeamSearchParams, and the search for the list.
 
-        Raises RefusedError where some of its items could not be scored.
+        given: its options. Raises RefusedError if some of the items could not be scored.
         """
         return self._checks.ranked(
             reference,
-            beams=params.beam_width,
+            given,
+            k=params.beam_width,
             prompt_tokens=prompt_tokens,
             max_tokens=params.max_tokens,
             end_token=end_token,
             behind=BEHIND + self.v2,
         )
+
+    def lists(self, client: Any) -> Lists:
+        """What runs the ranked lists of the server whose engine `client` talks to."""
+        if self._lists is None:
+            self._lists = Lists(self._seats, client.output_processor.get_num_unfinished_requests)
+        return self._lists
 
 
 def _end_tokens(vllm_config: VllmConfig, tokenizer: Any) -> set[int]:

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 
 
 def fields_of(package: str) -> set[str]:
-    """The names and aliases of all fields of a package's request models and data classes: of all modules whose name says
-    that they hold some."""
+    """The names and aliases of all fields of a package's request models and data classes, by their modules' names."""
     found: set[str] = set()
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         if module.name.rpartition(".")[2] not in ("protocol", "io_struct"):

@@ -40,8 +40,8 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] whether the slot's request has a set, and the committed tokens its slot has yet to walk.
-        self._constrained = np.zeros(req_states.max_num_reqs, np.bool_)
+        # [max_num_reqs] the set of the slot's request, and the committed tokens its slot has yet to walk.
+        self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._behind = np.zeros(req_states.max_num_reqs, np.int64)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks
         self._drafts = 0
@@ -81,9 +81,9 @@ class ItemSetProcessor(LogitsProcessor):
         extra = sampling_params.extra_args or {}
         place = extra.get(PLACE)
         if place is None:
-            if self._constrained[req_idx]:
+            if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET] + [-1] * (1 + MAX_STOP_TOKENS)
-            self._constrained[req_idx] = False
+            self._numbers[req_idx] = NO_SET
             return False
         number, start, digest, begins_behind = place
         if not self._arena.holds(digest, number, start):
@@ -92,7 +92,7 @@ class ItemSetProcessor(LogitsProcessor):
         stops = sorted(sampling_params.all_stop_token_ids)
         prompt = int(self._req_states.prompt_len.np[req_idx])
         self._staged[req_idx] = [prompt, number, begins_behind, *stops, *[-1] * (MAX_STOP_TOKENS - len(stops))]
-        self._constrained[req_idx] = True
+        self._numbers[req_idx] = number
         self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return True
 
@@ -109,8 +109,10 @@ class ItemSetProcessor(LogitsProcessor):
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Launch `Slots.step` for all rows: those without a set, padding and drafts included."""
         slots = ctx.idx_mapping_np
-        if not self._constrained[slots].any():
+        numbers = self._numbers[slots]
+        if (numbers == NO_SET).all():
             return logits
+        self._arena.use(numbers)
         # What the host knows: one token and the accepted drafts a step, and the output so far of one that comes back.
         most = int(self._behind[slots].max()) + 1 + self._drafts
         self._behind[slots] = 0
@@ -131,7 +133,7 @@ class ItemSetProcessor(LogitsProcessor):
 
     def force_drafts(self, drafts: torch.Tensor, slots: torch.Tensor, slots_np: np.ndarray) -> None:
         """Overwrite drafts, [rows, k], of requests with a set by what the set forces, and then by guesses within it."""
-        if not self._constrained[slots_np].any():
+        if (self._numbers[slots_np] == NO_SET).all():
             return
         states = self._slots.walk(self._batch(slots), most=1 + self._drafts)
         self._slots.forced(states, slots, drafts, guess=True)

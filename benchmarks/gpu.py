@@ -26,7 +26,6 @@ installation of this project; xgrammar is optional.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -39,9 +38,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from gpu_needs import lacking
 from gpu_report import Record, goals, plot, summary
 
-NEEDED = ("torch", "triton", "numpy", "numba", "pyarrow")
+NEEDED = ["torch", "triton", "numpy", "numba", "pyarrow"]
 # Minutes that a part may take. None needs half of it: a kernel that hangs must not take the others' time.
 PARTS = {"goals": 6.0, "quick": 4.0, "copies": 3.0, "check": 15.0, "a": 40.0, "b": 40.0}
 
@@ -151,7 +151,7 @@ def run_parts(
     for part, minutes in parts.items():
         left = (options.deadline - time.time()) / 60
         if left <= 0:
-            report["skipped"].append(part)
+            report["skipped"].append({"part": part})
             continue
         started = time.monotonic()
         print(f"\n== {part}", flush=True)
@@ -184,8 +184,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="written after every row")
     parser.add_argument("--plot", metavar="FILE")
     args = parser.parse_args()
-    if missing := [package for package in NEEDED if importlib.util.find_spec(package) is None]:
-        print(f"missing here: {', '.join(missing)}. pip install {' '.join(missing)}", file=sys.stderr)
+    if missing := lacking(NEEDED):
+        print(*missing, sep="\n", file=sys.stderr)
         sys.exit(2)
     on_cpu = args.cpu or args.interpret
     if args.interpret:
@@ -215,8 +215,8 @@ def main() -> None:
         print(goals(report))
     if args.plot and report["A"]:
         plot(report["A"], args.plot)
-    for part in report["skipped"]:
-        print(f"not run, the time was up: {part}")
+    for skipped in report["skipped"]:
+        print("not run, the time was up:", ", from ".join(skipped.values()))
     for part, why in report["failed"].items():
         print(f"FAILED: {part}: {why}")
     if not report["failed"]:

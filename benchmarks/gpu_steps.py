@@ -98,8 +98,12 @@ class Bench:
         self.logits = torch.empty(plan.logits, device=device)
         self.xgrammar = xgrammar_apply()
 
-    def is_late(self) -> bool:
-        return time.time() >= self.deadline
+    def is_late(self, part: str, row: str, emit: Emit) -> bool:
+        """Whether the time is up before this row of a part; if so, emit that."""
+        late = time.time() >= self.deadline
+        if late:
+            emit("skipped", {"part": part, "from": row})
+        return late
 
     def machine(self) -> Record:
         """What the times depend on, and what is not measured here."""
@@ -259,16 +263,16 @@ def all_cells(plan: Plan) -> Cells:
 
 def table_a(bench: Bench, emit: Emit, *, only_goals: bool = False) -> None:
     """Emit the rows of table A; with `only_goals` those for which goals stand, beside xgrammar and the copy alone."""
-    bandwidth = bench.bandwidth()
+    bandwidth, part = bench.bandwidth(), "goals" if only_goals else "a"
     for vocabulary, kind, count, all_rows in (goal_cells if only_goals else all_cells)(bench.plan):
-        if bench.is_late():
+        if bench.is_late(part, f"{vocabulary:,} tokens, {count:,} {kind} items", emit):
             return
         note(f"{vocabulary:,} tokens, {count:,} {kind} items ...")
         loaded = Loaded(bench, (uniform if kind == "uniform" else zipf)(count, vocabulary))
         walks = Walks.random(loaded.items, STEPS, max(all_rows))
         static = None if only_goals else Static(loaded.items, vocabulary, walks.positions)
         for rows in all_rows:
-            if bench.is_late():
+            if bench.is_late(part, f"{vocabulary:,} tokens, {count:,} {kind} items, {rows} rows", emit):
                 return
             record = {"vocabulary": vocabulary, "set": kind, "items": count, "rows": rows}
             record |= cell_a(bench, loaded, static, walks.first(STEPS, rows), vocabulary)
@@ -326,7 +330,7 @@ def table_b(bench: Bench, emit: Emit) -> None:
     for count in plan.paper_items:
         for vocabulary in plan.paper_vocabularies:
             for children in plan.paper_children:
-                if bench.is_late():
+                if bench.is_late("b", f"{count:,} items, {vocabulary:,} tokens, {children:,} children", emit):
                     return
                 note(f"table B: {count:,} items, {vocabulary:,} tokens, {children:,} children ...")
                 loaded = Loaded(bench, with_children(count, vocabulary, children))

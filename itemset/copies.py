@@ -93,16 +93,14 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, streams: Any) -> None:
-        self._pinned = device.type != "cpu"
         self._streams = streams
-        self._buffers: list[torch.Tensor] = []  # each [PIECE] uint8
+        # Each [PIECE] uint8. Made now: to pin memory takes milliseconds, and may wait for the device.
+        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2)]
         self._free = [streams.Event() for _ in range(2)]  # the end of the copies out of each buffer
         self._at = self._filled = 0
 
     def copy(self, target: torch.Tensor, source: NDArray[Any], stream: Any) -> None:
         """Copy the bytes of `source` to `target`, on this stream. The source is read before this returns."""
-        if not self._buffers:
-            self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(2)]
         position = 0
         while position < len(source):
             if self._filled == PIECE:

@@ -66,7 +66,7 @@ def test_a_part_that_fails_ends_no_other(capfd: pytest.CaptureFixture[str]) -> N
 
 def test_nothing_begins_when_the_time_is_up() -> None:
     report = gpu.run_parts({"works": 5.0}, some_part, gpu.Options("cpu", deadline=time.time()), lambda report: None)
-    assert (report["skipped"], report["A"], report["failed"]) == (["works"], [], {})
+    assert (report["skipped"], report["A"], report["failed"]) == ([{"part": "works"}], [], {})
 
 
 def test_what_is_missing_is_said_before_anything_is_imported() -> None:

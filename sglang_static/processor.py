@@ -12,7 +12,7 @@ from itemset.arena import Arena, arena_bytes
 from itemset.batch import LOCAL, STATE, TREE, Batch
 from itemset.catalogue import Catalogue
 from itemset.config import StaticConfig
-from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
+from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.walk import DEAD, END
 from sglang_static.device import Admitted
 
@@ -176,12 +176,12 @@ class ItemSetSampler:
                 rows.append(self._row(slot, request, admitted))
                 outputs.append(list(request.output_ids))
             elif self._constrained[slot]:
-                rows.append([slot, 0, NO_SET, *[-1] * (1 + MAX_STOP_TOKENS)])
+                rows.append([slot, 0, NO_SET])
                 outputs.append([])
             self._constrained[slot] = admitted is not None
         if not rows:
             return
-        table = self._moved(torch.tensor(rows))
+        table = self._moved(as_table(rows, 4 + MAX_STOP_TOKENS).long())
         slots = table[:, 0]
         self._prompt.index_copy_(0, slots, table[:, 1])
         self.slots.assign(slots, table[:, 2], table[:, 3:])
@@ -196,9 +196,7 @@ class ItemSetSampler:
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
         number, start = admitted.resident.number, admitted.resident.start
         self.arena.place(admitted.item_set, number, start)
-        stops = admitted.stop_tokens
-        padding = [-1] * (MAX_STOP_TOKENS - len(stops))
-        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *stops, *padding]
+        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *admitted.stop_tokens]
 
     def _moved(self, table: Tensor) -> Tensor:
         """On the device, without waiting for it."""

@@ -20,7 +20,7 @@ from itemset.arena import Arena, ArenaFullError, arena_bytes
 from itemset.batch import COLUMNS, Batch
 from itemset.catalogue import Catalogue
 from itemset.config import INDEX, REFERENCE, StaticConfig
-from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
+from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from vllm_static import drafts
 from vllm_static.device import PLACE
 
@@ -43,7 +43,7 @@ class ItemSetProcessor(LogitsProcessor):
         # [max_num_reqs] the set of the slot's request, and the committed tokens its slot has yet to walk.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._behind = np.zeros(req_states.max_num_reqs, np.int64)
-        self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks
+        self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         self._drafts = 0
         if vllm_config.speculative_config is not None:
             self._drafts = vllm_config.speculative_config.num_speculative_tokens
@@ -82,16 +82,15 @@ class ItemSetProcessor(LogitsProcessor):
         place = extra.get(PLACE)
         if place is None:
             if self._numbers[req_idx] != NO_SET:
-                self._staged[req_idx] = [0, NO_SET] + [-1] * (1 + MAX_STOP_TOKENS)
+                self._staged[req_idx] = [0, NO_SET]
             self._numbers[req_idx] = NO_SET
             return False
         number, start, digest, begins_behind = place
         if not self._arena.holds(digest, number, start):
             item_set = self._registered.get(extra[REFERENCE]) or itemset.from_bytes(extra[INDEX])
             self._arena.place(item_set, number, start)
-        stops = sorted(sampling_params.all_stop_token_ids)
         prompt = int(self._req_states.prompt_len.np[req_idx])
-        self._staged[req_idx] = [prompt, number, begins_behind, *stops, *[-1] * (MAX_STOP_TOKENS - len(stops))]
+        self._staged[req_idx] = [prompt, number, begins_behind, *sorted(sampling_params.all_stop_token_ids)]
         self._numbers[req_idx] = number
         self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return True
@@ -99,7 +98,7 @@ class ItemSetProcessor(LogitsProcessor):
     def apply_staged_writes(self) -> None:
         if not self._staged:
             return
-        rows = torch.tensor([[slot, *row] for slot, row in self._staged.items()], dtype=torch.int32)
+        rows = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)
         device = self._req_states.device
         rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
         self._begin.index_copy_(0, rows[:, 0].long(), rows[:, 1])

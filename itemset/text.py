@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from itemset.errors import ItemSetError
 
@@ -35,7 +34,8 @@ _PROBES = [
 ]
 
 
-class TokenizerId(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class TokenizerId:
     """Which tokenizer an item set was encoded with.
 
     name: for people. fingerprint: equal where two tokenizers encode alike, see `fingerprint`.
@@ -64,6 +64,8 @@ def encode(
     Raises ItemSetError, naming the item by its position from 0: not a string, empty, no token, a lone surrogate or
     whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token.
     """
+    from tqdm import tqdm
+
     if isinstance(tokenizer, str | PurePath):
         raise ItemSetError(f"the tokenizer must be a tokenizer object, not {tokenizer}: open it with load_tokenizer()")
     if isinstance(texts, str | bytes):

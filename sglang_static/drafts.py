@@ -32,7 +32,7 @@ def eagle_sample(
 ) -> Any:
     """EAGLE, STANDALONE, NGRAM and their kin verify here (speculative/eagle_utils.py)."""
     sampler = processor.current()
-    if sampler is None or batch.forward_mode.is_idle() or not sampler.constrains(batch):
+    if sampler is None or batch.forward_mode.is_idle() or not sampler.numbers(batch):
         return original(verify, batch, output, grammar_mask, *args, **kw)
     mask = sampler.tree_mask(verify, batch, grammar_mask)
     predict, lengths, indices = original(verify, batch, output, mask, *args, **kw)

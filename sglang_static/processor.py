@@ -12,7 +12,7 @@ from itemset.arena import Arena, arena_bytes
 from itemset.batch import LOCAL, STATE, TREE, Batch
 from itemset.catalogue import Catalogue
 from itemset.config import StaticConfig
-from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
+from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.walk import DEAD, END
 from sglang_static.device import Admitted
 
@@ -29,9 +29,11 @@ def current() -> ItemSetSampler | None:
 class Step(NamedTuple):
     """The rows of one step, on the device. slots, last, begin: [rows], one a request.
 
-    last: the last token of each request's input. begin: see `Batch`, of a history that holds this token alone.
+    numbers: the sets of those that have one. last: the last token of each request's input. begin: see `Batch`, of a
+    history that holds this token alone.
     """
 
+    numbers: list[int]
     slots: Tensor
     last: Tensor
     begin: Tensor
@@ -40,12 +42,13 @@ class Step(NamedTuple):
 class Mask:
     """SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other grammars' bitmask."""
 
-    def __init__(self, other: Any, sampler: ItemSetSampler, batch: Batch) -> None:
-        self._other, self._sampler, self._batch = other, sampler, batch
+    def __init__(self, other: Any, sampler: ItemSetSampler, numbers: list[int], batch: Batch) -> None:
+        self._other, self._sampler, self._numbers, self._batch = other, sampler, numbers, batch
 
     def apply(self, logits: Tensor) -> None:
         if self._other is not None:
             self._other.apply(logits)
+        self._sampler.arena.use(self._numbers)
         self._sampler.slots.step(self._batch, logits, most=1)
 
 
@@ -88,18 +91,18 @@ class ItemSetSampler:
         elif not mode.is_decode():
             return
         info = batch.sampling_info
-        if info is not None and self.constrains(batch):
+        if info is not None and (numbers := self.numbers(batch)):
             last = batch.input_ids
             if not mode.is_decode():
                 lengths = torch.tensor(batch.extend_lens)
                 last = last[self._moved(lengths.cumsum(0) - 1)]
             slots = batch.req_pool_indices.long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
-            info.item_sets = Step(slots, last, 1 - (batch.seq_lens - self._prompt[slots]).clamp(min=0))
+            info.item_sets = Step(numbers, slots, last, 1 - (batch.seq_lens - self._prompt[slots]).clamp(min=0))
 
-    def constrains(self, batch: Any) -> bool:
-        """Whether a request of the batch takes the device path."""
-        return any(hasattr(request, "item_set") for request in batch.reqs)
+    def numbers(self, batch: Any) -> list[int]:
+        """The sets of the batch's requests that take the device path."""
+        return [request.item_set.resident.number for request in batch.reqs if hasattr(request, "item_set")]
 
     def mask(self, info: Any) -> None:
         """Where SGLang makes the mask of a step's grammars, add the item sets that `stage` has noted."""
@@ -108,7 +111,7 @@ class ItemSetSampler:
             return
         rows = len(step.slots)
         batch = Batch(step.slots, step.last.view(rows, 1), step.begin, self._one[:rows], by_slot=False)
-        info.grammar_mask = Mask(info.grammar_mask, self, batch)
+        info.grammar_mask = Mask(info.grammar_mask, self, step.numbers, batch)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
         """The mask of a draft tree's rows, [requests x drafts], for verification.
@@ -129,6 +132,7 @@ class ItemSetSampler:
         return Mask(
             other,
             self,
+            self.numbers(batch),
             Batch(
                 slots=expand(slots),
                 history=expand(tokens[:, 0])[:, None],
@@ -172,16 +176,17 @@ class ItemSetSampler:
                 rows.append(self._row(slot, request, admitted))
                 outputs.append(list(request.output_ids))
             elif self._constrained[slot]:
-                rows.append([slot, 0, NO_SET, *[-1] * (1 + MAX_STOP_TOKENS)])
+                rows.append([slot, 0, NO_SET])
                 outputs.append([])
             self._constrained[slot] = admitted is not None
         if not rows:
             return
-        table = self._moved(torch.tensor(rows))
+        table = self._moved(as_table(rows, 4 + MAX_STOP_TOKENS).long())
         slots = table[:, 0]
         self._prompt.index_copy_(0, slots, table[:, 1])
         self.slots.assign(slots, table[:, 2], table[:, 3:])
         if (most := max(map(len, outputs))) > 0:
+            self.arena.use([row[2] for row in rows])
             lengths = torch.tensor([[len(output)] for output in outputs])
             padded = torch.tensor([output + [0] * (most - len(output)) for output in outputs])
             history = self._moved(torch.cat([lengths, padded], 1))
@@ -191,9 +196,7 @@ class ItemSetSampler:
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
         number, start = admitted.resident.number, admitted.resident.start
         self.arena.place(admitted.item_set, number, start)
-        stops = admitted.stop_tokens
-        padding = [-1] * (MAX_STOP_TOKENS - len(stops))
-        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *stops, *padding]
+        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *admitted.stop_tokens]
 
     def _moved(self, table: Tensor) -> Tensor:
         """On the device, without waiting for it."""

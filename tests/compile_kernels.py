@@ -6,6 +6,7 @@ python tests/compile_kernels.py 90
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import triton
@@ -35,10 +36,17 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 COMMON = {"STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
 
-for name, (kernel, constants) in VARIANTS.items():
-    constants = {key: value for key, value in (COMMON | constants).items() if key in kernel.arg_names}
-    types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
-    source = ASTSource(kernel, signature=types, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
-    assert compiled.asm["cubin"]
-    print(name)
+
+def compiled(architecture: int) -> Iterator[tuple[str, bytes]]:
+    """The name and the machine code of each kernel, in each variant."""
+    for name, (kernel, constants) in VARIANTS.items():
+        constants = {key: value for key, value in (COMMON | constants).items() if key in kernel.arg_names}
+        types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
+        source = ASTSource(kernel, signature=types, constexprs=constants)
+        yield name, triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
+
+
+if __name__ == "__main__":
+    for name, cubin in compiled(int(sys.argv[1])):
+        assert cubin
+        print(name)

@@ -32,7 +32,7 @@ class Compared(Slots):
         arena, marks, rows = self.arena, self.marks, len(batch.slots)
         states, again, legal, drafted = (torch.empty_like(self.row_states[:rows]) for _ in range(4))
         masked, stepped = (logits.new_empty(rows, logits.stride(0))[:, : logits.shape[1]] for _ in range(2))
-        ahead = torch.empty(rows, 5, dtype=torch.int32, device=logits.device)
+        ahead = torch.full((rows, 5), -7, dtype=torch.int32, device=logits.device)  # `forced` leaves rows as they are
         cells = self.cells.clone()
         kernels.walk(arena, cells, marks, batch, states, most)
         kernels.mask(arena, masked.copy_(logits), states, marks, batch.slots)
@@ -85,7 +85,7 @@ def checks(device: str, factor: int = 1) -> None:
     """
     schedule, kernels = load_schedule(), kernels_for(device, "triton")
     slow = device == "cpu"  # Triton's interpreter takes milliseconds for each row of a launch
-    small = {"CHUNK": 16, "LANES": 4, "FEW": 2}  # few tokens are many chunks, and a node is read in many parts
+    small = {"CHUNK": 16, "CHUNKS": 2, "LANES": 4}  # few tokens are many chunks, and a node is read in many parts
     for vocabulary, values, steps in (
         (48, {}, 15 if slow else 200),
         (48, small, 15 if slow else 200),

@@ -5,6 +5,7 @@ python tests/compile_kernels.py 90
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -21,7 +22,7 @@ POINTERS = {
     **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
 }
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
-MASK = {"CHUNK": kernels.CHUNK, "FEW": kernels.FEW}
+MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
@@ -39,6 +40,12 @@ for name, (kernel, constants) in VARIANTS.items():
     constants = {key: value for key, value in (COMMON | constants).items() if key in kernel.arg_names}
     types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
     source = ASTSource(kernel, signature=types, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+    warps = kernels.MASK_WARPS if "logits" in types and types["logits"] != "constexpr" else kernels.WALK_WARPS
+    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": warps})
     assert compiled.asm["cubin"]
+    if kernel is kernels._walk_kernel:
+        # One thread reads a cell, for all of its program, and one writes it.
+        ptx = compiled.asm["ptx"]
+        assert re.search(r"@%p\d+ atom\.global\.gpu\.relaxed\.or\.b64[^@]*@%p\d+ st\.shared\.b64[^@]*bar\.sync", ptx)
+        assert len(re.findall(r"@%p\d+ atom\.global\.gpu\.relaxed\.exch\.b64", ptx)) == 1
     print(name)

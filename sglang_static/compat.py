@@ -45,6 +45,9 @@ HOOKS = {
     f"{_OPENAI}.serving_chat:OpenAIServingChat._generate_chat_stream": "the same, streamed",
     f"{_TOKENIZER}._create_tokenized_object": "the item set is attached to its request",
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": "a request is given its item set",
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched": (
+        "the rows of all item sets are filled at once"
+    ),
     "sglang.srt.model_executor.model_runner:ModelRunner.load_model": "device memory for item sets, before the KV cache",
     "sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool": "a state for each request slot",
     f"{_WORKER}.forward_batch_generation": "which rows of a step have an item set",

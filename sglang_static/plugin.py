@@ -135,6 +135,14 @@ def _process_grammar(original: Callable[..., Any], self: Any, request: Any) -> b
     return waits
 
 
+def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
+    backend = sys.modules.get("sglang_static.backend")  # imported where there are item sets
+    if backend is None:
+        original(entries, vocab_mask)
+    else:
+        backend.fill_rows(original, entries, vocab_mask)
+
+
 def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
     config = StaticConfig.of(compat.options())
@@ -216,6 +224,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_TOKENIZER}._tokenize_one_request": _tokenize_one_request,
     f"{_TOKENIZER}._create_tokenized_object": _create_tokenized_object,
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": _process_grammar,
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched": _fill_rows,
     f"{_RUNNER}.load_model": _load_model,
     f"{_RUNNER}.alloc_memory_pool": _alloc_memory_pool,
     f"{_WORKER}.forward_batch_generation": _forward,

@@ -35,6 +35,7 @@ HOOKS = {
     "vllm.outputs:RequestOutput.add": "drops what it does not know, the item, where a stream's reader is slow",
     "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": "the rows of all item sets are filled at once",
     "vllm.v1.engine.core:EngineCore": "answers the front end's question for its figures",
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": "an ended request's set may leave the device",
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params": "the field item_set",
@@ -186,6 +187,12 @@ def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
     request.sampling_params.structured_outputs = None
     request.structured_output_request = None
     request.status = RequestStatus.WAITING
+
+
+def may_reason(manager: Any) -> bool:
+    """Whether a constraint may begin later than its request, which vLLM marks by `reasoning_ended` once it has begun
+    (v1/structured_output/__init__.py, _get_constraint_bounds)."""
+    return manager.reasoner_cls is not None and not manager.enable_in_reasoning
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:

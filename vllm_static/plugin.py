@@ -172,6 +172,16 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
     original(self, request)
 
 
+def _grammar_bitmask(
+    original: Callable[..., Any], self: Any, requests: Any, request_ids: list[str], drafts: Any
+) -> Any:
+    from vllm_static.backend import StaticBackend
+
+    if isinstance(self.backend, StaticBackend) and request_ids:
+        return self.backend.fill(original, self, requests, request_ids, drafts)
+    return original(self, requests, request_ids, drafts)
+
+
 def _figures(engine_core: Any) -> dict[str, Any]:
     figures: dict[str, Any] = engine_core.structured_output_manager.backend.figures()
     return figures
@@ -258,6 +268,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     "vllm.outputs:RequestOutput.add": answers.merge,
     f"{_MANAGER}.__init__": _manager_init,
     f"{_MANAGER}.grammar_init": _grammar_init,
+    f"{_MANAGER}.grammar_bitmask": _grammar_bitmask,
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": _free_request,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_sampling_params": _to_sampling_params,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_beam_search_params": _to_beam_search_params,

@@ -132,9 +132,21 @@ def report_delays(module: ModuleType) -> None:
     module.TpModelWorker.forward_batch_generation = forward_and_report
 
 
+def report_fills(module: ModuleType) -> None:
+    """Write to the log how many rows of a bitmask each compiled call fills."""
+    fill = module._fill_rows
+
+    def fill_and_report(addresses: Any, states: Any, rows: Any, bitmask: Any) -> None:
+        fill(addresses, states, rows, bitmask)
+        print(f"rows of item sets filled at once: {len(rows)}", flush=True)
+
+    module._fill_rows = fill_and_report
+
+
 BEFORE: dict[str, Callable[[], None]] = {"sglang.srt.utils": stub_triton, "torchvision": declare_torchvision_operators}
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "itemset.host": report_fills,
     "sglang.kernels.ops.sampling.murmur_hash": use_cpu_kernels("murmur_hash32"),
     "sglang.kernels.ops.sampling.renorm": use_cpu_kernels("top_k_renorm_prob", "top_p_renorm_prob"),
     "sglang.kernels.ops.speculative.gather_spec_extras": use_cpu_kernels("gather_spec_extras"),

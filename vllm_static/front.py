@@ -35,12 +35,18 @@ class FrontEnd:
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
         )
-        self.v2 = bool(vllm_config.use_v2_model_runner)
+        self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
             as_configured = "as configured" if config.item_set_path == "host" else None
             path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
         logger.info("Structured output backend static, %s. Item sets: %s", path, self._checks.summary())
+        if vllm_config.speculative_config is not None and not compat.on_device_path(vllm_config):
+            logger.warning(
+                "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
+                "they leave it, and most of them do.",
+                vllm_config.speculative_config.method,
+            )
 
     def find(self, params: SamplingParams) -> str | None:
         """The reference of the item set that `params` name or bring along, None where they do neither.
@@ -92,6 +98,12 @@ class FrontEnd:
 
         Raises RefusedError where some of its items could not be scored.
         """
+        if self._logprobs_mode.endswith("logits"):
+            raise RefusedError(
+                "beam search",
+                f"this server gives logits for log-probabilities (--logprobs-mode {self._logprobs_mode}), and a ranked "
+                "list adds log-probabilities up: start it with raw_logprobs",
+            )
         return self._checks.ranked(
             reference,
             beams=params.beam_width,

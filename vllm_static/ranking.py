@@ -67,7 +67,9 @@ class Ranking:
             # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
             after = one.after.tolist()
             own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
-            return tokens, ScoringParams(logprobs=len(after), logprob_token_ids=after, **common, **own)
+            # Without `logprobs`: vLLM would look for as many most likely tokens besides.
+            chosen = {"logprob_token_ids": after} if after else {"logprobs": 0}
+            return tokens, ScoringParams(**chosen, **common, **own)
         wanted = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
         wanted[: len(run), 0] = run
         wanted[-1, : len(one.after)] = one.after
@@ -100,7 +102,9 @@ class Ranking:
         return described(best, self._item_set)
 
 
-def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any]) -> list[Any]:
+def offline(
+    llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any], priorities: Sequence[int] | None = None
+) -> list[Any]:
     """`LLM.beam_search` of prompts that vLLM has tokenized, all of them round by round together."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 
@@ -111,7 +115,7 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
     best: dict[int, Best] = {}
     while waiting:
         asked = [(i, one) for i, passes in waiting.items() for one in passes]
-        answers = _scored(llm, rankings, asked, lora_requests)
+        answers = _scored(llm, rankings, asked, lora_requests, priorities)
         for i, passes in list(waiting.items()):
             mine, answers = answers[: len(passes)], answers[len(passes) :]
             try:
@@ -143,7 +147,11 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
 
 
 def _scored(
-    llm: Any, rankings: Sequence[Ranking], asked: Sequence[tuple[int, Pass]], lora_requests: Sequence[Any]
+    llm: Any,
+    rankings: Sequence[Ranking],
+    asked: Sequence[tuple[int, Pass]],
+    lora_requests: Sequence[Any],
+    priorities: Sequence[int] | None,
 ) -> list[Answer]:
     answers: dict[int, Answer] = {}
     for cached in (True, False):
@@ -156,6 +164,7 @@ def _scored(
             [params for _, params in requests],
             use_tqdm=False,
             lora_request=[lora_requests[asked[n][0]] for n in missing] if any(lora_requests) else None,
+            priority=None if priorities is None else [priorities[asked[n][0]] for n in missing],
         )
         for n, output in zip(missing, outputs, strict=True):
             answer = rankings[asked[n][0]].answer(asked[n][1], output)

@@ -69,19 +69,19 @@ def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 async def _generate_request(
-    original: Callable[..., Any], self: Any, request: Any, http_request: Any = None
+    original: Callable[..., Any], self: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
     """Inline sets are encoded here. Where a request with a set asks for a beam search, it gets a ranked list."""
-    if self.static_front_end is not None and hasattr(request, "custom_logit_processor"):
+    if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
         from sglang_static import ranking
 
         # Encoding a large inline set takes seconds, and all below runs on the event loop.
-        await self.static_front_end.prepare(request, http_request)
-        if ranking.wanted(request) and ranking.has_set(self, request):
-            yield await ranking.ranked(original, self, request, http_request)
+        await self.static_front_end.prepare(obj, request)
+        if ranking.wanted(obj) and ranking.has_set(self, obj):
+            yield await ranking.ranked(original, self, obj, request)
             return
-    async for part in original(self, request, http_request):
-        answers.note(request, part)
+    async for part in original(self, obj, request):
+        answers.note(obj, part)
         yield part
 
 
@@ -91,29 +91,29 @@ def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     return asgi.judged(original, self)
 
 
-async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
+async def _tokenize_one_request(original: Callable[..., Any], self: Any, obj: Any, *args: Any, **kw: Any) -> Any:
     front_end = self.static_front_end
     if front_end is not None:  # before SGLang's own checks, which may advise what cannot work with a set
-        front_end.take(request, self.preferred_sampling_params)
-    return await original(self, request, *args, **kw)
+        front_end.take(obj, self.preferred_sampling_params)
+    return await original(self, obj, *args, **kw)
 
 
 def _create_tokenized_object(
-    original: Callable[..., Any], self: Any, request: Any, text: Any, tokens: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> Any:
     front_end = self.static_front_end
     if front_end is None:
-        _refuse_item_set(request)
-        return original(self, request, text, tokens, *args, **kwargs)
-    given = request.sampling_params
-    reference, request.sampling_params = front_end.take(request, self.preferred_sampling_params)
+        _refuse_item_set(obj)
+        return original(self, obj, input_text, input_ids, *args, **kwargs)
+    given = obj.sampling_params
+    reference, obj.sampling_params = front_end.take(obj, self.preferred_sampling_params)
     try:
-        tokenized = original(self, request, text, tokens, *args, **kwargs)
+        tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
     finally:
-        request.sampling_params = given  # the same request may be tokenized again
+        obj.sampling_params = given  # the same request may be tokenized again
     if reference is not None:
-        front_end.attach(reference, tokenized.sampling_params, len(tokens or ()))
-        setattr(request, answers.EXPECTED, front_end.expected(reference, request, tokenized.sampling_params))
+        front_end.attach(reference, tokenized.sampling_params, len(input_ids or ()))
+        setattr(obj, answers.EXPECTED, front_end.expected(reference, obj, tokenized.sampling_params))
     return tokenized
 
 
@@ -127,11 +127,11 @@ def _refuse_item_set(request: Any) -> None:
         raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
 
 
-def _process_grammar(original: Callable[..., Any], self: Any, request: Any) -> bool:
+def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     backend = getattr(self.grammar_backend, "static_backend", None)
-    if backend is not None and backend.admit(self, request):
+    if backend is not None and backend.admit(self, req):
         return False  # nothing to wait for
-    waits: bool = original(self, request)
+    waits: bool = original(self, req)
     return waits
 
 
@@ -184,22 +184,13 @@ class _Synchronised:
     grammars = True
 
 
-def _sync_tokens(original: Callable[..., Any], self: Any, tokens: Any, info: Any) -> None:
+def _sync_tokens(original: Callable[..., Any], self: Any, batch_next_token_ids: Any, sampling_info: Any) -> None:
     """SGLang lets its ranks agree on the tokens where it has grammars: masked rows have more near ties."""
-    original(self, tokens, _Synchronised if getattr(info, "item_sets", None) is not None else info)
+    has_sets = getattr(sampling_info, "item_sets", None) is not None
+    original(self, batch_next_token_ids, _Synchronised if has_sets else sampling_info)
 
 
-def _in_drafts(name: str) -> Callable[..., Any]:
-    """A function of `drafts`, which imports torch, and is imported when it is first called."""
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from sglang_static import drafts
-
-        return getattr(drafts, name)(original, *args, **kwargs)
-
-    return around
-
-
+_OURS = "sglang_static.drafts"  # imports torch
 _ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER, _DRAFTS, _OPENAI = (
     "sglang.srt.server_args:ServerArgs",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager",
@@ -231,12 +222,12 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_WORKER}.forward_batch_split_prefill": _forward,
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": _update_mask,
     "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": _sync_tokens,
-    "sglang.srt.speculative.eagle_utils:eagle_sample": _in_drafts("eagle_sample"),
-    "sglang.srt.speculative.eagle_utils:_verify_coins": _in_drafts("verify_coins"),
-    f"{_DRAFTS}:EagleDraftWorker.draft_forward": _in_drafts("draft_forward"),
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": _in_drafts("extend_after_prefill"),
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": _in_drafts("extend_after_verification"),
-    f"{_RUNNER}.forward": _in_drafts("draft_model_forward"),
-    compat.DRAFT_GRAPH: _in_drafts("replayed_extend"),
+    "sglang.srt.speculative.eagle_utils:eagle_sample": hooks.later(_OURS, "eagle_sample"),
+    "sglang.srt.speculative.eagle_utils:_verify_coins": hooks.later(_OURS, "verify_coins"),
+    f"{_DRAFTS}:EagleDraftWorker.draft_forward": hooks.later(_OURS, "draft_forward"),
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": hooks.later(_OURS, "extend_after_prefill"),
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": hooks.later(_OURS, "extend_after_verification"),
+    f"{_RUNNER}.forward": hooks.later(_OURS, "draft_model_forward"),
+    compat.DRAFT_GRAPH: hooks.later(_OURS, "replayed_extend"),
 }
 """What runs around each of SGLang's functions in `compat.HOOKS`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_vllm_ranking import check_scores_beside_others, same_lists
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -231,8 +232,9 @@ def test_a_reused_parameter_object_stays_as_it_is(engine):
     assert params.extra_args is None
 
 
-def test_ngram_speculation_changes_nothing_at_temperature_0(way, engines, engine, tiny_model, static, named_sets):
-    runner = way[0]
+def test_ngram_speculation_changes_nothing_at_temperature_0(
+    way, runner, engines, engine, tiny_model, static, named_sets
+):
     items = {name: sorted(named_sets[name].items)[:6] for name in ("large", "ragged", "prefixes")}
     # The prompt holds items twice over, so that its n-grams propose some that are in the set and some that are not.
     prompts, params = [], []
@@ -251,7 +253,11 @@ def test_ngram_speculation_changes_nothing_at_temperature_0(way, engines, engine
     filled = speculating.call(count_fills, prompts[:6], params[:6])
     assert (filled["calls"], filled["different"]) == (filled["steps"], 0)
     assert (filled["drafts"] > 0) == (way[1] == "host")
-    if runner == "v2":
+    same_lists(speculating, engine)
+    assert ("On the host path no draft of ngram is forced" in speculating.log()) == (way[1] == "host")
+    if runner == "v1":
+        check_scores_beside_others(speculating)
+    else:
         # On V1 vLLM's own C++ fallback for CPUs loses the temperature of every draft row (docs/serving.md).
         sampled = speculating.generate(prompts[:12], named("ragged"))
         assert {answer(output) for output in sampled} <= named_sets["ragged"].items

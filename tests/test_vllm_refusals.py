@@ -122,6 +122,12 @@ def test_another_tokenizer_ends_the_start_up_and_both_are_named(tmp_path, tiny_m
     )
 
 
+def test_drafts_that_cannot_be_made_end_the_start_up(engines, tiny_model):
+    config = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    with pytest.raises(ValueError, match=r"ngram_gpu needs model runner V2 or a GPU, .*: choose ngram"):
+        engines("v1", tiny_model, structured_outputs_config={"backend": "static"}, speculative_config=config)
+
+
 def test_a_misspelled_option_ends_the_start_up(engines, tiny_model):
     with pytest.raises(ValueError, match="there is no option 'item_set_paht': the plugin's options are item_sets"):
         engines(

@@ -57,6 +57,8 @@ LATER_HOOKS = {
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": "the same, streamed",
     f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch": "the same",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses.responses_full_generator": "the same, streamed or not",
+    "vllm.v1.sample.sampler:Sampler.forward": "chosen tokens' scores take other requests' most likely tokens away",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "with speculation, chosen tokens end the engine (V1)",
 }
 """The same, in modules that not every process imports: checked when they are."""
 
@@ -102,7 +104,7 @@ _CONFIG_MODULE = "vllm.config.structured_outputs"
 
 
 def add_backend_name() -> None:
-    """Let StructuredOutputsConfig take our name."""
+    """Let StructuredOutputsConfig take our name, with all that it takes with xgrammar's."""
     from pydantic.dataclasses import rebuild_dataclass
 
     structured = importlib.import_module(_CONFIG_MODULE).StructuredOutputsConfig
@@ -112,7 +114,17 @@ def add_backend_name() -> None:
     names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
     structured.__annotations__["backend"] = names
     structured.__dataclass_fields__["backend"].type = names
+    for validator in structured.__pydantic_decorators__.model_validators.values():
+        validator.func = partial(_validated, validator.func)
     rebuild_dataclass(structured, force=True)
+
+
+def _validated(validate: Callable[[Any], Any], structured: Any) -> Any:
+    """Judge the other fields as xgrammar's, which gets them: vLLM allows some with the names it knows alone."""
+    if structured.backend == BACKEND:
+        xgrammar_config(structured)
+        return structured
+    return validate(structured)
 
 
 def add_backend_name_at_import() -> None:
@@ -126,11 +138,23 @@ def xgrammar_config(structured: Any) -> Any:
     return dataclasses.replace(structured, backend="xgrammar")
 
 
-def hide_llvmlite(scan: Callable[..., Any], *args: Any) -> Any:
+def beams_by_xgrammar(params: Any) -> Any:
+    """BeamSearchParams without a set: vLLM's own beam search knows the built-in backends only (beam_search/offline.py,
+    _init_beam_search_structured_output)."""
+    structured = params.structured_outputs
+    if structured is None or structured._backend not in (None, BACKEND):
+        return params
+    params = copy.copy(params)
+    params.structured_outputs = copy.copy(structured)
+    params.structured_outputs._backend = "xgrammar"
+    return params
+
+
+def hide_llvmlite(scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the kernel scan with llvmlite out of its sight."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
     try:
-        return scan(*args)
+        return scan(*args, **kwargs)
     finally:
         sys.modules.update(hidden)
 
@@ -167,6 +191,12 @@ def why_host_path(vllm_config: Any) -> str | None:
     if platform.is_tpu() or platform.is_out_of_tree():
         return f"the platform {platform.device_name} has a sampler of its own"
     return None
+
+
+def can_draft_on_device(vllm_config: Any) -> bool:
+    """Whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
+    platform = importlib.import_module("vllm.platforms").current_platform
+    return bool(vllm_config.use_v2_model_runner or not platform.is_cpu())
 
 
 def on_device_path(vllm_config: Any) -> bool:

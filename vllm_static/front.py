@@ -45,12 +45,18 @@ class FrontEnd:
         self._vllm_config, self._tokenizer = vllm_config, tokenizer
         self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
-        self.v2 = bool(vllm_config.use_v2_model_runner)
+        self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
             as_configured = "as configured" if config.item_set_path == "host" else None
             path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
         logger.info("Structured output backend static, %s. Item sets: %s", path, self._checks.summary())
+        if vllm_config.speculative_config is not None and not compat.on_device_path(vllm_config):
+            logger.warning(
+                "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
+                "they leave it, and most of them do.",
+                vllm_config.speculative_config.method,
+            )
 
     async def prepare(self, params: Params) -> Params:
         """The same parameters, in which an inline set stands in place of its texts: SamplingParams or BeamSearchParams.
@@ -134,6 +140,12 @@ class FrontEnd:
 
         given: its options. Raises RefusedError if some of the items could not be scored.
         """
+        if self._logprobs_mode.endswith("logits"):
+            raise RefusedError(
+                "beam search",
+                f"this server gives logits for log-probabilities (--logprobs-mode {self._logprobs_mode}), and a ranked "
+                "list adds log-probabilities up: start it with raw_logprobs",
+            )
         return self._checks.ranked(
             reference,
             given,

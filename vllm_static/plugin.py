@@ -50,10 +50,10 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     config = original(self, *args, **kwargs)
     if not is_ours(config):
         return config
-    from vllm_static.device import refuse_synthetic_verification
+    from vllm_static.device import refuse_speculation
 
     wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
-    refuse_synthetic_verification(config)
+    refuse_speculation(config)
     if wanted == "device" and reason is not None:
         raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
     if wanted != "host" and reason is None and not compat.on_device_path(config):
@@ -220,11 +220,16 @@ def _beam_search(
     """Offline. Prompts are scored in rounds together, whatever concurrency vLLM's own loop is told."""
     from vllm_static import ranking
 
-    if not ranking.has_set(params) or self.llm_engine.input_processor.static_front_end is None:
+    if self.llm_engine.input_processor.static_front_end is None:
         return original(self, prompts, params, lora_request, *args, **kwargs)
+    if not ranking.has_set(params):
+        return original(self, prompts, compat.beams_by_xgrammar(params), lora_request, *args, **kwargs)
     inputs = self._preprocess_cmpl(prompts)
+    loras = self._lora_request_to_seq(lora_request, len(inputs))
+    priority = kwargs.get("priority", args[2] if len(args) > 2 else None)  # since vLLM 0.33
+    priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
     with _refusals(params):
-        return ranking.offline(self, inputs, params, self._lora_request_to_seq(lora_request, len(inputs)))
+        return ranking.offline(self, inputs, params, loras, priorities)
 
 
 async def _beam_search_online(
@@ -295,5 +300,7 @@ AROUND_LATER: dict[str, Callable[..., Any]] = {
         answers.chat_batch_response
     ),
     f"{_REQUESTS}.responses.serving:OpenAIServingResponses.responses_full_generator": answers.responses_response,
+    "vllm.v1.sample.sampler:Sampler.forward": hooks.later("vllm_static.chosen", "sample"),
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": hooks.later("vllm_static.chosen", "verify"),
 }
 """What runs around each of vLLM's functions in `compat.LATER_HOOKS`."""

@@ -24,7 +24,7 @@ def server(servers, tiny_model, files):
     sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
     return servers(
         tiny_model,
-        arguments=("--grammar-backend", "static", *sets),
+        arguments=("--grammar-backend", "static", "--constrained-json-disable-any-whitespace", *sets),
         env={"SGLANG_ENABLE_REQUEST_DECOMPRESSION": "1"},
     )
 
@@ -74,7 +74,7 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
         if "item_set" in body:
             assert item_of(choice) in named_sets[body["item_set"]].items
         elif "response_format" in body:
-            assert json.loads(text)["n"] in (1, 2)
+            assert text in ('{"n":1}', '{"n":2}')  # no whitespace: xgrammar has the flag
         elif body:
             kind = next(iter(body))
             assert {

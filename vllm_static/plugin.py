@@ -173,13 +173,18 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
 
 
 def _grammar_bitmask(
-    original: Callable[..., Any], self: Any, requests: Any, request_ids: list[str], drafts: Any
+    original: Callable[..., Any],
+    self: Any,
+    requests: Any,
+    structured_output_request_ids: list[str],
+    scheduled_spec_decode_tokens: Any,
 ) -> Any:
     from vllm_static.backend import StaticBackend
 
-    if isinstance(self.backend, StaticBackend) and request_ids:
-        return self.backend.fill(original, self, requests, request_ids, drafts)
-    return original(self, requests, request_ids, drafts)
+    step = (requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+    if isinstance(self.backend, StaticBackend) and structured_output_request_ids:
+        return self.backend.fill(original, self, *step)
+    return original(self, *step)
 
 
 def _figures(engine_core: Any) -> dict[str, Any]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from itemset import lists
 from itemset.best import Search
-from itemset.catalogue import INLINE, Catalogue, RefusedError
+from itemset.catalogue import INLINE, Catalogue, InlineSet, RefusedError
 from itemset.config import StaticConfig
-from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet, build
-from itemset.rows import Rows
-from itemset.text import encode, fingerprint
+from itemset.errors import ItemSetError, shown
+from itemset.inline import InlineTexts
+from itemset.item_set import ItemSet
+from itemset.text import fingerprint
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,12 @@ class Words:
         return f'{{"{name}": N}} in {self.options}'
 
 
+def _warm_up(item_set: ItemSet) -> None:
+    """Load what naming an answer's item takes, for both widths of token ids: no answer should wait for it."""
+    for token in (0, 1 << 16):
+        item_set.find([token])
+
+
 class Checks:
     """The item sets of one front end, and what they and its requests must satisfy. Safe for threads."""
 
@@ -51,11 +55,12 @@ class Checks:
         context: int,
         end_tokens: Collection[int],
         reserved: int = 0,
+        on_encoded: Callable[[int], object] = lambda texts: None,
     ) -> None:
         """Open and check the registered sets.
 
         context: tokens of prompt and output together, of which the engine keeps `reserved`. end_tokens: those at which
-        the model ends.
+        the model ends. on_encoded: told of the texts of inline sets as they are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context.
         """
@@ -63,15 +68,26 @@ class Checks:
         self._vocab_size, self._end_tokens = vocab_size, end_tokens
         self._context, self._reserved = context, reserved
         self.catalogue = Catalogue(config)
-        # Encoding runs on other threads than the engine's own use of the tokenizer, which is not safe for threads.
+        # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._encoding = threading.Lock()
+        self._inline = InlineTexts(
+            self.catalogue,
+            config,
+            self._tokenizer,
+            words,
+            vocab_size=vocab_size,
+            context=context,
+            reserved=reserved,
+            end_tokens=end_tokens,
+            on_encoded=on_encoded,
+        )
         model_print = None
         for name, item_set in self.catalogue.registered.items():
             if item_set.tokenizer is not None:
                 model_print = model_print or fingerprint(self._tokenizer)
                 self._check_tokenizer(name, item_set, model_print)
             self._check_fit(f"the item set {name!r} ({config.item_sets[name]})", item_set)
+            _warm_up(item_set)
 
     def summary(self) -> str:
         """The registered sets, for the log."""
@@ -81,34 +97,26 @@ class Checks:
         """The name of a registered set that a request gives. Raises RefusedError."""
         if not isinstance(reference, str):
             raise RefusedError(
-                "wrong type", f"item_set must be the name of an item set, a string, not {reference!r:.60}"
+                "wrong type", f"item_set must be the name of an item set, a string, not {shown(reference)}"
             )
         if reference not in self.catalogue.registered:
             self.catalogue[reference if not reference.startswith(INLINE) else ""]  # raises, naming what there is
         return reference
 
     def inline(self, choice: Any) -> str:
-        """The reference of the set of these texts, which is encoded and built unless it was not long ago.
+        """The reference of the set of these texts, or of the InlineSet that stands in their place.
 
-        Raises RefusedError, or ItemSetError for what is wrong with an item.
+        Texts are encoded and built unless they were not long ago; this waits. Raises RefusedError, or ItemSetError for
+        what is wrong with an item.
         """
-        if not isinstance(choice, list) or not choice:
-            raise RefusedError("bad items", "choice must be a list of at least one text")
-        if len(choice) > self._config.inline_item_limit:
-            raise RefusedError(
-                "inline limit",
-                f"choice has {len(choice):,} items, the limit of an inline set is {self._config.inline_item_limit:,}: "
-                f"register it with `itemset build` and --item-set, or raise {self._words.option('inline_item_limit')}",
-            )
-        digest = hashlib.blake2b(repr(choice).encode("utf-8", "surrogatepass"), digest_size=16)
-        reference = INLINE + digest.hexdigest()
-        if self.catalogue.inline(reference) is None:
-            with self._encoding:
-                tokens, offsets = encode(choice, self._tokenizer)
-            item_set = build(Rows(tokens, offsets))
-            self._check_fit("the inline set", item_set)
-            self.catalogue.keep(reference, item_set, item_set.to_bytes())
-        return reference
+        return (choice if isinstance(choice, InlineSet) else self._inline.get(choice)).reference
+
+    async def prepare(self, choice: Any) -> InlineSet:
+        """What may stand in place of these texts: with it `inline` is immediate. Raises as `inline` does.
+
+        It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
+        """
+        return choice if isinstance(choice, InlineSet) else await self._inline.prepare(choice)
 
     def ranked(
         self,
@@ -129,11 +137,11 @@ class Checks:
         self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], behind=behind)
         item_set = self.catalogue[reference]
         options = lists.options(given, k, self._config, self._words)
-        if max_tokens is not None and max_tokens < item_set.longest:
+        if max_tokens is not None and max_tokens <= item_set.longest:
             raise RefusedError(
                 "beam search",
-                f"{self._words.max_tokens}={max_tokens} is less than the longest item has: set it to at least "
-                f"{item_set.longest} for a ranked list",
+                f"{self._words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it "
+                f"to at least {item_set.longest + 1} for a ranked list",
             )
         return item_set, Search(item_set, k, end_token=end_token, **options)
 

@@ -12,10 +12,10 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,7 +29,8 @@ _ALIGN = 64
 _DTYPES = {"uint8", "uint16", "uint32", "int64"}
 
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class Section:
     """One array: `count` values of `dtype` from byte `offset` of the file on, with their CRC-32."""
 
     name: str
@@ -39,7 +40,8 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crc32: int
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class Header:
     """What the file says of itself. `digest` names the tables' content: equal sets have equal digests."""
 
     items: int
@@ -59,6 +61,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
     """The file in pieces."""
+    import msgspec
+
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
     checksums = {name: zlib.crc32(part) for name, part in parts.items()}
 
@@ -70,10 +74,10 @@ def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes |
         return tuple(sections)
 
     # The offsets stand in the header, so it is laid out for a start that surely lies behind it.
-    probe = msgspec.json.encode(msgspec.structs.replace(header, sections=layout(1 << 48)))
+    probe = msgspec.json.encode(replace(header, sections=layout(1 << 48)))
     start = _aligned(_PRELUDE.size + len(probe))
     sections = layout(start)
-    body = msgspec.json.encode(msgspec.structs.replace(header, sections=sections)).ljust(start - _PRELUDE.size)
+    body = msgspec.json.encode(replace(header, sections=sections)).ljust(start - _PRELUDE.size)
     size = max(section.offset + parts[section.name].nbytes for section in sections)
     unchecked = _PRELUDE.pack(_MAGIC, FORMAT, len(body), size, 0, 0)[:24]
     yield unchecked + struct.pack("<II", zlib.crc32(body, zlib.crc32(unchecked)), 0)
@@ -151,6 +155,8 @@ def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArr
 
     Raises ItemSetError: not an index file, another format version, truncated, or a header that does not fit itself.
     """
+    import msgspec
+
     again = "build it again with `itemset build`"
     if bytes(buffer[: len(_MAGIC)]) != _MAGIC[: len(buffer)] or not len(buffer):
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")

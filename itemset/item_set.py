@@ -128,6 +128,18 @@ class ItemSet:
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
         return keys_at(self._keys, numbers)
 
+    def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
+        """The key of the item with these tokens, and whether it is a prefix of another; None where it is no item.
+
+        tokens: of one item, each 0 or more. `lookup` of one item, without an error to raise.
+        """
+        tables = self.trie.tables
+        number = int(numbering.numbers_of(tables, self._terminal_rank, as_rows([tokens]))[0])
+        if not 0 <= number < len(self):
+            return None
+        key = self._keys[number].as_py()
+        return key, number >= len(tables.labels) - (len(tables.row_offsets) - 2)
+
     def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
         """The tokens of the items with these keys (the first such item). Raises ItemSetError for an unknown key."""
         return self._items_at(positions_of(self._keys, item_keys))

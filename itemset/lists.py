@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from itemset.best import Answer, Best, Pass, Search
 from itemset.catalogue import RefusedError
 from itemset.config import StaticConfig
+from itemset.errors import shown
 
 if TYPE_CHECKING:
     from itemset.checks import Words
 
 RANKING = ("width", "exact", "renormalised", "max_passes")
 """What a request for a ranked list may give beside its set: see `itemset.best.Search`."""
+
+SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
+OTHERS_STAY = 1.0  # seconds for which lists make room after they have met another request
 
 Result = TypeVar("Result")
 
@@ -29,11 +33,11 @@ def options(given: Mapping[str, Any], k: int, config: StaticConfig, words: Words
     found = {name: given[name] for name in RANKING if given.get(name) is not None}
     for name in ("exact", "renormalised"):
         if not isinstance(found.get(name, False), bool):
-            raise RefusedError("wrong type", f"{name} must be true or false, not {found[name]!r:.60}")
+            raise RefusedError("wrong type", f"{name} must be true or false, not {shown(found[name])}")
     for name, unit in (("width", "beams"), ("max_passes", "forward passes")):
         number = found.get(name, 1)
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise RefusedError("wrong type", f"{name} must be a number of {unit}, at least 1, not {number!r:.60}")
+            raise RefusedError("wrong type", f"{name} must be a number of {unit}, at least 1, not {shown(number)}")
     width, limit = found.get("width", k), config.ranked_list_limit
     if width < k:
         raise RefusedError("beam search", f"width={width:,} finds no {k:,} items: set it to at least {k:,}")
@@ -125,7 +129,3 @@ class Lists:
         if self._unfinished() > self._under_way:
             self._others_at = now
         return self._beside if now - self._others_at < OTHERS_STAY else self._alone
-
-
-SHARE_BESIDE = 32
-OTHERS_STAY = 1.0  # seconds for which lists make room after they have met another request

@@ -21,10 +21,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from itemset.best import Answer, Pass, described
 from itemset.catalogue import RefusedError
 from sglang_static import http
+from sglang_static.front import while_connected
 
 IN_ITEM = ("rank", "key", "proven", "passes", "rounds")
 SLICE = 32  # items of an answer that are written out in one turn of the event loop
-LOOK = 0.2  # seconds between looks whether the client is still there: SGLang's own are four seconds apart
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -70,32 +70,32 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
         return await _one(partial(_ask, generate, manager, lora, tokens), manager, request, params, tokens)
 
-    tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
-    pending = set(tasks)
-    try:
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=LOOK, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()  # raises what it has raised
-            if pending and http_request is not None and await http_request.is_disconnected():
-                raise ValueError("the client is gone")
-        answers = [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
+    async def each() -> list[dict[str, Any]]:
+        tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # one that fails ends the others
+            for task in tasks:
+                task.cancel()
+
+    answers = await while_connected(each(), http_request)
     if http.fields().get(http.BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers
 
 
 def with_items(response: Any, results: Sequence[Any]) -> Any:
-    """An OpenAI response with each item's rank, score and key, and what its list took, in its choice: `item`."""
-    if not results or "rank" not in results[0]["meta_info"]:
+    """An OpenAI response with each answer's item in its choice: its key, in a ranked list also its rank and score, and
+    what the list took. Responses to requests without a set stay as they are."""
+    infos = [result["meta_info"] for result in results or ()]
+    if not any("item" in info or "rank" in info for info in infos) or not hasattr(response, "choices"):
         return response
     body = response.model_dump(mode="json")
-    for choice, result in zip(body["choices"], results, strict=True):
-        info = result["meta_info"]
-        choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
+    for choice, info in zip(body["choices"], infos, strict=True):
+        if "rank" in info:
+            choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
+        elif "item" in info:
+            choice["item"] = info["item"]
     return ORJSONResponse(body)
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from engines import FAST
 from ranking import EOS, PROMPT, oracle_of
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from vllm_static.ranking import RankingParams
+from vllm_static.ranking import RankingParams, ScoringParams
 
 CITIES = ["Paris", "London", "New York", "New York City"]
 
@@ -36,6 +37,14 @@ def ranked(llm: Any, params: RankingParams, prompt: list[int] = PROMPT) -> list[
         items = [(one.cum_logprob, tuple(one.tokens[len(prompt) :]), one.text, one.key) for one in output.sequences]
         answers.append({"items": items, "proven": output.proven, "passes": output.passes, "rounds": output.rounds})
     return answers
+
+
+def same_lists(one: Any, other: Any) -> None:
+    """Two engines of the same model and sets rank alike: by a beam, proven, and what the request brings."""
+    for params in (beams(7, item_set="prefixes"), beams(3, item_set="ragged", exact=True), beams(9, choice=CITIES)):
+        (answer, _), (expected, _) = (engine.call(ranked, params) for engine in (one, other))
+        check(answer, [(score, tokens[:-1]) for score, tokens, *_ in expected["items"]])
+        assert len(answer["items"]) >= 3
 
 
 @pytest.fixture
@@ -66,6 +75,41 @@ def test_the_proven_best(engine, oracle, named_sets):
     limited = engine.call(ranked, beams(4, item_set="ragged", exact=True, max_passes=3))[0]
     assert limited["passes"] <= 3
     assert not limited["proven"]
+
+
+def check_scores_beside_others(engine: Any) -> None:
+    """A request that scores chosen tokens, as a list does, and others that want their most likely ones."""
+    chosen, prompt = range(100, 110), {"prompt_token_ids": [5, 6, 7, 8] * 6}
+    most_likely = SamplingParams(logprobs=3, max_tokens=4, temperature=0)
+    scoring = SamplingParams(logprob_token_ids=list(chosen), max_tokens=4, temperature=0)
+    whole = ScoringParams(logprobs=-1, max_tokens=4, temperature=0)
+    alone, every = (engine.generate([prompt], params)[0].outputs[0].logprobs for params in (most_likely, whole))
+    together = engine.generate([prompt] * 3, [most_likely, scoring, most_likely])
+    for output in (together[0], together[2]):
+        assert list(map(set, output.outputs[0].logprobs)) == list(map(set, alone))
+    for found, expected in zip(together[1].outputs[0].logprobs, every, strict=True):
+        assert set(found) >= set(chosen)
+        for token, entry in found.items():
+            assert abs(entry.logprob - expected[token].logprob) < 1e-3
+
+
+def test_a_list_takes_nothing_from_other_requests(engines, tiny_model, static):
+    """On model runner V1: on V2 a list asks for the scores of its prompts alone."""
+    check_scores_beside_others(engines("v1", tiny_model, **static))
+
+
+def test_beams_without_a_set_are_held_by_xgrammar(engine):
+    """vLLM's own beam search knows no other backend than the built-in ones."""
+    params = BeamSearchParams(beam_width=2, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
+    found = engine.call(beam_texts, params)
+    assert found
+    assert all(len(text) == 3 and text.isdigit() for text in found)
+
+
+def beam_texts(llm: Any, params: BeamSearchParams) -> list[str]:
+    (output,) = llm.beam_search([{"prompt_token_ids": PROMPT}], params)
+    prompt = len(PROMPT)
+    return [llm.get_tokenizer().decode(one.tokens[prompt:], skip_special_tokens=True) for one in output.sequences]
 
 
 @pytest.mark.parametrize("length", range(26, 34))
@@ -197,7 +241,8 @@ def test_the_requests_of_a_client_that_went_are_aborted(server):
     ("params", "message"),
     [
         ({"item_set": "raged"}, "did you mean 'ragged'"),
-        ({"item_set": "ragged", "max_tokens": 5}, "max_tokens=5 is less than the longest item has: set it to at least"),
+        ({"item_set": "ragged", "max_tokens": 5}, "max_tokens=5 is less than the longest item has with its end token"),
+        ({"item_set": "one", "max_tokens": 5}, "has with its end token: set it to at least 6 for a ranked list"),
         ({"item_set": "ragged", "exact": 1}, "exact must be true or false, not 1"),
         ({"item_set": "ragged", "max_passes": 0}, "max_passes must be a number of forward passes, at least 1, not 0"),
         ({"item_set": "ragged", "choice": ["a"]}, "exclude each other"),

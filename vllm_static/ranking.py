@@ -68,7 +68,9 @@ class Ranking:
             # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
             after = one.after.tolist()
             own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
-            return tokens, ScoringParams(logprobs=len(after), logprob_token_ids=after, **common, **own)
+            # Without `logprobs`: vLLM would look for as many most likely tokens besides.
+            chosen = {"logprob_token_ids": after} if after else {"logprobs": 0}
+            return tokens, ScoringParams(**chosen, **common, **own)
         wanted = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
         wanted[: len(run), 0] = run
         wanted[-1, : len(one.after)] = one.after
@@ -104,7 +106,9 @@ class Ranking:
         return described(best, self._item_set)
 
 
-def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any]) -> list[Any]:
+def offline(
+    llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any], priorities: Sequence[int] | None = None
+) -> list[Any]:
     """`LLM.beam_search` of prompts that vLLM has tokenized, all of them round by round together."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 
@@ -113,7 +117,7 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
     rankings = [Ranking(front_end, params, list(one["prompt_token_ids"]), tokenizer.eos_token_id) for one in inputs]
     while waiting := [(i, ranking) for i, ranking in enumerate(rankings) if ranking.search.passes]:
         asked = [(i, one) for i, ranking in waiting for one in ranking.search.passes]
-        answers = iter(_scored(llm, rankings, asked, lora_requests))
+        answers = iter(_scored(llm, rankings, asked, lora_requests, priorities))
         for _, ranking in waiting:
             ranking.search.take([next(answers) for _ in ranking.search.passes])
     outputs = []
@@ -140,7 +144,11 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
 
 
 def _scored(
-    llm: Any, rankings: Sequence[Ranking], asked: Sequence[tuple[int, Pass]], lora_requests: Sequence[Any]
+    llm: Any,
+    rankings: Sequence[Ranking],
+    asked: Sequence[tuple[int, Pass]],
+    lora_requests: Sequence[Any],
+    priorities: Sequence[int] | None,
 ) -> list[Answer]:
     answers: dict[int, Answer] = {}
     for cached in (True, False):
@@ -153,6 +161,7 @@ def _scored(
             [params for _, params in requests],
             use_tqdm=False,
             lora_request=[lora_requests[asked[n][0]] for n in left] if any(lora_requests) else None,
+            priority=None if priorities is None else [priorities[asked[n][0]] for n in left],
         )
         for n, output in zip(left, outputs, strict=True):
             ranking, one = rankings[asked[n][0]], asked[n][1]
@@ -169,9 +178,9 @@ async def online(
     client = serving.engine_client
     tokens = list(prompt["prompt_token_ids"])
     front_end = client.input_processor.static_front_end
+    params = await front_end.prepare(params)
+    ranking = Ranking(front_end, params, tokens, tokenizer.eos_token_id)
     lists = front_end.lists(client)
-    # On a thread, because it encodes an inline set.
-    ranking = await asyncio.to_thread(Ranking, front_end, params, tokens, tokenizer.eos_token_id)
 
     async def ask(one: Pass) -> Any:
         for cached in (True, False):

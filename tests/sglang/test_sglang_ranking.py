@@ -39,6 +39,22 @@ def test_a_beam_as_wide_as_the_set_ranks_all_of_it(engine, oracle, named_sets, n
     assert output["meta_info"]["proven"]
 
 
+def lists_of(engine) -> list[list[tuple[list[int], float]]]:
+    """Ranked lists by a beam, proven, and of what the request brings."""
+    asked = [named("prefixes", beam_width=7), named("ragged", beam_width=3, exact=True), inline(CITIES, beam_width=9)]
+    lists = []
+    for params in asked:
+        found = engine.generate(input_ids=PROMPT, sampling_params=params)["meta_info"]["beam_results"]
+        lists.append([(one["output_ids"], one["meta_info"]["sequence_score"]) for one in found])
+    return lists
+
+
+def check_lists(found: list, expected: list) -> None:
+    assert [[ids for ids, _ in one] for one in found] == [[ids for ids, _ in one] for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose([score for _, score in one], [score for _, score in other], atol=2e-3)
+
+
 def test_the_proven_best_of_several_prompts(static, oracle, named_sets):
     asked = named("ragged", beam_width=4, exact=True)
     outputs = static("device").generate(input_ids=[PROMPT, [11, 12], PROMPT], sampling_params=asked)

@@ -32,6 +32,8 @@ class StaticConfig:
     item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
     ranked_list_limit: beams that a request for a ranked list may ask for.
     forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
+    item_set_cache: folder of the copies that are served (`held`); the user's cache folder where None.
+    item_set_versions: version of each registered set by name. Internal: the process that starts an engine sets it.
     """
 
     item_sets: Mapping[str, str] = field(default_factory=dict)
@@ -41,6 +43,8 @@ class StaticConfig:
     item_set_kernels: str = "auto"
     ranked_list_limit: int = RANKED_LIST_LIMIT
     forced_drafts: bool = True
+    item_set_cache: str | None = None
+    item_set_versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any) -> StaticConfig:
@@ -61,6 +65,8 @@ class StaticConfig:
             _one_of(options, "item_set_kernels", KERNELS),
             _number(options, "ranked_list_limit", RANKED_LIST_LIMIT, "beams"),
             bool(options.get("forced_drafts", True)),
+            _folder(options),
+            dict(options.get("item_set_versions", {})),
         )
 
 
@@ -68,6 +74,13 @@ def _number(options: Mapping[str, Any], key: str, default: int, unit: str) -> in
     value = options.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ItemSetError(f"{key} must be a number of {unit}, not {value!r}")
+    return value
+
+
+def _folder(options: Mapping[str, Any]) -> str | None:
+    value = options.get("item_set_cache")
+    if value is not None and not (isinstance(value, str) and value):
+        raise ItemSetError(f"item_set_cache must be the path of a folder, not {value!r}")
     return value
 
 

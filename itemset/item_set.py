@@ -231,13 +231,16 @@ def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
 
     check: compare every section with its checksum first, which reads the file once. Without it opening takes
     milliseconds at any size; a damaged file may then answer wrongly, but no walk reads outside the tables.
+    The set reads from the file for as long as it lives. You may replace the file, as `save`, `itemset build` and `mv`
+    do, or delete it. Do not change it in place, as `cp` over it does: answers would change with it, and where the file
+    gets shorter the system ends the process (SIGBUS).
     """
-    return _open(*index_file.read(path), name=str(path), check=check)
+    return from_index(*index_file.read(path), name=str(path), check=check)
 
 
 def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
     """The set that `ItemSet.to_bytes` wrote. Raises ItemSetError as `load` does."""
-    return _open(*index_file.parse(data, name), name=name, check=True)
+    return from_index(*index_file.parse(data, name), name=name, check=True)
 
 
 def verify(path: str | os.PathLike[str]) -> ItemSet:
@@ -262,7 +265,8 @@ def verify(path: str | os.PathLike[str]) -> ItemSet:
     return item_set
 
 
-def _open(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
+def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
+    """The set over what `index_file` has read. Raises ItemSetError as `load` does."""
     if check:
         index_file.check(header, arrays, name)
     try:

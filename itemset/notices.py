@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetWarning
-from itemset.rows import Rows, bounds
+from itemset.rows import Rows
 from itemset.text import never_shown
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def first_folded(rows: Rows, distinct: int, order: NDArray[np.uint32] | None, ke
     folded[order] = False
     found = []
     for i in np.flatnonzero(folded)[:_EXAMPLES].tolist():
-        start, end = bounds(*rows.layout, i)
-        found.append((keys[i].as_py(), rows.tokens[start:end].tolist()))
+        found.append((keys[i].as_py(), rows.take(np.array([i], np.uint32)).tokens.tolist()))
     return found
 
 
@@ -48,7 +47,8 @@ def of_build(item_set: ItemSet, tokenizer: Any, *, keys_given: bool, folded: Fol
         _warn(
             f"{len(hidden):,} of the tokens in items are special ones of the tokenizer, such as "
             f"{tokenizer.convert_ids_to_tokens(hidden[0])!r} (id {hidden[0]}). Engines leave them out of an answer's "
-            "text: send skip_special_tokens: false with requests, or add them to the tokenizer with special_tokens=False"
+            "text: send skip_special_tokens: false with requests, or add them to the tokenizer with "
+            "special_tokens=False"
         )
 
 
@@ -56,12 +56,13 @@ def _warn_of_folded_keys(item_set: ItemSet, tokenizer: Any, examples: Folded) ->
     named = []
     for key, tokens in examples:
         text = tokens if tokenizer is None else tokenizer.decode(tokens).removeprefix(item_set.prefix)
-        named.append(f"{text!r:.60} (key {key!r}, found as {item_set.lookup([tokens])[0]!r})")
+        (kept,) = np.asarray(item_set.lookup([tokens])).tolist()
+        named.append(f"{text!r:.60} (key {key!r}, found as {kept!r})")
     more = item_set.duplicates - len(named)
     shown = f": {', '.join(named)}{f' and {more:,} more' if more else ''}" if named else ""
     _warn(
-        f"items equal to an earlier one: {item_set.duplicates:,}. The first one's key stays, those of the others cannot "
-        f"be looked up{shown}"
+        f"items equal to an earlier one: {item_set.duplicates:,}. The first one's key stays, those of the others "
+        f"cannot be looked up{shown}"
     )
 
 

@@ -6,8 +6,11 @@ import argparse
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+import itemset
 from vllm_static import compat, drafts, plugin
 
 
@@ -57,6 +60,30 @@ def test_flags_end_up_in_vllms_own_configuration():
     args = argparse.Namespace(structured_outputs_config={}, item_set=["films=a"])
     with pytest.raises(ValueError, match="--item-set needs the static backend: add"):
         compat.apply_flags(args)
+
+
+def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path):
+    itemset.build([[5, 6]]).save(tmp_path / "films.itemset")
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        ["--guided-decoding-backend", "static", "--item-set", f"films={tmp_path / 'films.itemset'}"]
+    )
+    first = EngineArgs.from_cli_args(args).additional_config
+    (tmp_path / "films.itemset").unlink()  # several API servers: each reads the flags of the first process
+    assert EngineArgs.from_cli_args(args).additional_config == first
+    assert list(first["item_set_versions"]) == ["films"]
+
+
+def test_another_item_set_compiles_no_graph_anew(tiny_model, named_sets):
+    def config(**options):
+        structured = {"backend": "static"}
+        arguments = EngineArgs(str(tiny_model), structured_outputs_config=structured, additional_config=options)
+        return arguments.create_engine_config()
+
+    one, other = ({"item_sets": {"a": named_sets[name].path}} for name in ("one", "labels"))
+    assert (
+        config(**one).additional_config["item_set_versions"] != config(**other).additional_config["item_set_versions"]
+    )
+    assert config(**one).compute_hash() == config(**other).compute_hash() != config(**one, mine=1).compute_hash()
 
 
 def test_another_backend_refuses_an_item_set(engines, tiny_model):

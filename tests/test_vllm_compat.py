@@ -11,6 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import itemset
+from itemset import startup
 from vllm_static import compat, drafts, plugin
 
 
@@ -62,7 +63,8 @@ def test_flags_end_up_in_vllms_own_configuration():
         compat.apply_flags(args)
 
 
-def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path):
+def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "_from_flags", [])  # the tests after this one were not started by flags
     itemset.build([[5, 6]]).save(tmp_path / "films.itemset")
     args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
         ["--guided-decoding-backend", "static", "--item-set", f"films={tmp_path / 'films.itemset'}"]

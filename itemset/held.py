@@ -117,12 +117,13 @@ def _copy(path: str, copies: Path, wanted: str | None) -> tuple[ItemSet, str]:
 def _copy_bytes(path: str, target: int) -> None:
     with index_file.open_file(path) as source, open(target, "wb", closefd=False) as file:
         try:
-            while os.copy_file_range(source.fileno(), target, 1 << 30):  # shares the blocks where the system can
+            # Linux only. It shares the blocks where the file system can.
+            while hasattr(os, "copy_file_range") and os.copy_file_range(source.fileno(), target, 1 << 30):
                 pass
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
-        while piece := os.read(source.fileno(), 1 << 20):  # what it could not copy so: all or nothing
+        while piece := os.read(source.fileno(), 1 << 20):  # what is left: nothing, or all of it
             file.write(piece)
 
 

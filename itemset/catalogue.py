@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 from itemset.config import StaticConfig
 from itemset.errors import ItemSetError, shown
-from itemset.item_set import ItemSet, from_bytes, load
+from itemset.held import delete_unused, open_copy
+from itemset.item_set import ItemSet, from_bytes
 
 INLINE = "inline:"
 INLINE_BYTES = 256 << 20  # of inline sets kept for their next request, as `InlineSet.nbytes` counts them
@@ -60,8 +62,16 @@ class Catalogue:
     """
 
     def __init__(self, config: StaticConfig) -> None:
-        """Open every registered set. Raises ItemSetError as `itemset.load` does."""
-        self.registered = {name: _load(name, path) for name, path in config.item_sets.items()}
+        """Open every registered set, from the private copy that `held.open_copy` makes; raises ItemSetError as it does.
+
+        Where the configuration names no versions, this is the process that starts the engine: `versions` is what the
+        configuration of all others must carry, so that they open the same, whatever happens to the files meanwhile.
+        """
+        opened = {name: _open(name, path, config) for name, path in config.item_sets.items()}
+        self.registered = {name: item_set for name, (item_set, _) in opened.items()}
+        self.versions = {name: version for name, (_, version) in opened.items()}
+        if opened and not config.item_set_versions:
+            delete_unused(config.item_set_cache)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
         self._inline_bytes = 0
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
@@ -110,8 +120,19 @@ class Catalogue:
         return "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def _load(name: str, path: str) -> ItemSet:
+def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The plugin's options with the versions of their sets, unless they have them: the first process decides for all.
+
+    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
+    """
+    config = StaticConfig.of(options)
+    if config.item_set_versions or not config.item_sets:
+        return dict(options)
+    return {**options, "item_set_versions": Catalogue(config).versions}
+
+
+def _open(name: str, path: str, config: StaticConfig) -> tuple[ItemSet, str]:
     try:
-        return load(path)
+        return open_copy(path, config.item_set_cache, config.item_set_versions.get(name))
     except ItemSetError as error:
         raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error

@@ -36,6 +36,8 @@ class StaticConfig:
     ranked_list_limit: beams that a request for a ranked list may ask for.
     ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
     forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
+    item_set_cache: folder of the copies that are served (`held`); the user's cache folder where None.
+    item_set_versions: version of each registered set by name. Internal: the process that starts an engine sets it.
     """
 
     item_sets: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +49,8 @@ class StaticConfig:
     ranked_list_limit: int = RANKED_LIST_LIMIT
     ranked_list_passes: int = RANKED_LIST_PASSES
     forced_drafts: bool = True
+    item_set_cache: str | None = None
+    item_set_versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any) -> StaticConfig:
@@ -69,6 +73,8 @@ class StaticConfig:
             _number(options, "ranked_list_limit", RANKED_LIST_LIMIT, "beams"),
             _number(options, "ranked_list_passes", RANKED_LIST_PASSES, "forward passes"),
             bool(options.get("forced_drafts", True)),
+            _folder(options),
+            dict(options.get("item_set_versions", {})),
         )
 
 
@@ -76,6 +82,13 @@ def _number(options: Mapping[str, Any], key: str, default: int, unit: str) -> in
     value = options.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ItemSetError(f"{key} must be a number of {unit}, not {value!r}")
+    return value
+
+
+def _folder(options: Mapping[str, Any]) -> str | None:
+    value = options.get("item_set_cache")
+    if value is not None and not (isinstance(value, str) and value):
+        raise ItemSetError(f"item_set_cache must be the path of a folder, not {value!r}")
     return value
 
 

@@ -130,10 +130,21 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def identify(tokenizer: Any) -> TokenizerId:
-    """The fingerprint, and the last two parts of the tokenizer's path or model name (its class where it has none)."""
-    parts = PurePath(getattr(tokenizer, "name_or_path", None) or "").parts
-    name = "/".join(part for part in parts[-2:] if part not in ("/", ".", ".."))
+    """The fingerprint, and the name of the tokenizer's model or of its folder (its class where it has none)."""
+    path = PurePath(getattr(tokenizer, "name_or_path", None) or "")
+    parts = [part for part in path.parts if part not in ("/", ".", "..")]
+    name = "/".join(parts if len(parts) == len(path.parts) <= 2 and not Path(path).is_dir() else parts[-1:])
+    for part in parts:
+        if part.startswith("models--"):  # the folder's name in Hugging Face's cache, above one named by a commit
+            name = part.removeprefix("models--").replace("--", "/")
     return TokenizerId(name or type(tokenizer).__name__, fingerprint(tokenizer))
+
+
+def never_shown(tokenizer: Any) -> list[int]:
+    """Ids of the tokens that engines leave out of an answer's text by default: the special ones."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    return sorted(special | set(getattr(tokenizer, "all_special_ids", ())))
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

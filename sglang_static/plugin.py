@@ -6,8 +6,8 @@ import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from itemset import hooks
-from itemset.catalogue import Catalogue
+from itemset import hooks, startup
+from itemset.catalogue import with_versions
 from itemset.config import REFERENCE, StaticConfig
 from sglang_static import answers, compat
 
@@ -44,18 +44,23 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
-    compat.apply_flags(args)
+    startup.on_command_line()
+    with startup.start_up():
+        compat.apply_flags(args)
     return original(cls, args)
 
 
 def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Bad item sets end the start-up here, before a process is started or a model loaded."""
+    """Bad item sets end the start-up here, before a process is started or a model loaded. The sets' versions are chosen
+    here, for all processes."""
     if compat.is_ours(self):
-        config, reason = StaticConfig.of(compat.options()), compat.why_host_path(self)
-        compat.refuse_unmasked(self)
-        if config.item_set_path == "device" and reason is not None:
-            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
-        Catalogue(config)
+        with startup.start_up():
+            given = {**compat.options(), "item_set_versions": {}}  # those of an engine before this one are no more
+            wanted, reason = StaticConfig.of(given).item_set_path, compat.why_host_path(self)
+            compat.refuse_unmasked(self)
+            if wanted == "device" and reason is not None:
+                raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+            compat.set_options(with_versions(given))
     return original(self, *args, **kwargs)
 
 
@@ -65,7 +70,8 @@ def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     if compat.is_ours(self.server_args):
         from sglang_static.front import FrontEnd
 
-        self.static_front_end = FrontEnd(self)
+        with startup.start_up():
+            self.static_front_end = FrontEnd(self)
 
 
 async def _generate_request(

@@ -133,10 +133,18 @@ def installed(engine: str) -> Read:
 
 
 def wheel(file: Any) -> Read:
-    """The sources in a wheel: its path, or a file that can seek."""
+    """The sources in a wheel: its path, or a file that can seek. Those of other packages are the installed ones."""
     archive = zipfile.ZipFile(file)
     names = set(archive.namelist())
-    return lambda path: archive.read(path).decode() if path in names else None
+    packages = {name.partition("/")[0] for name in names}
+
+    def read(path: str) -> str | None:
+        package = path.partition("/")[0]
+        if package not in packages:
+            return installed(package)(path)
+        return archive.read(path).decode() if path in names else None
+
+    return read
 
 
 def released(requirement: str) -> Read:

@@ -9,8 +9,12 @@ import hooked_names
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.config import StructuredOutputsConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+import itemset
+from itemset import startup
 from vllm_static import compat, drafts, plugin
 
 
@@ -109,6 +113,31 @@ def test_fields_that_vllm_allows_with_xgrammars_name_alone():
     for backend, field in (("outlines", "disable_any_whitespace"), ("static", "disable_additional_properties")):
         with pytest.raises(ValueError, match=f"{field} is only supported"):
             StructuredOutputsConfig(backend=backend, **{field: True})
+
+
+def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "_from_flags", [])  # the tests after this one were not started by flags
+    itemset.build([[5, 6]]).save(tmp_path / "films.itemset")
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        ["--guided-decoding-backend", "static", "--item-set", f"films={tmp_path / 'films.itemset'}"]
+    )
+    first = EngineArgs.from_cli_args(args).additional_config
+    (tmp_path / "films.itemset").unlink()  # several API servers: each reads the flags of the first process
+    assert EngineArgs.from_cli_args(args).additional_config == first
+    assert list(first["item_set_versions"]) == ["films"]
+
+
+def test_another_item_set_compiles_no_graph_anew(tiny_model, named_sets):
+    def config(**options):
+        structured = {"backend": "static"}
+        arguments = EngineArgs(str(tiny_model), structured_outputs_config=structured, additional_config=options)
+        return arguments.create_engine_config()
+
+    one, other = ({"item_sets": {"a": named_sets[name].path}} for name in ("one", "labels"))
+    assert (
+        config(**one).additional_config["item_set_versions"] != config(**other).additional_config["item_set_versions"]
+    )
+    assert config(**one).compute_hash() == config(**other).compute_hash() != config(**one, mine=1).compute_hash()
 
 
 def test_another_backend_refuses_an_item_set(engines, tiny_model):

@@ -6,7 +6,9 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 
+import changes
 import hostile
 import pytest
 from servers import start_expecting_failure
@@ -325,7 +327,33 @@ def test_a_server_with_a_bad_set_does_not_start(tiny_model, runner):
     log = start_expecting_failure(
         runner, tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", "films=missing.itemset")
     )
-    assert "missing.itemset: no such file: build it with `itemset build`" in log
+    last = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
+    assert log.splitlines()[-1].startswith(last)
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("runner", ["v1"], scope="module")
+def test_a_set_that_does_not_fit_the_model_is_the_last_line_too(tiny_model, runner, tmp_path):
+    itemset.build([[5, 2112]]).save(tmp_path / "films.itemset")
+    named = f"films={tmp_path / 'films.itemset'}"
+    log = start_expecting_failure(
+        runner, tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", named)
+    )
+    assert "static-backend: the item set 'films'" in log.splitlines()[-1]
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("change", changes.IN_PLACE.values(), ids=changes.IN_PLACE.keys())
+def test_a_file_that_is_changed_in_place_changes_nothing_that_is_served(server, named_sets, change):
+    # "large": a map whose pages most requests would read anew, and "one", whose single page all of them would.
+    bodies = [{"item_set": name, "return_token_ids": True, "seed": i} for i in range(10) for name in ("large", "one")]
+    paths = [Path(named_sets[name].path) for name in ("large", "one")]
+    with changes.undone(paths[0]), changes.undone(paths[1]), ThreadPoolExecutor(8) as pool:
+        for path in paths:
+            change(path)
+        for body, choice in zip(bodies, pool.map(lambda body: complete(server, **body), bodies), strict=True):
+            assert choice["finish_reason"] == "stop"
+            assert item_of(choice) in named_sets[body["item_set"]].items
 
 
 def test_metrics(server, runner):

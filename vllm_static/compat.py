@@ -25,7 +25,8 @@ HOOKS = {
     "vllm.config.structured_outputs:StructuredOutputsConfig": "the backend name is a Literal of this class",
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": "the flags --item-set and --guided-decoding-backend",
     "vllm.engine.arg_utils:EngineArgs.from_cli_args": "what these flags mean",
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "adds the device path's logits processor",
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "the device path's logits processor, the sets' versions",
+    "vllm.config.vllm:VllmConfig.compute_hash": "another item set must not compile the model anew",
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": "knows the built-in backends only",
     "vllm.v1.engine.input_processor:InputProcessor.__init__": "item sets are checked before the engine starts",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
@@ -293,8 +294,31 @@ def apply_flags(args: argparse.Namespace) -> None:
     if getattr(args, "item_set_path", None):
         args.additional_config = {**(args.additional_config or {}), "item_set_path": args.item_set_path}
     if getattr(args, "item_set", None):
-        configured = getattr(args, "structured_outputs_config", None)
-        backend = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
-        if backend != BACKEND:
+        if chosen_backend(args) != BACKEND:
             raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
         args.additional_config = config.with_sets(getattr(args, "additional_config", None) or {}, args.item_set)
+        args.item_set = None  # with several API servers, each reads the same flags again
+
+
+def chosen_backend(args: argparse.Namespace) -> str | None:
+    """The structured-output backend that the flags name."""
+    configured = getattr(args, "structured_outputs_config", None)
+    return configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
+
+
+def add_versions(config: Any) -> None:
+    """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes.
+
+    Opens the sets where they are not there yet; raises ItemSetError as `Catalogue` does.
+    """
+    from itemset.catalogue import with_versions
+
+    if isinstance(config.additional_config, dict):
+        config.additional_config = with_versions(config.additional_config)
+
+
+def without_options(vllm_config: Any) -> Any:
+    """The same configuration without the plugin's options."""
+    plain, ours = copy.copy(vllm_config), [option.name for option in dataclasses.fields(config.StaticConfig)]
+    plain.additional_config = {key: value for key, value in plain.additional_config.items() if key not in ours}
+    return plain

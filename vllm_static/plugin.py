@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
-from itemset import hooks
+from itemset import hooks, startup
 from itemset.config import BACKEND, REFERENCE, StaticConfig
 from vllm_static import answers, compat, metrics
 
@@ -41,24 +41,36 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
-    compat.apply_flags(args)
+    startup.on_command_line()
+    with startup.start_up():
+        compat.apply_flags(args)
+        if compat.chosen_backend(args) == BACKEND:
+            compat.add_versions(args)
     return original(cls, args)
 
 
 def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Choose the path, once, where every process will read it."""
+    """Choose the path and the sets' versions, once, where every process will read them."""
     config = original(self, *args, **kwargs)
     if not is_ours(config):
         return config
     from vllm_static.device import refuse_speculation
 
-    wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
-    refuse_speculation(config)
-    if wanted == "device" and reason is not None:
-        raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+    with startup.start_up():
+        wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
+        refuse_speculation(config)
+        if wanted == "device" and reason is not None:
+            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        compat.add_versions(config)
     if wanted != "host" and reason is None and not compat.on_device_path(config):
         config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]
     return config
+
+
+def _compute_hash(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The name of vLLM's cache of compiled graphs: none of them depends on an item set."""
+    ours = is_ours(self) and isinstance(self.additional_config, dict)
+    return original(compat.without_options(self) if ours else self, *args, **kwargs)
 
 
 def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,9 +80,10 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     if is_ours(vllm_config):
         from vllm_static.front import FrontEnd
 
-        if self.tokenizer is None:
-            raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
-        self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
+        with startup.start_up():
+            if self.tokenizer is None:
+                raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
+            self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
 
 
 @contextlib.contextmanager
@@ -269,6 +282,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
     f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
     f"{_ARGUMENTS}.create_engine_config": _create_engine_config,
+    "vllm.config.vllm:VllmConfig.compute_hash": _compute_hash,
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": _validate_structured_outputs,
     f"{_INPUT}.__init__": _input_processor_init,
     f"{_INPUT}.process_inputs": _process_inputs,

@@ -7,7 +7,9 @@ import json
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import changes
 import hostile
 import pytest
 import zstandard
@@ -202,6 +204,16 @@ def test_encoding_stops_when_the_client_leaves(server):
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("change", changes.IN_PLACE.values(), ids=changes.IN_PLACE.keys())
+def test_a_file_that_is_changed_in_place_changes_nothing_that_is_served(server, named_sets, change):
+    path = Path(named_sets["large"].path)
+    with changes.undone(path), ThreadPoolExecutor(8) as pool:
+        change(path)
+        for choice in pool.map(lambda _: complete(server, item_set="large"), range(10)):
+            assert choice["finish_reason"] == "stop"
+            assert item_of(choice) in named_sets["large"].items
+
+
 def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
     named = json.dumps({"model": "tiny", "input": "p", "item_set": "one"})
     for path in ("/v1/messages", "/v1/embeddings", "/v1/score", "/classify", "/api/generate", "/invocations"):
@@ -305,7 +317,8 @@ def test_a_server_with_a_bad_set_does_not_start(tiny_model):
     log = start_expecting_failure(
         tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", "films=missing.itemset")
     )
-    assert "missing.itemset: no such file: build it with `itemset build`" in log
+    last = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
+    assert log.splitlines()[-1].startswith(last)
 
 
 def test_another_backend_refuses_item_sets(tiny_model, servers):

@@ -289,20 +289,22 @@ def test_the_set_begins_behind_the_reasoning(engines, tiny_model, device, host, 
     config = {"device": device, "host": host}[path]
     engine = engines("v2", tiny_model, **(config | {"structured_outputs_config": {"backend": "static"} | REASONING}))
     (end,) = engine.call(lambda llm: llm.get_tokenizer().encode("station", add_special_tokens=False))
-    params = named("fixed", logit_bias={end: 6}, max_tokens=200)
+    params, fixed = named("fixed", logit_bias={end: 6}, max_tokens=200), itemset.load(named_sets["fixed"].path)
     thoughts = 0
     for i, output in enumerate(engine.generate([f"p {i}" for i in range(8)], params)):
         tokens = list(output.outputs[0].token_ids)
         if end not in tokens:
             assert output.outputs[0].finish_reason == "length" or tokens[-1] == EOS, i
+            assert output.outputs[0].item is None
             continue
         begin = tokens.index(end) + 1
         thoughts += begin > 1
         assert tuple(tokens[begin:-1]) in named_sets["fixed"].items
+        assert output.outputs[0].item == {"key": fixed.lookup([tokens[begin:-1]])[0]}
     assert thoughts >= 3
     # Where the prompt has ended the reasoning already, the set holds from the first token on.
     (output,) = engine.generate([{"prompt_token_ids": [50, end]}], params)
-    assert answer(output) in named_sets["fixed"].items
+    assert output.outputs[0].item == {"key": fixed.lookup([answer(output)])[0]}
 
 
 def test_the_log_names_the_path_and_its_reason(engines, tiny_model, device, host):

@@ -1,4 +1,4 @@
-"""The one exception of `itemset`: a bad item, set, key or file; and what messages repeat of what is wrong."""
+"""The one exception of `itemset`: a bad item, set, key or file; its one warning; and what messages repeat of values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 class ItemSetError(ValueError):
     """Names the input that is wrong and what to do about it."""
+
+
+class ItemSetWarning(UserWarning):
+    """What was built may not be what was meant: says what, and what to do about it."""
 
 
 def shown(value: Any, limit: int = 60) -> str:

@@ -48,8 +48,8 @@ async def openai_stream(
             yield asgi.with_items(event, getattr(adapted_request, ITEMS, {}))
 
 
-def openai_response(original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any) -> Any:
+def openai_response(original: Callable[..., Any], self: Any, request: Any, ret: Any, *args: Any, **kwargs: Any) -> Any:
     """Each answer's item in its choice; a ranked list's says more of it."""
     from sglang_static import ranking
 
-    return ranking.with_items(original(self, request, results, *args), results)
+    return ranking.with_items(original(self, request, ret, *args, **kwargs), ret)

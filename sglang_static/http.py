@@ -10,8 +10,8 @@ from typing import Any
 
 from itemset import asgi
 from itemset.catalogue import RefusedError
-from itemset.checks import RANKING
 from itemset.config import REFERENCE
+from itemset.lists import RANKING
 from itemset.words import CHOICE, GUIDED, STRUCTURED, WORDS, Surface, at, refuse_tools, rename_guided
 
 PARAMS, CUSTOM = "sampling_params", "custom_params"

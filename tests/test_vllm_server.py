@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
 
+import changes
 import hostile
 import pytest
 from servers import start_expecting_failure
@@ -20,13 +24,15 @@ TAG = {
     },
 }
 COLOURS = ["red", "green", "blue"]
+LONG = "a label of many words, whose encoding takes its time"
 
 
 @pytest.fixture
 def server(runner, servers, tiny_model, static, named_sets):
     flags = ["--item-set", *(f"{name}={named.path}" for name, named in named_sets.items())]
-    word = {"v1": "--structured-outputs-config.backend", "v2": "--guided-decoding-backend"}[runner]
-    return servers(runner, tiny_model, arguments=(word, "static", *flags))
+    compact = ("--structured-outputs-config.disable_any_whitespace", "true")  # which is xgrammar's
+    words = {"v1": (*compact, "--structured-outputs-config.backend"), "v2": ("--guided-decoding-backend",)}[runner]
+    return servers(runner, tiny_model, arguments=(*words, "static", *flags))
 
 
 def complete(server, **body) -> dict:
@@ -46,7 +52,7 @@ def item_of(choice: dict) -> tuple[int, ...]:
     return tuple(token for token in choice["token_ids"] if token != 1)
 
 
-def test_one_batch_of_sets_and_grammars(server, named_sets):
+def test_one_batch_of_sets_and_grammars(runner, server, named_sets):
     requests = [
         *({"item_set": name, "return_token_ids": True} for name in named_sets),
         {"structured_outputs": {"choice": COLOURS}},
@@ -59,12 +65,14 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
     ]
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda body: complete(server, **body), requests * 2))
+    json_texts: list[str] = []
     for body, choice in zip(requests * 2, answers, strict=True):
         text = choice["text"]
         if "item_set" in body:
             assert item_of(choice) in named_sets[body["item_set"]].items
         elif "response_format" in body or "json" in body.get("structured_outputs", {}):
             assert json.loads(text)["n"] in (1, 2)
+            json_texts.append(text)
         elif body:
             ((kind, _),) = body["structured_outputs"].items()
             assert {
@@ -73,6 +81,7 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
                 "grammar": text[:1] == "x" and text[-1:] == "y",
                 "structural_tag": text[:2] == "ab" and text[2:].isdigit(),
             }[kind], body
+    assert (set(json_texts) <= {'{"n":1}', '{"n":2}'}) == (runner == "v1")  # where the server allows no whitespace
 
 
 def test_chat_streaming_and_the_other_endpoints(server, named_sets):
@@ -119,7 +128,8 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
             "is less than the longest",
         ),
         ({"structured_outputs": {"choice": []}}, "at least one text"),
-        ({"structured_outputs": {"choice": [""]}}, "is empty"),
+        ({"structured_outputs": {"choice": [""]}}, "choice[0] ('') is empty"),
+        ({"structured_outputs": {"choice": ["ab" * 5_000_000]}}, "has 10,000,000 characters"),
         ({"structured_outputs": {"choice": "red"}}, "valid list"),
         ({"structured_outputs": {"choice": [1, 2]}}, "valid string"),
         ({"item_sets": "labels"}, "there is no field item_sets: name the item set in item_set"),
@@ -152,6 +162,8 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         status, answer = server.post(path, {"model": "tiny", **prompt, **body})
         assert status == 400, answer
         assert message in answer["error"]["message"]
+        if set(body) == {"structured_outputs"} and "valid" not in message:
+            assert answer["error"]["param"] == "structured_outputs"
     assert item_of(complete(server, item_set="one", return_token_ids=True)) in named_sets["one"].items
 
 
@@ -287,10 +299,45 @@ def test_hostile_bodies_end_in_an_error_of_their_own(server, runner):
     assert complete(server, item_set="one")["item"] == {"key": 0}
 
 
-def test_a_second_request_with_an_inline_set_builds_nothing(server):
-    texts = [f"label {i}" for i in range(5_000)]
-    for _ in range(2):
-        assert complete(server, structured_outputs={"choice": texts})["text"] in texts
+def test_equal_lists_are_encoded_once_and_hold_up_no_short_one(server):
+    texts = [f"{LONG} {i}" for i in range(40_000)]
+    before = encoded(server)
+    with ThreadPoolExecutor(3) as pool:
+        long = [pool.submit(complete, server, structured_outputs={"choice": texts}) for _ in range(3)]
+        wait_for(lambda: encoded(server) > before)
+        assert complete(server, structured_outputs={"choice": ["one of", "two"]})["text"] in ("one of", "two")
+        assert not any(one.done() for one in long)
+        assert all(one.result()["text"] in texts for one in long)
+    assert complete(server, structured_outputs={"choice": texts})["text"] in texts
+    assert encoded(server) - before == len(texts) + 2
+
+
+def test_encoding_stops_when_the_client_leaves(server):
+    texts = [f"{LONG}, then {i}" for i in range(100_000)]
+    before = encoded(server)
+    connection = HTTPConnection(server.url.removeprefix("http://"))
+    body = json.dumps({"model": "tiny", "prompt": "p", "structured_outputs": {"choice": texts}})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    wait_for(lambda: encoded(server) > before)
+    connection.close()
+    others = [f"other label {i}" for i in range(5_000)]
+    assert complete(server, structured_outputs={"choice": others})["text"] in others
+    stopped = encoded(server)
+    assert stopped - before < len(texts)
+    time.sleep(0.5)  # in which it would go on
+    assert encoded(server) == stopped
+
+
+def encoded(server) -> float:
+    """Texts of inline sets that it has encoded so far."""
+    return figures(server).get("item_set:encoded_texts_total", 0)
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("runner", ["v1"], scope="module")
@@ -298,7 +345,33 @@ def test_a_server_with_a_bad_set_does_not_start(tiny_model, runner):
     log = start_expecting_failure(
         runner, tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", "films=missing.itemset")
     )
-    assert "missing.itemset: no such file: build it with `itemset build`" in log
+    last = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
+    assert log.splitlines()[-1].startswith(last)
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("runner", ["v1"], scope="module")
+def test_a_set_that_does_not_fit_the_model_is_the_last_line_too(tiny_model, runner, tmp_path):
+    itemset.build([[5, 2112]]).save(tmp_path / "films.itemset")
+    named = f"films={tmp_path / 'films.itemset'}"
+    log = start_expecting_failure(
+        runner, tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", named)
+    )
+    assert "static-backend: the item set 'films'" in log.splitlines()[-1]
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("change", changes.IN_PLACE.values(), ids=changes.IN_PLACE.keys())
+def test_a_file_that_is_changed_in_place_changes_nothing_that_is_served(server, named_sets, change):
+    # "large": a map whose pages most requests would read anew, and "one", whose single page all of them would.
+    bodies = [{"item_set": name, "return_token_ids": True, "seed": i} for i in range(10) for name in ("large", "one")]
+    paths = [Path(named_sets[name].path) for name in ("large", "one")]
+    with changes.undone(paths[0]), changes.undone(paths[1]), ThreadPoolExecutor(8) as pool:
+        for path in paths:
+            change(path)
+        for body, choice in zip(bodies, pool.map(lambda body: complete(server, **body), bodies), strict=True):
+            assert choice["finish_reason"] == "stop"
+            assert item_of(choice) in named_sets[body["item_set"]].items
 
 
 def test_metrics(server, runner):

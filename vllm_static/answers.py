@@ -32,10 +32,8 @@ def new_completion_output(
     output = original(self, token_ids, finish_reason, stop_reason)
     expected = getattr(self, EXPECTED, None)
     if expected is not None and finish_reason is not None:
-        cut = isinstance(stop_reason, str) or str(finish_reason) not in (
-            "stop",
-            "length",
-        )  # by a stop string, or aborted
+        # By a stop string, or aborted.
+        cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
         output.item = None if cut else expected.item(self.detokenizer.output_token_ids)
     return output
 
@@ -50,35 +48,35 @@ def merge(original: Callable[..., Any], self: Any, next_output: Any, aggregate: 
 
 
 def completion_response(
-    original: Callable[..., Any], self: Any, results: Any, request: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    response = original(self, results, request, *args, **kwargs)
-    _add(response, [output for result in results for output in result.outputs])
+    response = original(self, final_res_batch, request, *args, **kwargs)
+    _add(response, [output for result in final_res_batch for output in result.outputs])
     return response
 
 
 async def chat_response(
-    original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
     outputs: list[Any] = []
 
     def note(result: Any) -> None:
         outputs[:] = result.outputs
 
-    response = await original(self, request, _noted(results, note), *args, **kwargs)
+    response = await original(self, request, _noted(result_generator, note), *args, **kwargs)
     _add(response, outputs)
     return response
 
 
 async def chat_batch_response(
-    original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
 ) -> Any:
     outputs: dict[int, Any] = {}
 
     def noting(i: int) -> Callable[[Any], None]:
         return lambda result: outputs.update({i: result.outputs[0]})
 
-    seen = [_noted(result, noting(i)) for i, result in enumerate(results)]
+    seen = [_noted(results, noting(i)) for i, results in enumerate(generators)]
     response = await original(self, request, seen, *args, **kwargs)
     _add(response, [outputs[i] for i in sorted(outputs)])
     return response
@@ -88,14 +86,14 @@ async def responses_response(
     original: Callable[..., Any],
     self: Any,
     request: Any,
-    params: Any,
-    results: Any,
+    sampling_params: Any,
+    result_generator: Any,
     context: Any,
     *args: Any,
     **kw: Any,
 ) -> Any:
     """Streams end with the same object. A response has no choices: `item` stands beside its `output`."""
-    response = await original(self, request, params, results, context, *args, **kw)
+    response = await original(self, request, sampling_params, result_generator, context, *args, **kw)
     outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
     for output in outputs[:1]:
         if hasattr(output, "item") and hasattr(response, "output"):
@@ -104,7 +102,13 @@ async def responses_response(
 
 
 async def completion_stream(
-    original: Callable[..., Any], self: Any, request: Any, inputs: Any, results: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    request: Any,
+    engine_inputs: Any,
+    result_generator: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> AsyncGenerator[str, None]:
     items: dict[int, Any] = {}
 
@@ -112,20 +116,21 @@ async def completion_stream(
         prompt, result = part
         items.update({prompt * (request.n or 1) + i: item for i, item in _items(result.outputs)})
 
-    async with aclosing(original(self, request, inputs, _noted(results, note), *args, **kwargs)) as events:
+    results = _noted(result_generator, note)
+    async with aclosing(original(self, request, engine_inputs, results, *args, **kwargs)) as events:
         async for event in _with_items(events, items):
             yield event
 
 
 async def chat_stream(
-    original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[str, None]:
     items: dict[int, Any] = {}
 
     def note(result: Any) -> None:
         items.update(_items(result.outputs))
 
-    async with aclosing(original(self, request, _noted(results, note), *args, **kwargs)) as events:
+    async with aclosing(original(self, request, _noted(result_generator, note), *args, **kwargs)) as events:
         async for event in _with_items(events, items):
             yield event
 

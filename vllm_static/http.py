@@ -10,9 +10,9 @@ from vllm.sampling_params import SamplingParams
 
 from itemset import asgi
 from itemset.catalogue import RefusedError
-from itemset.checks import RANKING, ranking_options
 from itemset.config import REFERENCE
 from itemset.errors import shown
+from itemset.lists import RANKING
 from itemset.words import CHOICE, GUIDED, STRUCTURED, Surface, chooses, refuse_tools, rename_guided
 from vllm_static import metrics
 
@@ -139,20 +139,27 @@ def rank_item_set(request: Any, params: Any) -> Any:
     """Carry an item set, named or inline, from an OpenAI request with `use_beam_search` to vLLM's BeamSearchParams,
     which drop constraints: `ranking` finds it there.
 
-    Raises VLLMValidationError (HTTP 400) as `add_item_set` does and where log-probabilities or a stream are asked for,
-    and RefusedError for the options of the list.
+    Raises VLLMValidationError (HTTP 400) as `add_item_set` does, and if log-probabilities, a stream or another
+    constraint are asked for. The options of the list are checked with its set.
     """
     carried = add_item_set(request, SamplingParams(extra_args=dict(request.vllm_xargs or {})))
     extra = dict(carried.extra_args or {})
     structured = request.structured_outputs
     if extra.get(REFERENCE) is None and (structured is None or structured.choice is None):
         return params
-    if request.logprobs:
+    if request.logprobs is not None and request.logprobs is not False:  # 0 asks for the sampled tokens' own
         raise metrics.refusal(
             "beam search", "a ranked list has no logprobs of single tokens: leave logprobs out", "logprobs"
         )
     if request.stream:
         raise metrics.refusal("beam search", "a ranked list is not streamed: leave stream out", "stream")
-    params.extra_args = extra | ranking_options(request.model_extra or {})
+    if request.response_format is not None and request.response_format.type != "text":
+        raise metrics.refusal(
+            "two constraints",
+            "a ranked list and response_format exclude each other: leave response_format out",
+            "response_format",
+        )
+    given = request.model_extra or {}
+    params.extra_args = extra | {word: given[word] for word in RANKING if given.get(word) is not None}
     params.structured_outputs = structured
     return params

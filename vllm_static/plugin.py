@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
-from itemset import hooks
+from itemset import hooks, startup
 from itemset.config import BACKEND, REFERENCE, StaticConfig
 from vllm_static import answers, compat, metrics
 
@@ -41,24 +41,36 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
-    compat.apply_flags(args)
+    startup.on_command_line()
+    with startup.start_up():
+        compat.apply_flags(args)
+        if compat.chosen_backend(args) == BACKEND:
+            compat.add_versions(args)
     return original(cls, args)
 
 
 def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Choose the path, once, where every process will read it."""
+    """Choose the path and the sets' versions, once, where every process will read them."""
     config = original(self, *args, **kwargs)
     if not is_ours(config):
         return config
-    from vllm_static.device import refuse_synthetic_verification
+    from vllm_static.device import refuse_speculation
 
-    wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
-    refuse_synthetic_verification(config)
-    if wanted == "device" and reason is not None:
-        raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+    with startup.start_up():
+        wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
+        refuse_speculation(config)
+        if wanted == "device" and reason is not None:
+            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        compat.add_versions(config)
     if wanted != "host" and reason is None and not compat.on_device_path(config):
         config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]
     return config
+
+
+def _compute_hash(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The name of vLLM's cache of compiled graphs: none of them depends on an item set."""
+    ours = is_ours(self) and isinstance(self.additional_config, dict)
+    return original(compat.without_options(self) if ours else self, *args, **kwargs)
 
 
 def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,19 +80,32 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     if is_ours(vllm_config):
         from vllm_static.front import FrontEnd
 
-        if self.tokenizer is None:
-            raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
-        self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
+        with startup.start_up():
+            if self.tokenizer is None:
+                raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
+            self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
 
 
-def _checked(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it; what is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400."""
+@contextlib.contextmanager
+def _refusals(params: Any = None) -> Iterator[None]:
+    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400.
+
+    params: the request's, if they say which parameter brought the set.
+    """
     from itemset import ItemSetError
 
     try:
-        return function(*args)
+        yield
     except ItemSetError as error:
-        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
+        named = (getattr(params, "extra_args", None) or {}).get(REFERENCE) is not None
+        brought = not named and getattr(params, "structured_outputs", None) is not None
+        parameter = "structured_outputs" if brought else REFERENCE
+        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error), parameter) from error
+
+
+def _checked(function: Callable[..., Any], *args: Any) -> Any:
+    with _refusals():
+        return function(*args)
 
 
 def _process_inputs(
@@ -90,12 +115,17 @@ def _process_inputs(
 
     front_end, reference = self.static_front_end, None
     if isinstance(params, SamplingParams):
-        reference = _checked(front_end.find if front_end else _refuse_item_set, params)
+        with _refusals(params):
+            if front_end:
+                reference = front_end.find(params)
+            else:
+                _refuse_item_set(params)
     request = original(self, request_id, prompt, params, *args, **kwargs)
     if reference is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
-        _checked(front_end.attach, reference, request.sampling_params, prompt_tokens)
-        setattr(request.sampling_params, answers.EXPECTED, _checked(front_end.expecting, reference))
+        with _refusals(params):
+            front_end.attach(reference, request.sampling_params, prompt_tokens)
+            setattr(request.sampling_params, answers.EXPECTED, front_end.expecting(reference))
         metrics.REQUESTS.labels(metrics.label(reference)).inc()
     return request
 
@@ -114,9 +144,10 @@ async def _add_request(
     original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     front_end = self.input_processor.static_front_end
-    if front_end and getattr(params, "structured_outputs", None) is not None:
+    if front_end:
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
-        await asyncio.to_thread(_checked, front_end.find, params)
+        with _refusals(params):
+            params = await front_end.prepare(params)
     return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
@@ -152,6 +183,21 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
             compat.without_thread_pool(original, self, request)
             return
     original(self, request)
+
+
+def _grammar_bitmask(
+    original: Callable[..., Any],
+    self: Any,
+    requests: Any,
+    structured_output_request_ids: list[str],
+    scheduled_spec_decode_tokens: Any,
+) -> Any:
+    from vllm_static.backend import StaticBackend
+
+    step = (requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+    if isinstance(self.backend, StaticBackend) and structured_output_request_ids:
+        return self.backend.fill(original, self, *step)
+    return original(self, *step)
 
 
 def _figures(engine_core: Any) -> dict[str, Any]:
@@ -192,10 +238,16 @@ def _beam_search(
     """Offline. Prompts are scored in rounds together, whatever concurrency vLLM's own loop is told."""
     from vllm_static import ranking
 
-    if not ranking.has_set(params) or self.llm_engine.input_processor.static_front_end is None:
+    if self.llm_engine.input_processor.static_front_end is None:
         return original(self, prompts, params, lora_request, *args, **kwargs)
+    if not ranking.has_set(params):
+        return original(self, prompts, compat.beams_by_xgrammar(params), lora_request, *args, **kwargs)
     inputs = self._preprocess_cmpl(prompts)
-    return _checked(ranking.offline, self, inputs, params, self._lora_request_to_seq(lora_request, len(inputs)))
+    loras = self._lora_request_to_seq(lora_request, len(inputs))
+    priority = kwargs.get("priority", args[2] if len(args) > 2 else None)  # since vLLM 0.33
+    priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
+    with _refusals(params):
+        return ranking.offline(self, inputs, params, loras, priorities)
 
 
 async def _beam_search_online(
@@ -206,13 +258,9 @@ async def _beam_search_online(
     way: Any = original
     if ranking.has_set(params) and self.engine_client.input_processor.static_front_end is not None:
         way = ranking.online
-    from itemset import ItemSetError
-
-    try:
+    with _refusals(params):
         async for output in way(self, prompt, request_id, params, *args, **kwargs):
             yield output
-    except ItemSetError as error:
-        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
 
 
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
@@ -234,6 +282,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
     f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
     f"{_ARGUMENTS}.create_engine_config": _create_engine_config,
+    "vllm.config.vllm:VllmConfig.compute_hash": _compute_hash,
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": _validate_structured_outputs,
     f"{_INPUT}.__init__": _input_processor_init,
     f"{_INPUT}.process_inputs": _process_inputs,
@@ -243,6 +292,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     "vllm.outputs:RequestOutput.add": answers.merge,
     f"{_MANAGER}.__init__": _manager_init,
     f"{_MANAGER}.grammar_init": _grammar_init,
+    f"{_MANAGER}.grammar_bitmask": _grammar_bitmask,
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": _free_request,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_sampling_params": _to_sampling_params,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_beam_search_params": _to_beam_search_params,
@@ -269,5 +319,7 @@ AROUND_LATER: dict[str, Callable[..., Any]] = {
         answers.chat_batch_response
     ),
     f"{_REQUESTS}.responses.serving:OpenAIServingResponses.responses_full_generator": answers.responses_response,
+    "vllm.v1.sample.sampler:Sampler.forward": hooks.later("vllm_static.chosen", "sample"),
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": hooks.later("vllm_static.chosen", "verify"),
 }
 """What runs around each of vLLM's functions in `compat.LATER_HOOKS`."""

@@ -3,7 +3,7 @@
 python benchmarks/lists.py --json docs/benchmarks/lists.json
 
 10^6 random semantic IDs of 8 tokens; lists in the real vLLM engine (V1 without a GPU) with a tiny random Llama, one at
-a time, each of a prompt that the prefix cache has not seen. Every block size has a fresh process; a figure is the
+a time, each of a prompt that the prefix cache has not seen. Every block size has a fresh process. A figure is the
 median of three lists.
 """
 

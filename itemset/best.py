@@ -91,7 +91,8 @@ class Search:
     `result`.
 
     A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
-    probability zero are never found. Equal scores are ordered by tokens.
+    probability zero are never found. Equal scores are ordered by tokens; of items that tie for the last place, the one
+    found first stays.
 
     A prefix is a row here once it has been passed to the model. One that waits is its score, its parent's row and the
     edge that leads to it: 16 bytes, of which a round of 1,000 passes may bring a million.

@@ -168,6 +168,16 @@ def is_ours(server_args: Any) -> bool:
     return bool(resolved(server_args).grammar_backend == BACKEND)
 
 
+def seats(server_args: Any) -> int:
+    """Requests that SGLang runs at a time. Without --max-running-requests its scheduler alone knows: then a guess."""
+    return int(resolved(server_args).max_running_requests or 256)
+
+
+def unfinished(manager: Any) -> int:
+    """Requests that this front end has in the engine (managers/tokenizer_manager.py)."""
+    return len(manager.rid_to_state)
+
+
 VERIFIED_BY_EAGLE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP", "NGRAM")
 """The speculative algorithms that verify in `eagle_sample`, and none."""
 

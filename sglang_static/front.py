@@ -26,7 +26,6 @@ OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 BEHIND = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 PATIENCE = 0.2  # seconds between two looks for the client
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
-SEATS = 256  # requests that SGLang runs at a time, for all that its front end knows unless --max-running-requests says
 
 
 Result = TypeVar("Result")
@@ -177,8 +176,7 @@ class FrontEnd:
     def lists(self, manager: Any) -> Lists:
         """What runs the ranked lists of the engine whose tokenizer manager this is."""
         if self._lists is None:
-            seats = compat.resolved(manager.server_args).max_running_requests or SEATS
-            self._lists = Lists(seats, lambda: len(manager.rid_to_state))
+            self._lists = Lists(compat.seats(manager.server_args), lambda: compat.unfinished(manager))
         return self._lists
 
     def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:

@@ -70,8 +70,15 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
         return await _one(partial(_ask, generate, manager, lora, tokens), manager, request, params, tokens)
 
-    tasks = [one(i, prompt) for i, prompt in enumerate([prompts] if single else prompts)]
-    answers = await while_connected(asyncio.gather(*tasks), http_request)
+    async def each() -> list[dict[str, Any]]:
+        tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # one that fails ends the others
+            for task in tasks:
+                task.cancel()
+
+    answers = await while_connected(each(), http_request)
     if http.fields().get(http.BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers

@@ -175,6 +175,11 @@ def add_engine_method(name: str, method: Callable[[Any], Any]) -> None:
     setattr(importlib.import_module("vllm.v1.engine.core").EngineCore, name, method)
 
 
+def unfinished(client: Any) -> int:
+    """Requests that this front end has in the engine (v1/engine/output_processor.py)."""
+    return int(client.output_processor.get_num_unfinished_requests())
+
+
 PROCESSOR = "vllm_static.processor:ItemSetProcessor"
 
 

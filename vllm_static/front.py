@@ -159,7 +159,7 @@ class FrontEnd:
     def lists(self, client: Any) -> Lists:
         """What runs the ranked lists of the server whose engine `client` talks to."""
         if self._lists is None:
-            self._lists = Lists(self._seats, client.output_processor.get_num_unfinished_requests)
+            self._lists = Lists(self._seats, lambda: compat.unfinished(client))
         return self._lists
 
 

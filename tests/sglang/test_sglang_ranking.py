@@ -65,14 +65,14 @@ def test_the_proven_best_of_several_prompts(static, oracle, named_sets):
 
 def test_a_list_is_refused_where_its_items_could_not_be_scored(static):
     """Not one token too early: the longest prompt that leaves room for an item of five tokens gets its list."""
-    engine, asked = static("device"), named("one", beam_width=2, max_new_tokens=5)
+    engine, asked = static("device"), named("one", beam_width=2, max_new_tokens=6)
     fits = FAST["context_length"] - 5 - 7  # SGLang takes no longer prompts
     output = engine.generate(input_ids=[7] * fits, sampling_params=asked)
     assert len(output["meta_info"]["beam_results"]) == 1
     with pytest.raises(ValueError, match=f"leaves 4 after a prompt of {fits + 1}"):
         engine.generate(input_ids=[7] * (fits + 1), sampling_params=asked)
     with pytest.raises(ValueError, match=r"list of 1,001 is longer than .* 1,000: .*ranked_list_limit"):
-        engine.generate(input_ids=[7], sampling_params=named("one", beam_width=1_001, max_new_tokens=5))
+        engine.generate(input_ids=[7], sampling_params=named("one", beam_width=1_001, max_new_tokens=6))
 
 
 def test_n_of_the_beam_and_an_inline_set(static):

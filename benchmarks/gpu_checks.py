@@ -32,7 +32,7 @@ class Compared(Slots):
         arena, marks, rows = self.arena, self.marks, len(batch.slots)
         states, again, legal, drafted = (torch.empty_like(self.row_states[:rows]) for _ in range(4))
         masked, stepped = (logits.new_empty(rows, logits.stride(0))[:, : logits.shape[1]] for _ in range(2))
-        ahead = torch.empty(rows, 5, dtype=torch.int32, device=logits.device)
+        ahead = torch.full((rows, 5), -7, dtype=torch.int32, device=logits.device)  # `forced` leaves rows as they are
         cells = self.cells.clone()
         kernels.walk(arena, cells, marks, batch, states, most)
         kernels.mask(arena, masked.copy_(logits), states, marks, batch.slots)
@@ -78,14 +78,14 @@ class Replayed(Slots):
         logits.copy_(self.logits[: len(logits)])
 
 
-def checks(device: str, factor: int = 1) -> None:
+def checks(device: str, factor: float = 1) -> None:
     """Every step of random schedules of requests, against torch and a dict trie. AssertionError at a difference.
 
     factor: how many times as many steps as usual.
     """
     schedule, kernels = load_schedule(), kernels_for(device, "triton")
     slow = device == "cpu"  # Triton's interpreter takes milliseconds for each row of a launch
-    small = {"CHUNK": 16, "LANES": 4, "FEW": 2}  # few tokens are many chunks, and a node is read in many parts
+    small = {"CHUNK": 16, "CHUNKS": 2, "LANES": 4}  # few tokens are many chunks, and a node is read in many parts
     for vocabulary, values, steps in (
         (48, {}, 15 if slow else 200),
         (48, small, 15 if slow else 200),
@@ -97,12 +97,12 @@ def checks(device: str, factor: int = 1) -> None:
             for window in (False, True):
                 engine = schedule.Schedule(vocabulary, kernels="triton", device=device, window=window)
                 engine.slots = Compared(engine.arena, schedule.SLOTS, kernels="triton", **shape)
-                engine.run(steps * factor)
+                engine.run(round(steps * factor))
                 report(f"{engine.checked:,} rows agree with torch and with the oracle", vocabulary, values)
             engine = schedule.Schedule(vocabulary + 1, kernels="triton", device=device)
             fixed = {"width": schedule.WIDTH, "vocabulary": schedule.PADDED}
             engine.slots = Replayed(engine.arena, schedule.SLOTS, **shape, **fixed)
-            engine.run((steps if slow else 350) * factor)
+            engine.run(round((steps if slow else 350) * factor))
             how = "on fixed tensors" if slow else "of replayed graphs"
             report(f"{engine.checked:,} rows {how} agree with the oracle", vocabulary, values)
 

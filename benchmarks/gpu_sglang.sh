@@ -4,4 +4,6 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/docs/benchmarks}
+"${PYTHON:-python3}" "$root/benchmarks/gpu_needs.py" torch triton sglang xgrammar transformers --plugin sglang.srt.plugins
+mkdir -p "$out"
 "${PYTHON:-python3}" "$root/benchmarks/sglang_paths.py" --json "$out/gpu_sglang_paths.json"

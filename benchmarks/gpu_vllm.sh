@@ -4,6 +4,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/docs/benchmarks}
+"${PYTHON:-python3}" "$root/benchmarks/gpu_needs.py" torch triton vllm xgrammar transformers matplotlib --plugin vllm.general_plugins
+mkdir -p "$out"
 "${PYTHON:-python3}" "$root/benchmarks/vllm_paths.py" --json "$out/gpu_vllm_paths.json" --plot "$out/gpu_vllm_paths.png"
 "${PYTHON:-python3}" "$root/benchmarks/speculation.py" --json "$out/gpu_speculation.json"
 "${PYTHON:-python3}" "$root/benchmarks/ranking.py" --json "$out/gpu_ranking.json" --plot "$out/gpu_ranking.png"

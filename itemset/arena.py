@@ -6,10 +6,9 @@ says where: a state on the device is a set's number and the state within that se
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from itemset.copies import Copies
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.numbering import in_order
@@ -157,12 +157,12 @@ class Arena:
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
         self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
         self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what stands there, by number
-        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._copies = Copies(self.device, max_sets)
 
     def acquire(self, item_set: ItemSet) -> int:
         """The number of this set, whose tables are copied to the device unless they, or equal ones, are there.
 
-        Raises as `Plan.acquire` and `place` do.
+        What the current stream does from now on sees them. Raises as `Plan.acquire` and `place` do.
         """
         resident = self.plan.acquire(item_set)
         try:
@@ -170,11 +170,22 @@ class Arena:
         except ItemSetError:
             self.plan.release(resident.number)
             raise
+        self.use([resident.number])
         return resident.number
 
     def release(self, number: int) -> None:
-        """As `Plan.release`."""
+        """As `Plan.release`. What the current stream was given so far may still read the set."""
         self.plan.release(number)
+        self.use([number])
+
+    def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int]) -> None:
+        """Begin a step that reads these sets (numbers, or -1 for none), on the current stream.
+
+        The stream waits for copies of these sets that `place` has begun, and no others; until the next call, what it
+        reads of them is not overwritten. `acquire` and `release` do the same: only who calls `place`, or lets another
+        plan release sets, has to call this before each step. The host waits for nothing.
+        """
+        self._copies.use(numbers)
 
     def holds(self, digest: str, number: int, start: int) -> bool:
         """Whether the tables of this set stand there: `place` would copy nothing."""
@@ -183,8 +194,9 @@ class Arena:
     def place(self, item_set: ItemSet, number: int, start: int) -> None:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.
 
-        Nothing is copied where they stand already. Work that the current stream does later sees them; the host waits
-        for nothing. Raises ItemSetError where the tables are no trie.
+        Nothing is copied where they stand already. Steps see them after `use`. The copy waits for steps only if they
+        may still read what it overwrites; the host waits as `copies.Staging` says. Raises ItemSetError where the tables
+        are no trie.
         """
         if self.holds(item_set.digest, number, start):
             return
@@ -200,33 +212,13 @@ class Arena:
         row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
         row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
         memory = self.words.view(torch.uint8)
-        with self._on_copy_stream():
-            for section, first in zip(sections, starts[:-1].tolist(), strict=True):
-                self._copy(memory[first : first + section.nbytes], section)
-            self._copy(self.sets[number].view(torch.uint8), row.view(np.uint8))
-        self.widest = max(self.widest, int(np.diff(tables.row_offsets).max()))
+        parts = [(memory[at : at + len(s)], s) for s, at in zip(sections, starts[:-1].tolist(), strict=True)]
         overwritten = [n for n, (_, first, end) in self._placed.items() if first < standing[2] and start < end]
+        self._copies.copy(number, overwritten, [*parts, (self.sets[number].view(torch.uint8), row.view(np.uint8))])
+        self.widest = max(self.widest, int(np.diff(tables.row_offsets).max()))
         for n in overwritten:
             del self._placed[n]
         self._placed[number] = standing
-
-    def _copy(self, target: torch.Tensor, source: NDArray[np.uint8]) -> None:
-        staging = target if self._copies is None else torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
-        np.copyto(staging.numpy(), source)
-        if staging is not target:
-            target.copy_(staging, non_blocking=True)
-
-    @contextlib.contextmanager
-    def _on_copy_stream(self) -> Iterator[None]:
-        """Copies that run beside the steps, but after the steps that may still read what they overwrite."""
-        if self._copies is None:
-            yield
-            return
-        steps = torch.cuda.current_stream(self.device)
-        self._copies.wait_stream(steps)
-        with torch.cuda.stream(self._copies):
-            yield
-        steps.wait_stream(self._copies)
 
 
 def room_for(item_set: ItemSet) -> int:

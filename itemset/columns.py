@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
@@ -167,6 +166,8 @@ def _parse_json(path: Path, source: Any, schema: dict[str, Any]) -> Any:
 
 
 def _json_object(path: Path, line: bytes, row: int) -> dict[str, Any]:
+    import msgspec
+
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

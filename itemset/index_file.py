@@ -14,10 +14,10 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +32,8 @@ _DTYPES = {"uint8", "uint16", "uint32", "int64"}
 _AGAIN = "build it again with `itemset build`"
 
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class Section:
     """One array: `count` values of `dtype` from byte `offset` of the file on, with their CRC-32."""
 
     name: str
@@ -42,7 +43,8 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crc32: int
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class Header:
     """What the file says of itself. `digest` names the tables' content: equal sets have equal digests."""
 
     items: int
@@ -62,6 +64,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
     """The file in pieces."""
+    import msgspec
+
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
     checksums = {name: zlib.crc32(part) for name, part in parts.items()}
 
@@ -73,10 +77,10 @@ def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes |
         return tuple(sections)
 
     # The offsets stand in the header, so it is laid out for a start that surely lies behind it.
-    probe = msgspec.json.encode(msgspec.structs.replace(header, sections=layout(1 << 48)))
+    probe = msgspec.json.encode(replace(header, sections=layout(1 << 48)))
     start = _aligned(_PRELUDE.size + len(probe))
     sections = layout(start)
-    body = msgspec.json.encode(msgspec.structs.replace(header, sections=sections)).ljust(start - _PRELUDE.size)
+    body = msgspec.json.encode(replace(header, sections=sections)).ljust(start - _PRELUDE.size)
     size = max(section.offset + parts[section.name].nbytes for section in sections)
     unchecked = _PRELUDE.pack(_MAGIC, FORMAT, len(body), size, 0, 0)[:24]
     yield unchecked + struct.pack("<II", zlib.crc32(body, zlib.crc32(unchecked)), 0)
@@ -204,6 +208,8 @@ def _header_size(prelude: bytes) -> int:
 
 def _parse_header(start: bytes, length: int, name: str) -> Header:
     """The header of a file of `length` bytes that begins with `start`, its prelude and header."""
+    import msgspec
+
     if start[: len(_MAGIC)] != _MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
     if len(start) < _PRELUDE.size:

@@ -129,6 +129,18 @@ class ItemSet:
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
         return keys_at(self._keys, numbers)
 
+    def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
+        """The key of the item with these tokens, and whether it is a prefix of another; None where it is no item.
+
+        tokens: of one item, each 0 or more. `lookup` of one item, without an error to raise.
+        """
+        number = int(self._numbers_of(as_rows([tokens]))[0])
+        if number < 0:
+            return None
+        tables = self.trie.tables
+        key = self._keys[number].as_py()
+        return key, number >= len(tables.labels) - (len(tables.row_offsets) - 2)
+
     def lookup_text(self, texts: Sequence[str], tokenizer: Any) -> NDArray[np.int64] | list[str]:
         """The key of each text's item, encoded as `build_text` does (after the set's prefix): as `lookup`.
 

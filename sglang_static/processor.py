@@ -12,7 +12,7 @@ from itemset.arena import Arena, arena_bytes
 from itemset.batch import LOCAL, STATE, TREE, Batch
 from itemset.catalogue import Catalogue
 from itemset.config import StaticConfig
-from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
+from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.walk import DEAD, END
 from sglang_static.device import Admitted
 
@@ -29,9 +29,11 @@ def current() -> ItemSetSampler | None:
 class Step(NamedTuple):
     """The rows of one step, on the device. slots, last, begin: [rows], one a request.
 
-    last: the last token of each request's input. begin: see `Batch`, of a history that holds this token alone.
+    numbers: the sets of those that have one. last: the last token of each request's input. begin: see `Batch`, of a
+    history that holds this token alone.
     """
 
+    numbers: list[int]
     slots: Tensor
     last: Tensor
     begin: Tensor
@@ -40,12 +42,13 @@ class Step(NamedTuple):
 class Mask:
     """SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other grammars' bitmask."""
 
-    def __init__(self, other: Any, sampler: ItemSetSampler, batch: Batch) -> None:
-        self._other, self._sampler, self._batch = other, sampler, batch
+    def __init__(self, other: Any, sampler: ItemSetSampler, numbers: list[int], batch: Batch) -> None:
+        self._other, self._sampler, self._numbers, self._batch = other, sampler, numbers, batch
 
     def apply(self, logits: Tensor) -> None:
         if self._other is not None:
             self._other.apply(logits)
+        self._sampler.arena.use(self._numbers)
         self._sampler.slots.step(self._batch, logits, most=1)
 
 
@@ -81,25 +84,26 @@ class ItemSetSampler:
 
     def stage(self, batch: Any) -> None:
         """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
-        mode = batch.forward_mode
+        mode, info = batch.forward_mode, batch.sampling_info
+        if info is not None:
+            info.item_sets = None  # without the overlap scheduler, SGLang keeps the object from step to step
         if mode.is_extend_without_speculative():
             decoding = set(map(id, batch.decoding_reqs or ()))
             self._assign([request for request in batch.reqs if id(request) not in decoding])
         elif not mode.is_decode():
             return
-        info = batch.sampling_info
-        if info is not None and self.constrains(batch):
+        if info is not None and (numbers := self.numbers(batch)):
             last = batch.input_ids
             if not mode.is_decode():
                 lengths = torch.tensor(batch.extend_lens)
                 last = last[self._moved(lengths.cumsum(0) - 1)]
             slots = batch.req_pool_indices.long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
-            info.item_sets = Step(slots, last, 1 - (batch.seq_lens - self._prompt[slots]).clamp(min=0))
+            info.item_sets = Step(numbers, slots, last, 1 - (batch.seq_lens - self._prompt[slots]).clamp(min=0))
 
-    def constrains(self, batch: Any) -> bool:
-        """Whether a request of the batch takes the device path."""
-        return any(hasattr(request, "item_set") for request in batch.reqs)
+    def numbers(self, batch: Any) -> list[int]:
+        """The sets of the batch's requests that take the device path."""
+        return [request.item_set.resident.number for request in batch.reqs if hasattr(request, "item_set")]
 
     def mask(self, info: Any) -> None:
         """Where SGLang makes the mask of a step's grammars, add the item sets that `stage` has noted."""
@@ -108,7 +112,7 @@ class ItemSetSampler:
             return
         rows = len(step.slots)
         batch = Batch(step.slots, step.last.view(rows, 1), step.begin, self._one[:rows], by_slot=False)
-        info.grammar_mask = Mask(info.grammar_mask, self, batch)
+        info.grammar_mask = Mask(info.grammar_mask, self, step.numbers, batch)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
         """The mask of a draft tree's rows, [requests x drafts], for verification.
@@ -122,17 +126,14 @@ class ItemSetSampler:
         slots = batch.req_pool_indices.long()
         first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
         begin = self._prompt[slots] - batch.seq_lens
-
-        def expand(column: Tensor) -> Tensor:
-            return column[:, None].expand(-1, drafts).reshape(-1)
-
         return Mask(
             other,
             self,
+            self.numbers(batch),
             Batch(
-                slots=expand(slots),
-                history=expand(tokens[:, 0])[:, None],
-                begin=expand(begin),
+                slots=slots.repeat_interleave(drafts),  # a copy, of stride 1, also where there is one request
+                history=tokens[:, 0].repeat_interleave(drafts)[:, None],
+                begin=begin.repeat_interleave(drafts),
                 end=self._one[: len(slots) * drafts],
                 by_slot=False,
                 above=torch.where(parents >= 0, parents + first_row, -1).reshape(-1),
@@ -172,28 +173,28 @@ class ItemSetSampler:
                 rows.append(self._row(slot, request, admitted))
                 outputs.append(list(request.output_ids))
             elif self._constrained[slot]:
-                rows.append([slot, 0, NO_SET, *[-1] * (1 + MAX_STOP_TOKENS)])
+                rows.append([slot, 0, NO_SET])
                 outputs.append([])
             self._constrained[slot] = admitted is not None
         if not rows:
             return
-        table = self._moved(torch.tensor(rows))
-        slots = table[:, 0]
-        self._prompt.index_copy_(0, slots, table[:, 1])
-        self.slots.assign(slots, table[:, 2], table[:, 3:])
+        # Each row of the moved table has a stride of 1.
+        table = self._moved(as_table(rows, 4 + MAX_STOP_TOKENS).long().T.contiguous())
+        slots, prompts, numbers = table[:3]
+        self._prompt.index_copy_(0, slots, prompts)
+        self.slots.assign(slots, numbers, table[3:].T)
         if (most := max(map(len, outputs))) > 0:
-            lengths = torch.tensor([[len(output)] for output in outputs])
-            padded = torch.tensor([output + [0] * (most - len(output)) for output in outputs])
-            history = self._moved(torch.cat([lengths, padded], 1))
-            begin = torch.zeros_like(history[:, 0])
-            self.slots.walk(Batch(slots, history[:, 1:], begin, history[:, 0], by_slot=False), most=most)
+            self.arena.use([row[2] for row in rows])
+            lengths = list(map(len, outputs))
+            padded = [token for output in outputs for token in output + [0] * (most - len(output))]
+            end, history = self._moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
+            begin = torch.zeros_like(end)
+            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False), most=most)
 
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
         number, start = admitted.resident.number, admitted.resident.start
         self.arena.place(admitted.item_set, number, start)
-        stops = admitted.stop_tokens
-        padding = [-1] * (MAX_STOP_TOKENS - len(stops))
-        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *stops, *padding]
+        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *admitted.stop_tokens]
 
     def _moved(self, table: Tensor) -> Tensor:
         """On the device, without waiting for it."""

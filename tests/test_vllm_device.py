@@ -149,9 +149,9 @@ def apply_under_guard(llm: Any) -> dict[str, int]:
         ("one of three", [0, 1, 2], [0, 0, 0], [1]),
         ("all, with drafts", [0, 0, 1, 2, 2, 2], [0, 1, 0, 0, 1, 2], [0, 1, 2]),
     ):
-        processor._constrained[:] = False
+        processor._numbers[:] = -1
         for slot in constrained:
-            processor._constrained[slot] = True
+            processor._numbers[slot] = root
             processor._staged[slot] = [0, root, -1, EOS, *[-1] * 127]
         processor.apply_staged_writes()
         rows = torch.tensor(slots)
@@ -172,7 +172,7 @@ def apply_under_guard(llm: Any) -> dict[str, int]:
         masked = logits.isneginf().any(1)
         assert masked[[slot in constrained and above[i] == 0 for i, slot in enumerate(slots)]].all()
         assert not masked[[slot not in constrained for slot in slots]].any()
-    processor._constrained[:] = False
+    processor._numbers[:] = -1
     return counts
 
 

@@ -20,7 +20,7 @@ from itemset.arena import Arena, ArenaFullError, arena_bytes
 from itemset.batch import COLUMNS, Batch
 from itemset.catalogue import Catalogue
 from itemset.config import INDEX, REFERENCE, StaticConfig
-from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots
+from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from vllm_static import drafts
 from vllm_static.device import PLACE
 
@@ -40,10 +40,10 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] whether the slot's request has a set, and the committed tokens its slot has yet to walk.
-        self._constrained = np.zeros(req_states.max_num_reqs, np.bool_)
+        # [max_num_reqs] the set of the slot's request, and the committed tokens its slot has yet to walk.
+        self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._behind = np.zeros(req_states.max_num_reqs, np.int64)
-        self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks
+        self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         self._drafts = 0
         if vllm_config.speculative_config is not None:
             self._drafts = vllm_config.speculative_config.num_speculative_tokens
@@ -81,25 +81,24 @@ class ItemSetProcessor(LogitsProcessor):
         extra = sampling_params.extra_args or {}
         place = extra.get(PLACE)
         if place is None:
-            if self._constrained[req_idx]:
-                self._staged[req_idx] = [0, NO_SET] + [-1] * (1 + MAX_STOP_TOKENS)
-            self._constrained[req_idx] = False
+            if self._numbers[req_idx] != NO_SET:
+                self._staged[req_idx] = [0, NO_SET]
+            self._numbers[req_idx] = NO_SET
             return False
         number, start, digest, begins_behind = place
         if not self._arena.holds(digest, number, start):
             item_set = self._registered.get(extra[REFERENCE]) or itemset.from_bytes(extra[INDEX])
             self._arena.place(item_set, number, start)
-        stops = sorted(sampling_params.all_stop_token_ids)
         prompt = int(self._req_states.prompt_len.np[req_idx])
-        self._staged[req_idx] = [prompt, number, begins_behind, *stops, *[-1] * (MAX_STOP_TOKENS - len(stops))]
-        self._constrained[req_idx] = True
+        self._staged[req_idx] = [prompt, number, begins_behind, *sorted(sampling_params.all_stop_token_ids)]
+        self._numbers[req_idx] = number
         self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return True
 
     def apply_staged_writes(self) -> None:
         if not self._staged:
             return
-        rows = torch.tensor([[slot, *row] for slot, row in self._staged.items()], dtype=torch.int32)
+        rows = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)
         device = self._req_states.device
         rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
         self._begin.index_copy_(0, rows[:, 0].long(), rows[:, 1])
@@ -109,8 +108,10 @@ class ItemSetProcessor(LogitsProcessor):
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Launch `Slots.step` for all rows: those without a set, padding and drafts included."""
         slots = ctx.idx_mapping_np
-        if not self._constrained[slots].any():
+        numbers = self._numbers[slots]
+        if (numbers == NO_SET).all():
             return logits
+        self._arena.use(numbers)
         # What the host knows: one token and the accepted drafts a step, and the output so far of one that comes back.
         most = int(self._behind[slots].max()) + 1 + self._drafts
         self._behind[slots] = 0
@@ -131,7 +132,7 @@ class ItemSetProcessor(LogitsProcessor):
 
     def force_drafts(self, drafts: torch.Tensor, slots: torch.Tensor, slots_np: np.ndarray) -> None:
         """Overwrite drafts, [rows, k], of requests with a set by what the set forces, and then by guesses within it."""
-        if not self._constrained[slots_np].any():
+        if (self._numbers[slots_np] == NO_SET).all():
             return
         states = self._slots.walk(self._batch(slots), most=1 + self._drafts)
         self._slots.forced(states, slots, drafts, guess=True)

@@ -20,6 +20,8 @@ _REMEMBERED = 4  # steps whose ends are told apart
 class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
 
+    All steps belong to one stream, the current one of each `use`.
+
     streams: what offers Stream, Event, current_stream and stream as `torch.cuda` does. `torch.cpu`'s do nothing, so the
     bookkeeping is the same on every device.
     """

@@ -205,6 +205,11 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
         steps.append(pip_step(TORCH, TORCH))
         parts = " ".join([SGLANG, SGLANG_ON_CPU, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA])
         steps.append(Step(SGLANG, parts, lambda: install_sglang_cpu(environment)))
+    if engine == "SGLang" and build == "CPU" and command == "test":
+        # Only the kernels of item sets find it there, in tests: SGLang's own keep the stub.
+        folder = environment.path / "triton-interpreted"
+        arguments = ["--no-deps", "--upgrade", "--target", str(folder), TRITON]
+        steps.append(pip_step("Triton's interpreter", *arguments))
     steps.append(pip_step("this project", "-e", ".[text]", inputs=(ROOT / "pyproject.toml").read_text()))
     if command != "setup":
         steps.append(pip_step("packages of the example", *EXAMPLE_PACKAGES))

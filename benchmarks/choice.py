@@ -29,6 +29,11 @@ CALM, TRIES = 0.1, 4  # cores that others may use while a process measures; else
 ENVIRONMENT = """HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR VLLM_ENABLE_V1_MULTIPROCESSING=0
 VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1"""
 
+BATCHES, STEPS = (64, 256), 100
+WAYS = {  # what a batch's fields begin with, and what to call it
+    "vllm": "in vLLM",
+    "batched": "BatchGrammarMatcher",
+}
 TTFT, STEP = "time to first token, ms", "one step of masking, µs"
 ROWS = {  # where it stands in the results, and what to call it
     "first_ms": (TTFT, "first request with the set"),
@@ -39,10 +44,10 @@ ROWS = {  # where it stands in the results, and what to call it
     "peak_mib": ("memory that the set adds, MiB", "peak"),
 }
 PHASES = {
-    "itemset.checks:encode": "encoding the texts (tokenizer)",
-    "itemset.checks:build": "building the index",
+    "itemset.inline:encode": "encoding the texts (tokenizer)",
+    "itemset.inline:build": "building the index",
     "itemset.item_set:ItemSet.to_bytes": "transport: index to bytes and back",
-    "itemset:from_bytes": "transport: index to bytes and back",
+    "itemset.catalogue:from_bytes": "transport: index to bytes and back",
     "vllm_static.front:FrontEnd.find": "digest of the texts, checks",
     "vllm_static.front:FrontEnd.attach": "digest of the texts, checks",
     "vllm.entrypoints.llm:LLM.generate": "the rest: vLLM and its forward pass",
@@ -91,6 +96,58 @@ def step_times(grammar: Any, bitmask: Any, items: list[list[int]]) -> list[float
     return times
 
 
+def batch_times(manager: Any, make: Callable[[], Any], items: list[list[int]], size: int) -> dict[str, float]:
+    """Microseconds a row of filling a batch's bitmask and of accepting its tokens, medians over the steps.
+
+    In vLLM: as its scheduler calls it for `size` requests, each at a place of its own in an item. Every other step of
+    xgrammar's goes through its own batched calls instead.
+    """
+    import xgrammar
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.request import Request
+
+    rng, params = random.Random(size), SamplingParams(structured_outputs=StructuredOutputsParams(choice=["any"]))
+    requests = {str(i): Request(str(i), [0], params, None) for i in range(size)}
+    grammars, rest = [make() for _ in requests], [list[int]() for _ in requests]
+    for request, grammar in zip(requests.values(), grammars, strict=True):
+        request.structured_output_request.grammar = grammar
+    for grammar, tokens in zip(grammars, rest, strict=True):
+        tokens[:] = rng.choice(items)
+        start = rng.randrange(len(tokens))
+        grammar.accept_tokens("", tokens[:start])
+        del tokens[:start]
+    matchers = [grammar.matcher for grammar in grammars] if hasattr(grammars[0], "matcher") else []
+    batched, bitmask = xgrammar.BatchGrammarMatcher(), manager.backend.allocate_token_bitmask(size)
+    spent: dict[str, list[float]] = {f"{way}_{what}_{size}": [] for way in WAYS for what in ("fill", "accept")}
+    for step in range(STEPS):
+        tokens = [row.pop(0) for row in rest]
+        start = time.perf_counter_ns()
+        if step % 2 and matchers:
+            way = "batched"
+            batched.batch_fill_next_token_bitmask(matchers, bitmask)
+            middle = time.perf_counter_ns()
+            accepted = batched.batch_accept_token(matchers, tokens)
+        else:
+            way = "vllm"
+            manager.grammar_bitmask(requests, list(requests), {})
+            middle = time.perf_counter_ns()
+            accepted = [
+                manager.accept_tokens(request, [token])
+                for request, token in zip(requests.values(), tokens, strict=True)
+            ]
+        end = time.perf_counter_ns()
+        spent[f"{way}_fill_{size}"].append((middle - start) / 1e3 / size)
+        spent[f"{way}_accept_{size}"].append((end - middle) / 1e3 / size)
+        if not all(accepted):
+            sys.exit("a grammar refused an item of its own set")
+        for grammar, row in zip(grammars, rest, strict=True):
+            if not row:
+                grammar.reset()
+                row[:] = rng.choice(items)
+    return {field: median(times) for field, times in spent.items() if times}
+
+
 def memory(field: str) -> float:
     """MiB of this process: VmRSS now, or VmHWM, the highest it was."""
     gc.collect()
@@ -116,7 +173,7 @@ def measure(backend: str, count: int, model: str) -> dict[str, Any]:
     # The forward pass is common to both: two of the thirty layers hide less of the difference.
     engine: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 2}, "dtype": "bfloat16"}
     engine |= {"enforce_eager": True, "enable_prefix_caching": False, "kv_cache_memory_bytes": 32 << 20}
-    engine |= {"max_model_len": 256, "max_num_seqs": 8, "structured_outputs_config": {"backend": backend}}
+    engine |= {"max_model_len": 256, "max_num_seqs": max(BATCHES), "structured_outputs_config": {"backend": backend}}
     llm = LLM(model, **engine)
 
     def first_token(choice: list[str] | None) -> float:
@@ -126,11 +183,11 @@ def measure(backend: str, count: int, model: str) -> dict[str, Any]:
         llm.generate(["Something that is sold in this shop:"], params, use_tqdm=False)
         return (time.perf_counter() - start) * 1e3
 
-    made: list[tuple[Any, Any]] = []  # backend object and grammar, as the engine makes them
+    made: list[Callable[[], Any]] = []  # what makes a grammar as the engine's last one
 
     def compile_grammar(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append((backend, original(backend, *args, **kwargs)))
-        return made[-1][1]
+        made[:] = [partial(original, backend, *args, **kwargs)]
+        return made[0]()
 
     for module in ("vllm_static.backend:Static", "vllm.v1.structured_output.backend_xgrammar:Xgrammar"):
         hooks.wrap(f"{module}Backend.compile_grammar", compile_grammar)
@@ -157,8 +214,11 @@ def measure(backend: str, count: int, model: str) -> dict[str, Any]:
     tokenizer = llm.get_tokenizer()
     texts = random.Random(1).sample(items, min(200, count))
     tokens = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
-    steps = step_times(made[-1][1], made[-1][0].allocate_token_bitmask(1), tokens)
+    manager = llm.llm_engine.engine_core.engine_core.structured_output_manager
+    steps = step_times(made[0](), manager.backend.allocate_token_bitmask(1), tokens)
     result |= {"step_us": median(steps), "step_p99_us": quantiles(steps, n=100)[98], "steps": len(steps)}
+    for size in BATCHES:
+        result |= batch_times(manager, made[0], tokens, size)
     used, seconds = others(since)
     return {**result, "others": used / seconds}
 
@@ -192,6 +252,14 @@ def tables(report: dict[str, Any]) -> str:
         for count, ours in middles(report, "static", field).items():
             cells = f"{theirs[count]:,.1f} | {theirs[count] / ours:,.2f}" if count in theirs else "|"
             lines.append(f"| {what}: {which} | {count:,} | {ours:,.1f} | {cells} |")
+    columns = [("static", "vllm"), ("xgrammar", "vllm"), ("xgrammar", "batched")]
+    heads = [f"{backend} {WAYS[way]}, batch {size}" for backend, way in columns for size in BATCHES]
+    lines += ["", f"| µs a row | items | {' | '.join(heads)} |", "|---|--:|" + "--:|" * len(heads)]
+    for what, called in (("fill", "filling the bitmask"), ("accept", "accepting the tokens")):
+        for count in middles(report, "static", "first_ms"):
+            values = [middles(report, b, f"{way}_{what}_{size}").get(count) for b, way in columns for size in BATCHES]
+            cells = " | ".join("" if value is None else f"{value:,.2f}" for value in values)
+            lines.append(f"| {called} | {count:,} | {cells} |")
     sizes = middles(report, "static", "first_ms")
     lines += ["", f"| static, first request, ms | {' | '.join(f'{count:,} items' for count in sizes)} |"]
     lines.append("|---|" + "--:|" * len(sizes))

@@ -21,8 +21,8 @@ def report(emit: Callable[[str, Any], None]) -> None:
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     compiled = importlib.import_module("compile_kernels").compiled
     for architecture in ARCHITECTURES:
-        for name, cubin in compiled(architecture):
-            emit("kernels", {"kernel": name, "sm": architecture} | usage(cubin))
+        for name, code in compiled(architecture):
+            emit("kernels", {"kernel": name, "sm": architecture} | usage(code["cubin"]))
 
 
 def usage(cubin: bytes) -> dict[str, int]:

@@ -1,8 +1,36 @@
-"""Finite item sets as tries: built from token ids or texts, kept in one file, walked by one integer of state."""
+"""Finite item sets as tries: built from token ids or texts, kept in one file, walked by one integer of state.
 
-from itemset.errors import ItemSetError
-from itemset.external import build_external
-from itemset.item_set import ItemSet, build, build_text, from_bytes, load, verify
-from itemset.rows import Rows
+The names below are imported when they are first asked for: NumPy, Numba and PyArrow take a second.
+"""
 
-__all__ = ["ItemSet", "ItemSetError", "Rows", "build", "build_external", "build_text", "from_bytes", "load", "verify"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from itemset.errors import ItemSetError, ItemSetWarning
+    from itemset.external import build_external
+    from itemset.item_set import ItemSet, build, build_text, from_bytes, load, verify
+    from itemset.rows import Rows
+
+__all__ = [
+    "ItemSet",
+    "ItemSetError",
+    "ItemSetWarning",
+    "Rows",
+    "build",
+    "build_external",
+    "build_text",
+    "from_bytes",
+    "load",
+    "verify",
+]
+
+_ELSEWHERE = {"ItemSetError": "errors", "ItemSetWarning": "errors", "Rows": "rows", "build_external": "external"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"itemset.{_ELSEWHERE.get(name, 'item_set')}"), name)
+    globals()[name] = value
+    return value

@@ -1,62 +1,60 @@
-"""Reading an HTTP request's body before the server does, and refusing the request: for the plugins' middleware."""
+"""The HTTP surface of both engines: a body is judged once the server itself has parsed it; an answer's item is added.
+
+Judging what the server's own parser made leaves nothing to pass by: neither content types, encodings and escapes, nor
+how deep a body is nested. Nothing is parsed twice, and what the server cannot parse it refuses as ever.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
-from http import HTTPStatus
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from itemset.config import REFERENCE
+from fastapi import HTTPException
 
-MISSPELLED = ("item_sets", "itemset", "item-set", "itemSet")  # servers would ignore them, and answer with anything
+from itemset.catalogue import RefusedError
 
-Receive = Callable[[], Awaitable[Any]]
+JUDGE = "item_set_judge"
+"""Where a scope has what judges its body. Our middleware puts it there: a process may run other apps as well."""
 
-
-def has_json(scope: Any) -> bool:
-    """Whether an ASGI scope is an HTTP request whose body FastAPI takes for JSON: also one that does not say so."""
-    kind = dict(scope.get("headers", ())).get(b"content-type", b"")
-    return bool(scope["type"] == "http" and scope["method"] in ("POST", "PUT") and (not kind or b"json" in kind))
+Judge = Callable[[Any, Any], None]
 
 
-async def read(receive: Receive) -> bytes:
-    """The whole body."""
-    messages = [await receive()]
-    while messages[-1].get("more_body"):
-        messages.append(await receive())
-    return b"".join(message.get("body", b"") for message in messages)
+async def judged(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    """Around `Request.json`, by which FastAPI and the engines parse a body, once a request.
 
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """Lets the application receive this body, and then what else there is."""
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive_again() -> Any:
-        return next(messages, None) or await receive()
-
-    return receive_again
-
-
-def fields(body: bytes, words: Iterable[str]) -> dict[str, Any]:
-    """The fields of a body that holds one of these words as a JSON string; none of others, which are not parsed.
-
-    None either where it is no JSON object, which the endpoint itself will say.
+    Raises HTTPException 400 for what the judge refuses: the one error that FastAPI lets through here.
     """
-    if not any(f'"{word}"'.encode() in body for word in words):
-        return {}
+    judge: Judge | None = request.scope.get(JUDGE)
+    if judge is None or hasattr(request, "_json"):
+        return await original(request)
     try:
-        given = json.loads(body)
-    except ValueError:
-        return {}
-    return given if isinstance(given, dict) else {}
+        body = await original(request)
+        judge(request.scope, body)
+    except RecursionError as error:  # not every endpoint expects it of its parser
+        raise HTTPException(400, "the body is nested too deep") from error
+    except RefusedError as error:
+        raise HTTPException(400, str(error)) from error
+    return body
 
 
-async def refuse(send: Any, message: str) -> None:
-    """Answer with HTTP 400 and an error as OpenAI's API has it."""
-    code = HTTPStatus.BAD_REQUEST
-    error = {"message": message, "type": code.phrase, "param": REFERENCE, "code": code.value}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": code.value, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def path_of(scope: Mapping[str, Any]) -> str:
+    """The path as the server's routes know it, without a proxy's prefix."""
+    path, root = scope["path"], scope.get("root_path") or ""
+    return str(path[len(root) :] if root and path.startswith(f"{root}/") else path)
+
+
+def with_items(event: str, items: Mapping[int, Any]) -> str:
+    """A server-sent event of an OpenAI stream, with the item of each of its choices that ends here: `item`.
+
+    items: by choice index, of those that have ended. Events before the end are not parsed.
+    """
+    head, _, data = event.partition("data: ")
+    if not items or '"finish_reason":' not in data:
+        return event
+    chunk = json.loads(data)
+    ended = [choice for choice in chunk.get("choices") or () if choice.get("finish_reason") is not None]
+    for choice in ended:
+        if choice.get("index") in items:
+            choice["item"] = items[choice["index"]]
+    return f"{head}data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event

@@ -1,4 +1,4 @@
-"""The best items of a set by a model's own probabilities, in few forward passes, and proven where that is asked for.
+"""The best items of a set by a model's own probabilities, in few forward passes, and proven if that is asked for.
 
 An item's score is the sum of its tokens' log-probabilities over the whole vocabulary (STATIC, arXiv 2602.22647,
 Algorithm 1), with its end token's. What a pass costs is the caller's: `Score` is any way to run the model.
@@ -6,9 +6,7 @@ Algorithm 1), with its end token's. What a pass costs is the caller's: `Score` i
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +14,14 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.jit import compiled
-from itemset.walk import END, TAIL, follow, is_terminal, tail_entry
+from itemset.trie import Tables
+from itemset.walk import END, TAIL, follow, tail_entry
 
 
 class Pass(NamedTuple):
     """One forward pass over the prompt and these tokens of an item.
 
-    Wanted are the log-probabilities of `tokens[known:]`, each behind what stands before it, and those of `after` behind
+    Wanted are the log-probabilities of `tokens[known:]`, each after what stands before it, and those of `after` after
     all of them.
     """
 
@@ -45,7 +44,7 @@ class Ranked(NamedTuple):
 
 
 class Best(NamedTuple):
-    """What a search has found, best first: fewer than were asked for where the set has fewer, and none twice.
+    """What a search has found, best first: fewer than were asked for if the set has fewer, and none twice.
 
     proven: whether no other item of the set can score higher than the last of them. passes: forward passes that it
     took, in so many rounds.
@@ -67,183 +66,280 @@ def described(best: Best, item_set: ItemSet) -> list[dict[str, Any]]:
     ]
 
 
-Rounds = Generator[Sequence[Pass], Sequence[Answer], Best]
-
-
-@dataclass(order=True)
-class _Open:
-    """A prefix that is not yet scored to an end: a node, or a whole item whose tail is."""
-
-    loss: float  # minus its score so far, so that the best comes first
-    tokens: tuple[int, ...]
-    state: int = field(compare=False)
-    known: int = field(compare=False)  # tokens that the score counts
-
-    @property
-    def alone(self) -> bool:
-        """Whether the tokens are an item's, all of them: its tail has been read."""
-        return self.state == END
-
-
 def all_items(item_set: ItemSet, score: Score, *, end_token: int | None = None) -> list[Ranked]:
     """Every item of a small set with its score, best first, each by a pass of its own: the oracle of the search."""
     ends = np.array([] if end_token is None else [end_token], np.int64)
     items = [tuple(item) for item in item_set.items()]
     answers = score([Pass(item, 0, ends) for item in items])
     scored = [float(np.sum(run)) + float(np.sum(after)) for run, after in answers]
-    ranked = [Ranked(item, total) for item, total in zip(items, scored, strict=True)]
-    return sorted(ranked, key=lambda one: (-one.score, one.tokens))
+    return _ordered([Ranked(item, total) for item, total in zip(items, scored, strict=True)])
 
 
-def best_items(score: Score, rounds: Rounds) -> Best:
-    """Run a `search` to its end."""
-    passes = next(rounds)
-    while True:
-        try:
-            passes = rounds.send(score(passes))
-        except StopIteration as end:
-            best: Best = end.value
-            return best
+def best_items(score: Score, search: Search) -> Best:
+    """Run a search to its end."""
+    while search.passes:
+        search.take(score(search.passes))
+    return search.result
 
 
-def search(
-    item_set: ItemSet,
-    k: int,
-    *,
-    width: int | None = None,
-    end_token: int | None = None,
-    exact: bool = False,
-    renormalised: bool = False,
-    max_passes: int | None = None,
-) -> Rounds:
-    """The search for the `k` best items: yields the passes of a round, wants their answers sent, and returns a `Best`.
+_SELF = -1  # in place of an edge: the row itself
+_PROOF_SHARE = 8  # a round of a proof takes one pass for so many that went before
+
+
+class Search:
+    """The search for the `k` best items. Score `passes`, give the answers to `take`, until there are none; then read
+    `result`.
 
     A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
-    probability zero are never found.
+    probability zero are never found. Equal scores are ordered by tokens.
 
-    width: prefixes in a round of the beam, k if None. By default, a beam: of all that a round has found the `width`
-    best go on, and those that lead to a single item are scored to its end in one pass. It finds what a beam of single
-    tokens finds, or better: a single item that has come so far is not pruned on its last tokens.
-    exact: after that beam search on from the best prefix, wherever it stands, until none can beat the k-th item.
-    end_token: where given, the end of an item counts in its score.
-    renormalised: score each token by its share among those that may stand there, as sampling inside the set does. The
-    tokens of a tail then cost nothing, neither a score nor a pass.
-    max_passes: give what has been found after so many, unproven. Raises ValueError where k, width or max_passes is less
-    than 1.
+    A prefix is a row here once it has been passed to the model. One that waits is its score, its parent's row and the
+    edge that leads to it: 16 bytes, of which a round of 1,000 passes may bring a million.
     """
-    width = k if width is None else width
-    for name, value in (("k", k), ("width", width), ("max_passes", 1 if max_passes is None else max_passes)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: make it at least 1")
-    state = _Search(item_set, k, end_token, renormalised)
-    beam = True
-    while True:
-        # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
-        most = width if beam else max(width, state.passes // 8)
-        taken = state.take(most if max_passes is None else min(most, max_passes - state.passes))
-        if taken:
-            state.score(taken, (yield [state.pass_of(one) for one in taken]))
-            if beam:
-                state.prune(width, keep=exact)
-        elif beam and exact:
-            beam = False  # it has set a bar, which what it left aside has to beat
-            state.take_up()
-        else:
-            return state.result()
 
+    passes: list[Pass]
+    """The round to score next. Empty: the search has ended."""
 
-class _Search:
-    def __init__(self, item_set: ItemSet, k: int, end_token: int | None, renormalised: bool) -> None:
-        self._tables, self._k, self._renormalised = item_set.trie.tables, k, renormalised
+    def __init__(
+        self,
+        item_set: ItemSet,
+        k: int,
+        *,
+        width: int | None = None,
+        end_token: int | None = None,
+        exact: bool = False,
+        renormalised: bool = False,
+        max_passes: int | None = None,
+        proof_passes: int | None = None,
+    ) -> None:
+        """Raises ValueError if k, width, max_passes or proof_passes is less than 1.
+
+        width: prefixes in a round of the beam, k if None. By default, a beam: of all that a round has found the
+        `width` best go on, and those that lead to a single item are scored to its end in one pass. It finds what a
+        beam of single tokens finds, or better: a single item that has come so far is not pruned on its last tokens.
+        exact: after that beam search on from the best prefix, wherever it stands, until none can beat the k-th item.
+        end_token: if given, the end of an item counts in its score.
+        renormalised: score each token by its share among those that may stand there, as sampling inside the set does.
+        The tokens of a tail then cost nothing, neither a score nor a pass.
+        max_passes: give what has been found after so many, unproven. proof_passes: the same, but the beam ends first.
+        """
+        self._width = k if width is None else width
+        for name, value in (("k", k), ("width", width), ("max_passes", max_passes), ("proof_passes", proof_passes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: make it at least 1")
+        self._tables, self._k = item_set.trie.tables, k
+        self._exact, self._renormalised = exact, renormalised
+        self._max_passes, self._proof_passes = max_passes, proof_passes
         self._ends = np.array([] if end_token is None else [end_token], np.int64)
-        self._open = [_Open(0.0, (), 0, 0)]  # a heap, the best first
-        self._found: list[tuple[float, tuple[int, ...]]] = []  # a heap of at most k, the worst first
-        self._aside: list[_Open] = []  # what was pruned, or the best of it
-        self.passes = self._rounds = 0
+        self._tokens: list[tuple[int, ...]] = [()]  # of each row
+        self._open = _NONE
+        self._aside: list[_Prefixes] = []  # what was pruned; if there is no proof, the best of it
+        self._found = _NONE  # at most k, best first; _SELF is an item that ends at its row
+        self._beam, self._taken, self._rounds = True, 0, 0
+        self._round = _Round.of(self._tables, np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
+        self.passes = self._passes(known=[0]) if self._budget() else []
+
+    def take(self, answers: Sequence[Answer]) -> None:
+        """Take the answers to `passes`, one each: items are found, and `passes` becomes the next round."""
+        self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
+        self._expand(answers)
+        if self._beam:
+            self._prune()
+        best = self._pop()
+        if not best.scores.size and self._beam and self._exact:
+            # The beam has set a bar, which what it left aside has to beat.
+            self._beam = False
+            self._open, self._aside = _Prefixes.joined([self._open, *self._aside]), []
+            best = self._pop()
+        parents = best.parents.tolist()
+        states, runs = _tokens_after(self._tables, best.edges)
+        first = len(self._tokens)
+        self._tokens += [self._tokens[row] + run for row, run in zip(parents, runs, strict=True)]
+        self._round = _Round.of(self._tables, best.scores, np.arange(first, len(self._tokens)), states)
+        self.passes = self._passes(known=[len(self._tokens[row]) + 1 for row in parents])
+
+    @property
+    def result(self) -> Best:
+        """What has been found so far."""
+        columns = [column.tolist() for column in self._found]
+        _, runs = _tokens_after(self._tables, np.maximum(self._found.edges, 0))
+        found = [
+            Ranked(self._tokens[row] + (() if edge == _SELF else run), score)
+            for score, row, edge, run in zip(*columns, runs, strict=True)
+        ]
+        left = max(prefixes.scores.max(initial=-np.inf) for prefixes in (self._open, *self._aside))
+        return Best(_ordered(found), bool(left <= self._bar()), self._taken, self._rounds)
 
     def _bar(self) -> float:
         """What an item has to beat."""
-        return self._found[0][0] if len(self._found) == self._k else -np.inf
+        return float(self._found.scores[-1]) if len(self._found.scores) == self._k else -np.inf
 
-    def take(self, width: int) -> list[_Open]:
-        """The best prefixes that can still lead to something better, at most `width`."""
-        taken: list[_Open] = []
-        while self._open and len(taken) < width and -self._open[0].loss > self._bar():
-            taken.append(heapq.heappop(self._open))
-        return taken
+    def _budget(self) -> int:
+        """How many passes the next round may have."""
+        # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
+        most = self._width if self._beam else max(self._width, self._taken // _PROOF_SHARE)
+        limits = (self._max_passes, None if self._beam else self._proof_passes)
+        return max(0, min([most, *(limit - self._taken for limit in limits if limit is not None)]))
 
-    def pass_of(self, one: _Open) -> Pass:
-        """What has to be known of a prefix."""
-        if one.alone:
-            return Pass(one.tokens, one.known, self._ends)
-        first, last = self._tables.row_offsets[one.state], self._tables.row_offsets[one.state + 1]
-        labels = self._tables.labels[int(first) : int(last)].astype(np.int64)
-        ends = self._ends if is_terminal(self._tables, one.state) else self._ends[:0]
-        return Pass(one.tokens, one.known, np.concatenate([labels, ends]))
+    def _pop(self) -> _Prefixes:
+        """Take the best prefixes that can still lead to something better."""
+        self._open = self._open.above(self._bar())
+        best, self._open = self._open.split(self._budget())
+        return best
 
-    def score(self, taken: Sequence[_Open], answers: Sequence[Answer]) -> None:
-        """Take a round's answers: items are found, and what stands behind other prefixes is opened."""
-        self.passes, self._rounds = self.passes + len(taken), self._rounds + 1
-        for one, (run, after) in zip(taken, answers, strict=True):
-            total = -one.loss + float(np.sum(run))
-            if one.alone:
-                self._add(total + float(np.sum(after)), one.tokens)
-            else:
-                self._expand(one, total, np.asarray(after, np.float64))
+    def _prune(self) -> None:
+        """Go on with the best open prefixes, and lay the others aside."""
+        self._open, others = self._open.split(self._width)
+        if others.scores.size:
+            self._aside.append(others if self._exact else others.split(1)[0])
 
-    def _expand(self, one: _Open, score: float, after: NDArray[np.float64]) -> None:
-        first, last = int(self._tables.row_offsets[one.state]), int(self._tables.row_offsets[one.state + 1])
-        if self._renormalised:
-            after = after - np.logaddexp.reduce(after)
-        if is_terminal(self._tables, one.state):
-            self._add(score + float(np.sum(after[last - first :])), one.tokens)
-        scores = score + after[: last - first]
+    def _passes(self, known: list[int]) -> list[Pass]:
+        now, labels = self._round, self._tables.labels
+        passes = []
+        for row, first, degree, ends, so_far in zip(
+            now.rows.tolist(), now.first.tolist(), now.degree.tolist(), now.ends.tolist(), known, strict=True
+        ):
+            after = labels[first : first + degree].astype(np.int64)
+            if ends and len(self._ends):
+                after = np.concatenate([after, self._ends])
+            passes.append(Pass(self._tokens[row], so_far, after))
+        return passes
+
+    def _expand(self, answers: Sequence[Answer]) -> None:
+        """Score the children of a round's prefixes: some are items, the others wait."""
+        now = self._round
+        totals = now.scores + np.array([float(np.sum(run)) for run, _ in answers])
+        ended = now.ends & (len(self._ends) > 0)
+        after = np.concatenate([np.asarray(after, np.float64) for _, after in answers])
+        starts = np.cumsum(now.degree + ended) - (now.degree + ended)
+        if self._renormalised:  # whose rows are nodes, all of them with children
+            after -= np.repeat(np.logaddexp.reduceat(after, starts), now.degree + ended)
+        # An item ends at a row that is terminal, or was one's whole tail.
+        ends = np.flatnonzero(now.ends)
+        of_ends = totals[ends] + (after[(starts + now.degree)[ends]] if len(self._ends) else 0.0)
+        self._add(_Prefixes.of(of_ends, now.rows[ends], np.full(len(ends), _SELF)))
+        children = np.ones(len(after), np.bool_)
+        children[(starts + now.degree)[ended]] = False
+        scores = np.repeat(totals, now.degree) + after[children]
+        firsts = now.first + now.degree - np.cumsum(now.degree)
+        edges = np.repeat(firsts, now.degree) + np.arange(len(scores))
         better = np.flatnonzero(scores > self._bar())
-        for i in better[np.argsort(-scores[better], kind="stable")]:
-            edge = first + int(i)
-            state, token = int(follow(self._tables, edge)), int(self._tables.labels[edge])
-            tokens, known = (*one.tokens, token), len(one.tokens) + 1
-            if state >= TAIL:
-                tokens += tuple(_tail(self._tables, state - TAIL).tolist())
-            alone = state == END or state >= TAIL
-            if alone and (self._renormalised or (len(tokens) == known and not len(self._ends))):
-                self._add(float(scores[i]), tokens)  # nothing more of it has to be scored
-                continue
-            state = END if alone else state
-            heapq.heappush(self._open, _Open(-float(scores[i]), tokens, state, known))
+        opened = _Prefixes.of(scores[better], np.repeat(now.rows, now.degree)[better], edges[better])
+        if self._renormalised or not len(self._ends):
+            # Nothing more has to be scored of an item that stands alone, if its tail counts nothing or is empty.
+            done = np.empty(len(opened.scores), np.bool_)
+            _stand_alone(self._tables, opened.edges, self._renormalised, done)
+            self._add(opened.at(done))
+            opened = opened.at(~done)
+        self._open = _Prefixes.joined([self._open, opened])
 
-    def _add(self, score: float, tokens: tuple[int, ...]) -> None:
-        if len(self._found) < self._k:
-            heapq.heappush(self._found, (score, tokens))
-        elif score > self._found[0][0]:
-            heapq.heapreplace(self._found, (score, tokens))
+    def _add(self, items: _Prefixes) -> None:
+        joined = _Prefixes.joined([self._found, items.above(self._bar())])
+        self._found = joined.at(np.argsort(-joined.scores, kind="stable")[: self._k])
 
-    def prune(self, width: int, *, keep: bool) -> None:
-        """Go on with the `width` best open prefixes. keep: lay the others aside, for `take_up`."""
-        ranked = sorted(self._open)  # which is a heap
-        self._aside += ranked[width:] if keep else ranked[width : width + 1]
-        self._open = ranked[:width]
 
-    def take_up(self) -> None:
-        """Open what was laid aside."""
-        self._open, self._aside = self._open + self._aside, []
-        heapq.heapify(self._open)
+class _Prefixes(NamedTuple):
+    """Prefixes as columns. scores: float64. parents: the row of all but its last tokens. edges: what leads there from
+    the parent, or _SELF."""
 
-    def result(self) -> Best:
-        ranked = sorted(self._found, key=lambda pair: (-pair[0], pair[1]))
-        left = max((-one.loss for one in self._open + self._aside), default=-np.inf)
-        found = [Ranked(tokens, score) for score, tokens in ranked]
-        return Best(found, left <= self._bar(), self.passes, self._rounds)
+    scores: NDArray[np.float64]
+    parents: NDArray[np.int32]
+    edges: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, scores: NDArray[Any], parents: NDArray[Any], edges: NDArray[Any]) -> _Prefixes:
+        return cls(scores.astype(np.float64), parents.astype(np.int32), edges.astype(np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Prefixes]) -> _Prefixes:
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def at(self, which: NDArray[Any]) -> _Prefixes:
+        return _Prefixes(self.scores[which], self.parents[which], self.edges[which])
+
+    def above(self, bar: float) -> _Prefixes:
+        return self.at(self.scores > bar)
+
+    def split(self, n: int) -> tuple[_Prefixes, _Prefixes]:
+        """The best `n`, in order, and the others. Equal scores are ordered by edge: on one level, that is by tokens."""
+        chosen = np.ones(self.scores.size, np.bool_)
+        if n < self.scores.size:
+            worst = np.partition(self.scores, -n)[-n] if n else np.inf
+            chosen = self.scores > worst
+            level = np.flatnonzero(self.scores == worst)
+            chosen[level[np.argsort(self.edges[level])[: n - np.count_nonzero(chosen)]]] = True
+        best, others = self.at(chosen), self.at(~chosen)
+        return best.at(np.lexsort((best.edges, -best.scores))), others
+
+
+_NONE = _Prefixes.of(np.zeros(0), np.zeros(0), np.zeros(0))
+
+
+class _Round(NamedTuple):
+    """What a round asks of each row. scores: so far, but for the rest of a row's tokens. first, degree: its node's
+    edges; none if its tokens are a whole item. ends: whether an item ends at it."""
+
+    scores: NDArray[np.float64]
+    rows: NDArray[np.int64]
+    first: NDArray[np.int64]
+    degree: NDArray[np.int64]
+    ends: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, tables: Tables, scores: NDArray[np.float64], rows: NDArray[np.int64], states: NDArray[np.int64]
+    ) -> _Round:
+        alone = states == END
+        nodes = np.where(alone, 0, states)
+        first, last = (tables.row_offsets[nodes + i].astype(np.int64) for i in (0, 1))
+        ends = tables.terminal[nodes >> 5] >> (nodes & 31).astype(np.uint32) & 1 != 0
+        return cls(scores, rows, first, np.where(alone, 0, last - first), alone | ends)
+
+
+def _ordered(items: list[Ranked]) -> list[Ranked]:
+    return sorted(items, key=lambda one: (-one.score, one.tokens))
+
+
+def _tokens_after(tables: Tables, edges: NDArray[np.int32]) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
+    """Of each edge: the state after it, END if one item alone is there, and its token with that item's tail."""
+    states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
+    _measure(tables, edges, states, lengths)
+    ends = np.cumsum(lengths)
+    flat = np.empty(int(ends[-1]) if len(ends) else 0, np.int64)
+    _read(tables, edges, states, ends - lengths, flat)
+    tokens = flat.tolist()
+    runs = [tuple(tokens[end - length : end]) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+    return np.where(states >= TAIL, END, states), runs
 
 
 @compiled
-def _tail(tables: Any, position: int) -> Any:
-    """The tokens of a tail from this position on."""
-    width = np.int64(tables.token_bits)
-    end = position
-    while (tail_entry(tables, end) >> width) & 1 == 0:
-        end += 1
-    tokens = np.empty(end + 1 - position, np.int64)
-    for i in range(len(tokens)):
-        tokens[i] = tail_entry(tables, position + i) & ((np.int64(1) << width) - 1)
-    return tokens
+def _measure(tables, edges, states, lengths):  # type: ignore[no-untyped-def]
+    """The state after each edge, and how many tokens the edge and its tail have."""
+    for i in range(len(edges)):
+        states[i] = follow(tables, np.int64(edges[i]))
+        lengths[i] = 1
+        if states[i] >= TAIL:
+            position = states[i] - TAIL
+            while (tail_entry(tables, position) >> tables.token_bits) == 0:
+                position += 1
+                lengths[i] += 1
+            lengths[i] += 1
+
+
+@compiled
+def _read(tables, edges, states, starts, tokens):  # type: ignore[no-untyped-def]
+    token_mask = (np.int64(1) << np.int64(tables.token_bits)) - 1
+    for i in range(len(edges)):
+        tokens[starts[i]] = tables.labels[edges[i]]
+        position, at = states[i] - TAIL, starts[i] + 1
+        end = starts[i + 1] if i + 1 < len(edges) else len(tokens)
+        for k in range(end - at):
+            tokens[at + k] = tail_entry(tables, position + k) & token_mask
+
+
+@compiled
+def _stand_alone(tables, edges, with_tail, alone):  # type: ignore[no-untyped-def]
+    """Whether one item alone is after each edge, all of whose tokens are read; or also if `with_tail`."""
+    for i in range(len(edges)):
+        state = follow(tables, np.int64(edges[i]))
+        alone[i] = state == END or (with_tail and state >= TAIL)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from itemset.best import Best
-from itemset.catalogue import INLINE, Catalogue, RefusedError
+from itemset import lists
+from itemset.best import Search
+from itemset.catalogue import INLINE, Catalogue, InlineSet, RefusedError
 from itemset.config import StaticConfig
-from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet, build
-from itemset.rows import Rows
-from itemset.text import encode, fingerprint
+from itemset.errors import ItemSetError, shown
+from itemset.inline import InlineTexts
+from itemset.item_set import ItemSet
+from itemset.text import fingerprint
 
 
 @dataclass(frozen=True)
@@ -37,27 +36,10 @@ class Words:
         return f'{{"{name}": N}} in {self.options}'
 
 
-RANKING = ("exact", "renormalised", "max_passes")
-"""What a request for a ranked list may give beside its set: see `itemset.best.search`."""
-
-
-def ranking_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of RANKING among what a request gives, as `search` takes them. Raises RefusedError."""
-    options = {name: given[name] for name in RANKING if given.get(name) is not None}
-    for name in RANKING[:2]:
-        if not isinstance(options.get(name, False), bool):
-            raise RefusedError("wrong type", f"{name} must be true or false, not {options[name]!r:.60}")
-    most = options.get("max_passes", 1)
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise RefusedError("wrong type", f"max_passes must be a number of forward passes, at least 1, not {most!r:.60}")
-    return options
-
-
-def found_some(best: Best) -> Best:
-    """The end of a search. Raises RefusedError where it has found nothing to answer with."""
-    if not best.items:
-        raise RefusedError("beam search", "no item was found before the limit: raise max_passes")
-    return best
+def _warm_up(item_set: ItemSet) -> None:
+    """Load what naming an answer's item takes, for both widths of token ids: no answer should wait for it."""
+    for token in (0, 1 << 16):
+        item_set.find([token])
 
 
 class Checks:
@@ -73,11 +55,12 @@ class Checks:
         context: int,
         end_tokens: Collection[int],
         reserved: int = 0,
+        on_encoded: Callable[[int], object] = lambda texts: None,
     ) -> None:
         """Open and check the registered sets.
 
         context: tokens of prompt and output together, of which the engine keeps `reserved`. end_tokens: those at which
-        the model ends.
+        the model ends. on_encoded: told of the texts of inline sets as they are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context.
         """
@@ -85,15 +68,26 @@ class Checks:
         self._vocab_size, self._end_tokens = vocab_size, end_tokens
         self._context, self._reserved = context, reserved
         self.catalogue = Catalogue(config)
-        # Encoding runs on other threads than the engine's own use of the tokenizer, which is not safe for threads.
+        # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._encoding = threading.Lock()
+        self._inline = InlineTexts(
+            self.catalogue,
+            config,
+            self._tokenizer,
+            words,
+            vocab_size=vocab_size,
+            context=context,
+            reserved=reserved,
+            end_tokens=end_tokens,
+            on_encoded=on_encoded,
+        )
         model_print = None
         for name, item_set in self.catalogue.registered.items():
             if item_set.tokenizer is not None:
                 model_print = model_print or fingerprint(self._tokenizer)
                 self._check_tokenizer(name, item_set, model_print)
             self._check_fit(f"the item set {name!r} ({config.item_sets[name]})", item_set)
+            _warm_up(item_set)
 
     def summary(self) -> str:
         """The registered sets, for the log."""
@@ -103,58 +97,53 @@ class Checks:
         """The name of a registered set that a request gives. Raises RefusedError."""
         if not isinstance(reference, str):
             raise RefusedError(
-                "wrong type", f"item_set must be the name of an item set, a string, not {reference!r:.60}"
+                "wrong type", f"item_set must be the name of an item set, a string, not {shown(reference)}"
             )
         if reference not in self.catalogue.registered:
             self.catalogue[reference if not reference.startswith(INLINE) else ""]  # raises, naming what there is
         return reference
 
     def inline(self, choice: Any) -> str:
-        """The reference of the set of these texts, which is encoded and built unless it was not long ago.
+        """The reference of the set of these texts, or of the InlineSet that stands in their place.
 
-        Raises RefusedError, or ItemSetError for what is wrong with an item.
+        Texts are encoded and built unless they were not long ago; this waits. Raises RefusedError, or ItemSetError for
+        what is wrong with an item.
         """
-        if not isinstance(choice, list) or not choice:
-            raise RefusedError("bad items", "choice must be a list of at least one text")
-        if len(choice) > self._config.inline_item_limit:
-            raise RefusedError(
-                "inline limit",
-                f"choice has {len(choice):,} items, the limit of an inline set is {self._config.inline_item_limit:,}: "
-                f"register it with `itemset build` and --item-set, or raise {self._words.option('inline_item_limit')}",
-            )
-        digest = hashlib.blake2b(repr(choice).encode("utf-8", "surrogatepass"), digest_size=16)
-        reference = INLINE + digest.hexdigest()
-        if self.catalogue.inline(reference) is None:
-            with self._encoding:
-                tokens, offsets = encode(choice, self._tokenizer)
-            item_set = build(Rows(tokens, offsets))
-            self._check_fit("the inline set", item_set)
-            self.catalogue.keep(reference, item_set, item_set.to_bytes())
-        return reference
+        return (choice if isinstance(choice, InlineSet) else self._inline.get(choice)).reference
+
+    async def prepare(self, choice: Any) -> InlineSet:
+        """What may stand in place of these texts: with it `inline` is immediate. Raises as `inline` does.
+
+        It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
+        """
+        return choice if isinstance(choice, InlineSet) else await self._inline.prepare(choice)
 
     def ranked(
-        self, reference: str, *, beams: int, prompt_tokens: int, max_tokens: int | None, end_token: int, behind: int
-    ) -> ItemSet:
-        """The set of a request for a ranked list.
+        self,
+        reference: str,
+        given: Mapping[str, Any],
+        *,
+        k: int,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        end_token: int,
+        behind: int,
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list of `k`, and the search for it.
 
-        behind: tokens of the context that scoring a whole item takes behind it. Raises RefusedError where the list may
-        not be so long, or some of the items could not be scored.
+        given: what the request says, of it `lists.RANKING`. behind: tokens of the context that scoring a whole item
+        takes after it. Raises RefusedError if the list may not be so long, or some of the items could not be scored.
         """
         self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], behind=behind)
-        item_set, limit, words = self.catalogue[reference], self._config.ranked_list_limit, self._words
-        if beams > limit:
+        item_set = self.catalogue[reference]
+        options = lists.options(given, k, self._config, self._words)
+        if max_tokens is not None and max_tokens <= item_set.longest:
             raise RefusedError(
                 "beam search",
-                f"a ranked list of {beams:,} is longer than this engine's limit of {limit:,}: ask for fewer items, or "
-                f"raise {words.option('ranked_list_limit')}",
+                f"{self._words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it "
+                f"to at least {item_set.longest + 1} for a ranked list",
             )
-        if max_tokens is not None and max_tokens < item_set.longest:
-            raise RefusedError(
-                "beam search",
-                f"{words.max_tokens}={max_tokens} is less than the longest item has: set it to at least "
-                f"{item_set.longest} for a ranked list",
-            )
-        return item_set
+        return item_set, Search(item_set, k, end_token=end_token, **options)
 
     def request(
         self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], behind: int = 0

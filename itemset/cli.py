@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any
 
 import itemset
 from itemset import report, sources
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.external import build_external
 from itemset.item_set import ItemSet
 from itemset.memory import available_memory, needed_memory
 from itemset.progress import build_bar
 from itemset.scratch import outcome, scratch_folder, state_of
-from itemset.text import encode, fingerprint, load_tokenizer
+from itemset.text import encode, load_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("lookup needs at least one of --tokens, --key, --text, --children")
     before = state_of(args.output) if args.run is _build else None
     try:
-        args.run(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", ItemSetWarning)
+            warnings.showwarning = _show_warning(warnings.showwarning)
+            args.run(args)
         sys.stdout.flush()
     except ItemSetError as error:
         print(f"itemset: {error}", file=sys.stderr)
@@ -44,6 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output (head, less) has seen enough; Python must not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _show_warning(original: Any) -> Any:
+    """Ours as a line like all others."""
+
+    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        if issubclass(category, ItemSetWarning):
+            print(f"itemset: {message}", file=sys.stderr)
+        else:
+            original(message, category, *args, **kwargs)
+
+    return show
 
 
 def _build(args: argparse.Namespace) -> None:
@@ -141,8 +157,8 @@ def _verify(args: argparse.Namespace) -> None:
 def _lookup(args: argparse.Namespace) -> None:
     s = itemset.load(args.file)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    if tokenizer is not None and s.tokenizer is not None and fingerprint(tokenizer) != s.tokenizer.fingerprint:
-        raise ItemSetError(f"{args.file} was built with another tokenizer, {s.tokenizer.name}: give that one")
+    if tokenizer is not None:
+        s.check_tokenizer(tokenizer)
     asked: list[list[int]] = list(args.tokens)
     if args.text:
         if tokenizer is None:

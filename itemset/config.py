@@ -16,7 +16,9 @@ INDEX = "item_set_index"
 """Key under which it carries an inline set's index file towards the engine."""
 
 INLINE_ITEM_LIMIT = 100_000
+INLINE_TEXT_LIMIT = 10_000_000  # characters
 RANKED_LIST_LIMIT = 1_000
+RANKED_LIST_PASSES = 10_000
 INLINE_MEMORY = 64 << 20  # bytes of device memory for inline sets
 PATHS = ("auto", "device", "host")
 KERNELS = ("auto", "triton", "torch")
@@ -27,20 +29,28 @@ class StaticConfig:
     """The plugin's options: `additional_config` in vLLM, flags or arguments of the engine in SGLang.
 
     item_sets: file of each registered set by name. inline_item_limit: items an inline set may have.
+    inline_text_limit: characters that all items of an inline set may have together.
     item_set_path: where masks are computed; "auto" takes the device wherever it can.
     inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
     item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
     ranked_list_limit: beams that a request for a ranked list may ask for.
+    ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
     forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
+    item_set_cache: folder of the copies that are served (`held`); the user's cache folder where None.
+    item_set_versions: version of each registered set by name. Internal: the process that starts an engine sets it.
     """
 
     item_sets: Mapping[str, str] = field(default_factory=dict)
     inline_item_limit: int = INLINE_ITEM_LIMIT
+    inline_text_limit: int = INLINE_TEXT_LIMIT
     item_set_path: str = "auto"
     inline_set_memory: int = INLINE_MEMORY
     item_set_kernels: str = "auto"
     ranked_list_limit: int = RANKED_LIST_LIMIT
+    ranked_list_passes: int = RANKED_LIST_PASSES
     forced_drafts: bool = True
+    item_set_cache: str | None = None
+    item_set_versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any) -> StaticConfig:
@@ -56,11 +66,15 @@ class StaticConfig:
         return cls(
             _by_name(options.get("item_sets", {})),
             _number(options, "inline_item_limit", INLINE_ITEM_LIMIT, "items"),
+            _number(options, "inline_text_limit", INLINE_TEXT_LIMIT, "characters"),
             _one_of(options, "item_set_path", PATHS),
             _number(options, "inline_set_memory", INLINE_MEMORY, "bytes"),
             _one_of(options, "item_set_kernels", KERNELS),
             _number(options, "ranked_list_limit", RANKED_LIST_LIMIT, "beams"),
+            _number(options, "ranked_list_passes", RANKED_LIST_PASSES, "forward passes"),
             bool(options.get("forced_drafts", True)),
+            _folder(options),
+            dict(options.get("item_set_versions", {})),
         )
 
 
@@ -68,6 +82,13 @@ def _number(options: Mapping[str, Any], key: str, default: int, unit: str) -> in
     value = options.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ItemSetError(f"{key} must be a number of {unit}, not {value!r}")
+    return value
+
+
+def _folder(options: Mapping[str, Any]) -> str | None:
+    value = options.get("item_set_cache")
+    if value is not None and not (isinstance(value, str) and value):
+        raise ItemSetError(f"item_set_cache must be the path of a folder, not {value!r}")
     return value
 
 

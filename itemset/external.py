@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset import sources
+from itemset import notices, sources
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.jit import compiled
@@ -81,7 +81,7 @@ def build_external(
                 )
             progress("building", 0.0)
             trie, members = build_trie(rows, lcp)
-            return ItemSet(
+            item_set = ItemSet(
                 trie,
                 _gather(keys, members, scratch, progress),
                 duplicates=stored.items - trie.items,
@@ -89,6 +89,8 @@ def build_external(
                 tokenizer=identify(tokenizer) if tokenizer is not None else None,
                 prefix=prefix,
             )
+            notices.of_build(item_set, tokenizer, keys_given=key is not None)
+            return item_set
     except duckdb.Error as error:
         reason = str(error).partition("\n")[0]
         raise ItemSetError(f"{path} cannot be sorted ({reason}): give more memory or disk") from error

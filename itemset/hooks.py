@@ -16,6 +16,22 @@ Around = Callable[..., Any]
 """What runs around a function: ``around(original, *args, **kwargs)``."""
 
 
+def later(module: str, name: str) -> Around:
+    """A function of a module that is slow to import: imported when the function is first called."""
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return resolved(around)(*args, **kwargs)
+
+    around.__static_later__ = (module, name)  # type: ignore[attr-defined]
+    return around
+
+
+def resolved(around: Around) -> Around:
+    """The function itself, if `later` stands for it."""
+    module, name = getattr(around, "__static_later__", (None, ""))
+    return around if module is None else getattr(importlib.import_module(module), name)
+
+
 def exists(hook: str) -> bool:
     """Whether there is the function that `hook`, "module:name.name", names."""
     module, _, path = hook.partition(":")

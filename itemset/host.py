@@ -1,16 +1,24 @@
-"""The host path: one request's state with its history, and the mask of its row as a bitmask."""
+"""The host path: one request's state with its history, and the masks of a batch's rows as bitmasks.
+
+Numba takes microseconds to unpack the arrays of the tables in each call. So a compiled function is told one address,
+where it finds those of all arrays (`_addresses`), and one call serves rows of different sets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
 from itemset.jit import compiled
-from itemset.walk import DEAD, END, TAIL, WAITING, advance, is_terminal, tail_token
+from itemset.trie import Tables
+from itemset.walk import DEAD, END, FREE, TAIL, WAITING, advance, is_terminal, tail_token
 
 
 class HostState:
@@ -23,9 +31,10 @@ class HostState:
     """
 
     def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int]) -> None:
-        self._tables = item_set.trie.tables
-        self._stops = np.array(sorted(stop_token_ids), np.int64)
-        self._stop_set = frozenset(stop_token_ids)
+        stops = np.array(sorted(stop_token_ids), np.int64)
+        addresses = _addresses(item_set.trie.tables, stops)
+        self._kept = item_set.trie.tables, stops, addresses  # for as long as compiled code may read there
+        self._address: int = addresses.ctypes.data
         self._states = [0]
 
     @property
@@ -37,17 +46,10 @@ class HostState:
         """Whether the item has ended and nothing but stop tokens can follow."""
         return self.state == END
 
-    def step(self, state: int, token: int) -> int:
-        """The state after `token`, DEAD where it is not allowed."""
-        after = int(advance(self._tables, state, token))
-        if after == DEAD and token in self._stop_set and is_terminal(self._tables, state):
-            return END
-        return after
-
     def accept(self, tokens: Iterable[int]) -> bool:
         """Take the tokens; at the first that is not allowed, stop before it and return False."""
         for token in tokens:
-            after = self.step(self.state, token)
+            after = _step(self._address, self._states[-1], token)
             if after == DEAD:
                 return False
             self._states.append(after)
@@ -57,10 +59,24 @@ class HostState:
         """The longest start of `tokens` that `accept` would take. The state stays."""
         state = self.state
         for i, token in enumerate(tokens):
-            state = self.step(state, token)
+            state = _step(self._address, state, token)
             if state == DEAD:
                 return tokens[:i]
         return tokens
+
+    def draft_states(self, drafts: Iterable[int]) -> list[int]:
+        """The state of each row that verifies these drafts and of the row after them, [drafts + 1]. The state stays.
+
+        A draft that is not allowed: its row's state is that of all rows after it. -1 is no draft but padding: FREE is
+        the state of all rows after it.
+        """
+        drafts, states = list(drafts), [self._states[-1]]
+        for i, token in enumerate(drafts):
+            after = FREE if token == -1 else _step(self._address, states[-1], token)
+            if after in (FREE, DEAD):
+                return states + [FREE if after == FREE else states[-1]] * (len(drafts) - i)
+            states.append(after)
+        return states
 
     def rollback(self, tokens: int) -> None:
         """Forget the last `tokens` accepted tokens. Raises ValueError where there are not so many."""
@@ -73,7 +89,23 @@ class HostState:
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Bit t of `row` [ceil(vocabulary / 32)] says whether token t may follow; every word is written."""
-        _fill_bitmask(self._tables, self.state, self._stops, row.view(np.uint32))
+        _fill_row(self._address, self._states[-1], row)
+
+
+def fill_bitmasks(
+    hosts: Sequence[HostState], states: Sequence[int], rows: Sequence[int], bitmask: NDArray[np.int32]
+) -> None:
+    """Fill many rows of a bitmask in one compiled call, as `HostState.fill_bitmask` fills one.
+
+    hosts, states, rows: for each row to be filled its request, a state in that request's set (FREE allows all tokens),
+        and the number of the row.
+    bitmask: [any, ceil(vocabulary / 32)] int32. Other rows stay as they are.
+    Raises IndexError if `bitmask` has no such row, ValueError if the three differ in length.
+    """
+    if not len(hosts) == len(states) == len(rows):
+        raise ValueError(f"{len(rows)} rows need a request and a state each, not {len(hosts)} and {len(states)}")
+    addresses = np.array([host._address for host in hosts], np.int64)
+    _fill_rows(addresses, np.array(states, np.int64), np.array(rows, np.int64), bitmask)
 
 
 def allowed_rows(
@@ -89,13 +121,11 @@ def allowed_rows(
 
 
 def warm_up() -> None:
-    """Load the compiled walks now, for both widths of token ids: a first request should not wait for them."""
-    row = np.zeros(1, np.int32)
-    for high in (1, 2**16):
-        state = HostState(build([[0, 0, high], [0, 1]]), {0})
-        state.fill_bitmask(row)
-        state.accept([0, 0])
-        state.fill_bitmask(row)
+    """Load the compiled walks now: a first request should not wait for them."""
+    state, bitmask = HostState(build([[0]]), ()), np.zeros((1, 1), np.int32)
+    fill_bitmasks([state], [0], [0], bitmask)
+    state.fill_bitmask(bitmask[0])
+    state.accept([0])
 
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
@@ -140,9 +170,95 @@ def _allowed_rows(tables: Any, stops: Any, tokens: Any, allowed: Any) -> None:
                     allowed[row, token] = True
 
 
+def _addresses(tables: Tables, stops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What `_tables` and `_stops` read: address and length of each array, then the widths that vary."""
+    words = [word for array in (*tables[:-1], stops) for word in (array.__array_interface__["data"][0], len(array))]
+    return np.array([*words, tables.token_bits, tables.labels.itemsize, tables.targets.itemsize], np.int64)
+
+
+_TOKEN_BITS, _LABEL_BYTES, _TARGET_BYTES = range(2 * len(Tables._fields), 2 * len(Tables._fields) + 3)
+_WORDS = _TARGET_BYTES + 1
+
+
+@intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:
+    """The address as what `carray` takes."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@compiled
+def _array(addresses: Any, field: int, dtype: Any) -> Any:
+    return carray(_pointer(addresses[2 * field]), addresses[2 * field + 1], dtype)
+
+
+@compiled
+def _tables(addresses: Any, label: Any, target: Any) -> Any:
+    return Tables(
+        _array(addresses, 0, np.uint32),
+        _array(addresses, 1, np.uint32),
+        _array(addresses, 2, label),
+        _array(addresses, 3, target),
+        _array(addresses, 4, np.uint32),
+        _array(addresses, 5, np.uint32),
+        _array(addresses, 6, np.uint32),
+        addresses[_TOKEN_BITS],
+    )
+
+
+@compiled
+def _stops(addresses: Any) -> Any:
+    return _array(addresses, 7, np.int64)
+
+
+@compiled
+def _step(address: int, state: int, token: int) -> Any:
+    """The state after `token`, DEAD where it is not allowed."""
+    addresses = carray(_pointer(address), _WORDS, np.int64)
+    if addresses[_LABEL_BYTES] == 2:
+        if addresses[_TARGET_BYTES] == 2:
+            return _after(_tables(addresses, np.uint16, np.uint16), _stops(addresses), state, token)
+        return _after(_tables(addresses, np.uint16, np.uint32), _stops(addresses), state, token)
+    if addresses[_TARGET_BYTES] == 2:
+        return _after(_tables(addresses, np.uint32, np.uint16), _stops(addresses), state, token)
+    return _after(_tables(addresses, np.uint32, np.uint32), _stops(addresses), state, token)
+
+
+@compiled
+def _after(tables: Any, stops: Any, state: int, token: int) -> Any:
+    after = advance(tables, state, token)
+    if after == DEAD and is_terminal(tables, state):
+        for stop in stops:
+            if stop == token:
+                return np.int64(END)
+    return after
+
+
+@compiled
+def _fill_rows(addresses: Any, states: Any, rows: Any, bitmask: Any) -> None:
+    for i in range(len(rows)):
+        if not 0 <= rows[i] < len(bitmask):
+            raise IndexError("the bitmask has no such row")
+    for i in range(len(rows)):
+        _fill_row(addresses[i], states[i], bitmask[rows[i]])
+
+
+@compiled
+def _fill_row(address: int, state: int, row: Any) -> None:
+    addresses = carray(_pointer(address), _WORDS, np.int64)
+    words = row.view(np.uint32)
+    if addresses[_LABEL_BYTES] == 2:  # filling reads no targets, so that their width does not matter
+        _fill_bitmask(_tables(addresses, np.uint16, np.uint16), state, _stops(addresses), words)
+    else:
+        _fill_bitmask(_tables(addresses, np.uint32, np.uint16), state, _stops(addresses), words)
+
+
 @compiled
 def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
-    row[:] = 0
+    row[:] = 0xFFFFFFFF if state == FREE else 0
     if state >= TAIL:
         _set_bit(row, tail_token(tables, state))
     elif state < WAITING:

@@ -7,14 +7,16 @@ header and of the prelude up to here (uint32), zero (uint32). The header is JSON
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,7 @@ _MAGIC = b"ITEMSET\n"
 _PRELUDE = struct.Struct("<8sIIQII")
 _ALIGN = 64
 _DTYPES = {"uint8", "uint16", "uint32", "int64"}
+_AGAIN = "build it again with `itemset build`"
 
 
 @dataclass(frozen=True)
@@ -135,19 +138,54 @@ def _open_nameless(folder: Path, temporary: Path) -> tuple[int, bool]:
     return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), False
 
 
-def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, NDArray[Any]]]:
-    """Map the file into memory. Raises ItemSetError as `parse` does, or where there is no such file."""
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open an index file for reading. Raises ItemSetError: no such file, a directory or a pipe, or not readable."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for a writer
+        if stat.S_ISDIR(mode):
+            raise ItemSetError(f"{path} is a directory, not an index file: name the file in it")
+        if not stat.S_ISREG(mode):
+            raise ItemSetError(f"{path} is a pipe, a socket or a device: give a file that `itemset build` wrote")
+        return open(path, "rb")
     except FileNotFoundError as error:
         raise ItemSetError(f"{path}: no such file: build it with `itemset build`") from error
-    except IsADirectoryError as error:
-        raise ItemSetError(f"{path} is a directory, not an index file: name the file in it") from error
     except OSError as error:
         raise ItemSetError(f"{path}: cannot be read: {error.strerror}") from error
-    return parse(buffer, str(path))
+
+
+def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str, NDArray[Any]]]:
+    """Map the file into memory. name: what errors call it, its path where empty.
+
+    Raises ItemSetError as `open_file` and `parse` do.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    return parse(buffer, name or str(path))
+
+
+def version(path: str | os.PathLike[str], name: str = "") -> str:
+    """Check the whole file, and hash its prelude and header, which hold the checksum of everything else, in hex.
+
+    The file is read, not mapped, so that one which is cut meanwhile is an error and not the end of the process.
+    Raises ItemSetError as `open_file`, `parse` and `check` do.
+    """
+    name = name or str(path)
+    try:
+        with open_file(path) as file:
+            start = file.read(_PRELUDE.size)
+            start += file.read(_header_size(start))
+            header = _parse_header(start, os.fstat(file.fileno()).st_size, name)
+            for section in header.sections:
+                crc, left = 0, section.count * np.dtype(section.dtype).itemsize
+                file.seek(section.offset)
+                while left and (piece := file.read(min(left, 1 << 20))):
+                    crc, left = zlib.crc32(piece, crc), left - len(piece)
+                if left or crc != section.crc32:
+                    raise _damaged(name, section)
+    except OSError as error:
+        raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
+    return hashlib.blake2b(start, digest_size=16).hexdigest()
 
 
 def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArray[Any]]]:
@@ -155,47 +193,57 @@ def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArr
 
     Raises ItemSetError: not an index file, another format version, truncated, or a header that does not fit itself.
     """
+    start = bytes(buffer[: _PRELUDE.size])
+    start += bytes(buffer[_PRELUDE.size : _PRELUDE.size + _header_size(start)])
+    header, arrays = _parse_header(start, len(buffer), name), {}
+    for section in header.sections:
+        arrays[section.name] = np.frombuffer(buffer, section.dtype, section.count, section.offset)
+        arrays[section.name].flags.writeable = False
+    return header, arrays
+
+
+def _header_size(prelude: bytes) -> int:
+    return int(_PRELUDE.unpack(prelude)[2]) if len(prelude) == _PRELUDE.size else 0
+
+
+def _parse_header(start: bytes, length: int, name: str) -> Header:
+    """The header of a file of `length` bytes that begins with `start`, its prelude and header."""
     import msgspec
 
-    again = "build it again with `itemset build`"
-    if bytes(buffer[: len(_MAGIC)]) != _MAGIC[: len(buffer)] or not len(buffer):
+    if start[: len(_MAGIC)] != _MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
-    if len(buffer) < _PRELUDE.size:
-        raise ItemSetError(f"{name} is truncated, it has {len(buffer)} bytes: {again}")
-    _, version, header_size, size, crc, _ = _PRELUDE.unpack_from(buffer)
-    if version != FORMAT:
-        mend = "upgrade static-backend" if version > FORMAT else again
+    if len(start) < _PRELUDE.size:
+        raise ItemSetError(f"{name} is truncated, it has {length} bytes: {_AGAIN}")
+    _, format_version, _, size, crc, _ = _PRELUDE.unpack_from(start)
+    if format_version != FORMAT:
+        mend = "upgrade static-backend" if format_version > FORMAT else _AGAIN
         raise ItemSetError(
-            f"{name} has the {'newer' if version > FORMAT else 'older'} format version {version}, "
+            f"{name} has the {'newer' if format_version > FORMAT else 'older'} format version {format_version}, "
             f"this is version {FORMAT}: {mend}"
         )
-    if len(buffer) < size:
-        raise ItemSetError(f"{name} is truncated, it has {len(buffer):,} of {size:,} bytes: {again}")
-    body = bytes(buffer[_PRELUDE.size : _PRELUDE.size + header_size])
-    if len(buffer) != size or zlib.crc32(body, zlib.crc32(bytes(buffer[:24]))) != crc:
-        raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {again}")
+    if length < size:
+        raise ItemSetError(f"{name} is truncated, it has {length:,} of {size:,} bytes: {_AGAIN}")
+    body = start[_PRELUDE.size :]
+    if length != size or zlib.crc32(body, zlib.crc32(start[:24])) != crc:
+        raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {_AGAIN}")
     try:
         header = msgspec.json.decode(body, type=Header)
-        arrays = {}
         for section in header.sections:
-            room = len(buffer) - section.offset
             if section.dtype not in _DTYPES or section.offset % _ALIGN or section.offset < 0:
                 raise ValueError(f"section {section.name}")
-            if not 0 <= section.count * np.dtype(section.dtype).itemsize <= room:
+            if not 0 <= section.count * np.dtype(section.dtype).itemsize <= length - section.offset:
                 raise ValueError(f"section {section.name} has no room")
-            array = np.frombuffer(buffer, section.dtype, section.count, section.offset)
-            array.flags.writeable = False
-            arrays[section.name] = array
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ItemSetError(f"{name} is corrupted, its header is not valid ({error}): {again}") from error
-    return header, arrays
+        raise ItemSetError(f"{name} is corrupted, its header is not valid ({error}): {_AGAIN}") from error
+    return header
 
 
 def check(header: Header, arrays: dict[str, NDArray[Any]], name: str) -> None:
     """Read every section and compare it with its checksum; raises ItemSetError that names the section."""
     for section in header.sections:
         if zlib.crc32(arrays[section.name].data) != section.crc32:
-            raise ItemSetError(
-                f"{name} is corrupted, section {section.name} does not match its checksum: "
-                "build it again with `itemset build`"
-            )
+            raise _damaged(name, section)
+
+
+def _damaged(name: str, section: Section) -> ItemSetError:
+    return ItemSetError(f"{name} is corrupted, section {section.name} does not match its checksum: {_AGAIN}")

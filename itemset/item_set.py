@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset import index_file, numbering, walk
+from itemset import index_file, notices, numbering, walk
 from itemset.errors import ItemSetError
 from itemset.index_file import Header
 from itemset.keys import as_keys, from_sections, keys_at, positions_of, to_sections
 from itemset.rows import MAX_ITEM_TOKENS, MAX_TOKEN_ID, Rows, as_rows, sort_unique, token_dtype
-from itemset.text import TokenizerId, encode, identify
+from itemset.text import TokenizerId, encode, fingerprint, identify
 from itemset.trie import BLOCK, Tables, Trie, build_trie
 
 _AGAIN = "build it again with `itemset build`"
@@ -47,6 +47,7 @@ class ItemSet:
         self.tokenizer = tokenizer
         self.prefix = prefix
         """Text that stands before every item, as given to `build_text`."""
+        self._same_tokenizer: Any = None  # the one that was found to be the set's own
 
     def __len__(self) -> int:
         return self.trie.items
@@ -121,12 +122,54 @@ class ItemSet:
         if not len(items):
             return keys_at(self._keys, np.zeros(0, np.int64))
         rows = as_rows(items)
-        numbers = numbering.numbers_of(self.trie.tables, self._terminal_rank, rows)
-        if (missing := np.flatnonzero((numbers < 0) | (numbers >= len(self)))).size:
+        numbers = self._numbers_of(rows)
+        if (missing := np.flatnonzero(numbers < 0)).size:
             i = int(missing[0])
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
         return keys_at(self._keys, numbers)
+
+    def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
+        """The key of the item with these tokens, and whether it is a prefix of another; None where it is no item.
+
+        tokens: of one item, each 0 or more. `lookup` of one item, without an error to raise.
+        """
+        number = int(self._numbers_of(as_rows([tokens]))[0])
+        if number < 0:
+            return None
+        tables = self.trie.tables
+        key = self._keys[number].as_py()
+        return key, number >= len(tables.labels) - (len(tables.row_offsets) - 2)
+
+    def lookup_text(self, texts: Sequence[str], tokenizer: Any) -> NDArray[np.int64] | list[str]:
+        """The key of each text's item, encoded as `build_text` does (after the set's prefix): as `lookup`.
+
+        tokenizer: the one that the set was built with. Raises ItemSetError: another tokenizer, a text that cannot be
+        encoded (see `text.encode`), or the first that is no item of the set.
+        """
+        self.check_tokenizer(tokenizer)
+        rows = Rows(*encode(texts, tokenizer, prefix=self.prefix))
+        numbers = self._numbers_of(rows)
+        if (missing := np.flatnonzero(numbers < 0)).size:
+            i = int(missing[0])
+            raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
+        return keys_at(self._keys, numbers)
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raises ItemSetError where the set was built with another tokenizer."""
+        if self.tokenizer is None or tokenizer is self._same_tokenizer:
+            return
+        if fingerprint(tokenizer) != self.tokenizer.fingerprint:
+            raise ItemSetError(f"the set was built with another tokenizer, {self.tokenizer.name}: give that one")
+        self._same_tokenizer = tokenizer
+
+    def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
+        """The item number of each row, -1 where it is no item."""
+        if not len(rows):
+            return np.zeros(0, np.int64)
+        numbers = numbering.numbers_of(self.trie.tables, self._terminal_rank, rows)
+        numbers[numbers >= len(self)] = -1  # of a damaged file
+        return numbers
 
     def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
         """The tokens of the items with these keys (the first such item). Raises ItemSetError for an unknown key."""
@@ -192,14 +235,16 @@ def build(
     """
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
-    rows = as_rows(items, vocab_size)
-    total = len(rows)
+    given = as_rows(items, vocab_size)
+    total = len(given)
     item_keys = None if keys is None else as_keys(keys, total)
-    rows, order, lcp = sort_unique(rows)
+    rows, order, lcp = sort_unique(given)
+    folded = notices.first_folded(given, len(rows), order, item_keys)
+    del given
     trie, members = build_trie(rows, lcp)
     del rows, lcp
     kept = members if order is None else order[members]
-    return ItemSet(
+    item_set = ItemSet(
         trie,
         pa.array(kept.astype(np.int64)) if item_keys is None else item_keys.take(pa.array(kept)),
         duplicates=total - trie.items,
@@ -207,6 +252,8 @@ def build(
         tokenizer=identify(tokenizer) if tokenizer is not None else None,
         prefix=prefix,
     )
+    notices.of_build(item_set, tokenizer, keys_given=keys is not None, folded=folded)
+    return item_set
 
 
 def build_text(
@@ -231,13 +278,16 @@ def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
 
     check: compare every section with its checksum first, which reads the file once. Without it opening takes
     milliseconds at any size; a damaged file may then answer wrongly, but no walk reads outside the tables.
+    The set reads from the file for as long as it lives. You may replace the file, as `save`, `itemset build` and `mv`
+    do, or delete it. Do not change it in place, as `cp` over it does: answers would change with it, and where the file
+    gets shorter the system ends the process (SIGBUS).
     """
-    return _open(*index_file.read(path), name=str(path), check=check)
+    return from_index(*index_file.read(path), name=str(path), check=check)
 
 
 def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
     """The set that `ItemSet.to_bytes` wrote. Raises ItemSetError as `load` does."""
-    return _open(*index_file.parse(data, name), name=name, check=True)
+    return from_index(*index_file.parse(data, name), name=name, check=True)
 
 
 def verify(path: str | os.PathLike[str]) -> ItemSet:
@@ -262,7 +312,8 @@ def verify(path: str | os.PathLike[str]) -> ItemSet:
     return item_set
 
 
-def _open(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
+def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
+    """The set over what `index_file` has read. Raises ItemSetError as `load` does."""
     if check:
         index_file.check(header, arrays, name)
     try:

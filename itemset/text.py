@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 
+ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
 
 # Texts whose encodings tell tokenizers apart that share a vocabulary: normaliser (case, accents, width, spaces),
@@ -45,13 +46,20 @@ class TokenizerId:
 
 
 def encode(
-    texts: Iterable[str], tokenizer: Any, *, prefix: str = "", progress: bool = False, before: int = 0
+    texts: Iterable[str],
+    tokenizer: Any,
+    *,
+    prefix: str = "",
+    progress: bool = False,
+    before: int = 0,
+    name: str = ITEM,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Encode each of N texts, with `prefix` before it, as the one token sequence that the tokenizer gives it.
 
     tokenizer: a Hugging Face tokenizer. No special tokens are added, nothing is padded or cut.
     progress: show a bar on a terminal when the work takes longer than a second.
     before: number of items before these, where they are a part of many: errors count from the first of all.
+    name: what errors call an item, with {} for its position.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
     Raises ItemSetError, naming the item by its position from 0: not a string, empty, no token, a lone surrogate or
     whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token.
@@ -72,11 +80,11 @@ def encode(
     # disable=None is tqdm's "only on a terminal".
     with tqdm(total=total, desc="encoding", unit=" items", delay=1, disable=None if progress else True) as bar:
         for batch in _batches(texts):
-            flat, sizes = _encode_batch(batch, done, tokenizer, prefix)
+            flat, sizes = _encode_batch(batch, done, tokenizer, prefix, name)
             for token, why in forbidden.items():
                 if (where := np.flatnonzero(flat == token)).size:
                     i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
-                    raise ItemSetError(f"{_name(done + i, batch[i])} {why}")
+                    raise ItemSetError(f"{named(name, done + i, batch[i])} {why}")
             tokens.append(flat)
             lengths.append(sizes)
             done += len(batch)
@@ -122,10 +130,21 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def identify(tokenizer: Any) -> TokenizerId:
-    """The fingerprint, and the last two parts of the tokenizer's path or model name (its class where it has none)."""
-    parts = PurePath(getattr(tokenizer, "name_or_path", None) or "").parts
-    name = "/".join(part for part in parts[-2:] if part not in ("/", ".", ".."))
+    """The fingerprint, and the name of the tokenizer's model or of its folder (its class where it has none)."""
+    path = PurePath(getattr(tokenizer, "name_or_path", None) or "")
+    parts = [part for part in path.parts if part not in ("/", ".", "..")]
+    name = "/".join(parts if len(parts) == len(path.parts) <= 2 and not Path(path).is_dir() else parts[-1:])
+    for part in parts:
+        if part.startswith("models--"):  # the folder's name in Hugging Face's cache, above one named by a commit
+            name = part.removeprefix("models--").replace("--", "/")
     return TokenizerId(name or type(tokenizer).__name__, fingerprint(tokenizer))
+
+
+def never_shown(tokenizer: Any) -> list[int]:
+    """Ids of the tokens that engines leave out of an answer's text by default: the special ones."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    return sorted(special | set(getattr(tokenizer, "all_special_ids", ())))
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -150,26 +169,26 @@ def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _encode_batch(
-    batch: list[str], first: int, tokenizer: Any, prefix: str
+    batch: list[str], first: int, tokenizer: Any, prefix: str, name: str
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Tokens of the batch [T] and tokens of each text [len(batch)]; `first` is the position of its first item."""
     for i, text in enumerate(batch):
         if not isinstance(text, str):
-            raise ItemSetError(f"{_name(first + i, text)} is not a string: give every item as a text")
+            raise ItemSetError(f"{named(name, first + i, text)} is not a string: give every item as a text")
         if not text:
-            raise ItemSetError(f"{_name(first + i, text)} is empty: remove it")
+            raise ItemSetError(f"{named(name, first + i, text)} is empty: remove it")
     try:
         "".join(batch).encode()  # a Python tokenizer would let lone surrogates through
         ids = _token_ids([prefix + text for text in batch], tokenizer)
     except Exception:
         for i, text in enumerate(batch):
             if why := _refusal(text, tokenizer):
-                raise ItemSetError(f"{_name(first + i, text)} {why}: remove or correct it") from None
+                raise ItemSetError(f"{named(name, first + i, text)} {why}: remove or correct it") from None
         raise  # no single text is to blame
     sizes = np.fromiter(map(len, ids), np.int64, len(ids))
     if not sizes.all():
         i = int(sizes.argmin())
-        raise ItemSetError(f"{_name(first + i, batch[i])} encodes to no token: remove it")
+        raise ItemSetError(f"{named(name, first + i, batch[i])} encodes to no token: remove it")
     return np.fromiter(chain.from_iterable(ids), np.int32, int(sizes.sum())), sizes
 
 
@@ -202,8 +221,9 @@ def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:
     return forbidden
 
 
-def _name(position: int, text: object) -> str:
-    return f"item {position} ({_short(text)})"
+def named(name: str, position: int, text: object) -> str:
+    """What an error calls the item at a position: its name, as `encode` takes it, and the beginning of its text."""
+    return f"{name.format(position)} ({_short(text)})"
 
 
 def _short(text: object) -> str:

@@ -1,7 +1,8 @@
 """The kernels in plain torch: the reference, and the fallback where there is no Triton.
 
 Shapes never depend on what the tensors hold and nothing is read back, so that all of it runs under
-`torch.compile(fullgraph=True)`. Each function stands in `triton_kernels` with the same arguments and results.
+`torch.compile(fullgraph=True)`. Each function stands in `triton_kernels` with the same arguments and results; there,
+every tensor must have a stride of 1 in its last dimension, and ValueError names one that has not.
 """
 
 from __future__ import annotations

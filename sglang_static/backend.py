@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from base64 import b64decode
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarRow
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from itemset import ItemSet, ItemSetError, from_bytes
-from itemset.catalogue import Catalogue
+from itemset import ItemSet, ItemSetError
+from itemset.catalogue import Catalogue, InlineSet
 from itemset.config import INDEX, REFERENCE, StaticConfig
-from itemset.host import HostState, warm_up
+from itemset.host import HostState, fill_bitmasks, warm_up
 from sglang_static import compat, processor
 from sglang_static.device import admit
 
@@ -34,16 +35,16 @@ class StaticGrammar(BaseGrammarObject):
     def __init__(self, item_set: ItemSet, stop_tokens: set[int]) -> None:
         super().__init__()
         self._item_set, self._stops = item_set, stop_tokens
-        self._state = HostState(item_set, stop_tokens)
+        self.host = HostState(item_set, stop_tokens)
 
     def accept_token(self, token: int) -> None:
         """Raises ValueError for a token that leaves the set."""
-        if not self._state.accept([token]):
+        if not self.host.accept([token]):
             raise ValueError(f"the token {token} leaves the item set")
         self.current_token = token
 
     def rollback(self, k: int) -> None:
-        self._state.rollback(k)
+        self.host.rollback(k)
 
     def is_terminated(self) -> bool:
         """Never: behind an item the mask allows the stop tokens alone, and SGLang ends the request at one of them. It
@@ -52,13 +53,32 @@ class StaticGrammar(BaseGrammarObject):
         return False
 
     def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
-        self._state.fill_bitmask(vocab_mask[idx].numpy())
+        """Fill one row; `fill_rows` fills those of a step."""
+        self.host.fill_bitmask(vocab_mask.numpy()[idx])
 
     def copy(self) -> StaticGrammar:
         return StaticGrammar(self._item_set, self._stops)
 
     def try_jump_forward(self, tokenizer: Any) -> None:
         """SGLang 0.5 asks no grammar any more; forced tokens are masked like others."""
+
+
+def fill_rows(
+    fill_vocab_mask_batched: Callable[[list[GrammarRow], torch.Tensor], None],
+    entries: list[GrammarRow],
+    vocab_mask: torch.Tensor,
+) -> None:
+    """Fill the rows of item sets in one call, all others as SGLang does (constrained/base_grammar_backend.py).
+
+    SGLang asks the class of the batch's first grammar; xgrammar's inherits the same function as ours.
+    """
+    ours = [entry for entry in entries if type(entry.grammar) is StaticGrammar]
+    hosts = [entry.grammar.host for entry in ours]
+    if hosts:
+        rows = [entry.row for entry in ours]
+        fill_bitmasks(hosts, [host.state for host in hosts], rows, vocab_mask.numpy())
+        entries = [entry for entry in entries if type(entry.grammar) is not StaticGrammar]
+    fill_vocab_mask_batched(entries, vocab_mask)
 
 
 class StaticBackend:
@@ -84,8 +104,7 @@ class StaticBackend:
         try:
             index = custom.pop(INDEX, None)
             if index is not None and self._catalogue.inline(reference) is None:
-                data = b64decode(index)
-                self._catalogue.keep(reference, from_bytes(data, reference), data)
+                self._catalogue.keep(InlineSet.opened(reference, b64decode(index)))
             item_set = self._catalogue[reference]
             self._check_room(manager.scheduler, request, item_set)
             start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)

@@ -7,12 +7,14 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from itemset import config, hooks
+from itemset.answer import after
 from itemset.config import BACKEND, StaticConfig
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,19 @@ HOOKS = {
     f"{_ARGUMENTS}.from_cli_args": "what these flags mean",
     f"{_ARGUMENTS}.check_server_args": "item sets are checked before a process starts",
     f"{_TOKENIZER}.init_tokenizer_and_processor": "the front end, made at start-up",
-    f"{_TOKENIZER}.generate_request": "ranked lists in place of beam search",
-    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": "ranks, scores and keys",
-    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": "the same",
-    f"{_TOKENIZER}._tokenize_one_request": "inline sets are encoded off the event loop",
+    f"{_TOKENIZER}.generate_request": "inline sets are encoded beside the event loop; ranked lists",
+    f"{_TOKENIZER}._tokenize_one_request": "requests with a set are checked before SGLang's own checks",
+    "sglang.srt.entrypoints.http_server:ORJSONRequest.json": "a body is judged once parsed, before words are dropped",
+    f"{_TOKENIZER}._stream_one_response": "which item a finished answer is",
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": "an answer's item",
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._generate_completion_stream": "the same, streamed",
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": "an answer's item",
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._generate_chat_stream": "the same, streamed",
     f"{_TOKENIZER}._create_tokenized_object": "the item set is attached to its request",
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": "a request is given its item set",
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched": (
+        "the rows of all item sets are filled at once"
+    ),
     "sglang.srt.model_executor.model_runner:ModelRunner.load_model": "device memory for item sets, before the KV cache",
     "sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool": "a state for each request slot",
     f"{_WORKER}.forward_batch_generation": "which rows of a step have an item set",
@@ -242,6 +251,20 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
     custom = request.sampling_params.custom_params or {}
     own_rules = any(key.startswith("__sglang_reasoning") for key in custom) or "thinking_budget" in custom
     return None if own_rules else int(ends[0])
+
+
+def content_after_reasoning(tokenizer: Any, request: Any) -> Callable[[Sequence[int]], Sequence[int]] | None:
+    """What takes the reasoning off a request's output, None where it has none: the front end's side of
+    `behind_reasoning`. request: a GenerateReqInput."""
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+    from sglang.srt.runtime_context import get_serving
+
+    name = get_serving().reasoning_parser
+    if not name or not request.require_reasoning:
+        return None
+    parser = ReasoningParser(model_type=name, stream_reasoning=False, tokenizer=tokenizer)
+    mark = parser.detector.get_think_end_token_ids(tokenizer)
+    return partial(after, mark) if mark else None
 
 
 def behind_reasoning(manager: Any, request: Any, grammar: Any) -> Any:

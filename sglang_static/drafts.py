@@ -28,14 +28,20 @@ _INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lo
 
 
 def eagle_sample(
-    original: Callable[..., Any], verify: Any, batch: Any, output: Any, grammar_mask: Any = None, *args: Any, **kw: Any
+    original: Callable[..., Any],
+    verify_input: Any,
+    batch: Any,
+    logits_output: Any,
+    grammar_mask: Any = None,
+    *args: Any,
+    **kw: Any,
 ) -> Any:
     """EAGLE, STANDALONE, NGRAM and their kin verify here (speculative/eagle_utils.py)."""
     sampler = processor.current()
     if sampler is None or batch.forward_mode.is_idle() or not sampler.numbers(batch):
-        return original(verify, batch, output, grammar_mask, *args, **kw)
-    mask = sampler.tree_mask(verify, batch, grammar_mask)
-    predict, lengths, indices = original(verify, batch, output, mask, *args, **kw)
+        return original(verify_input, batch, logits_output, grammar_mask, *args, **kw)
+    mask = sampler.tree_mask(verify_input, batch, grammar_mask)
+    predict, lengths, indices = original(verify_input, batch, logits_output, mask, *args, **kw)
     sampler.accept(batch, predict[indices.long()], lengths, walked=1)
     return predict, lengths, indices
 
@@ -102,14 +108,20 @@ def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -
 
 
 def extend_after_prefill(
-    original: Callable[..., Any], self: Any, batch: Any, hidden: Any, tokens: Tensor, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    batch: Any,
+    target_hidden_states: Any,
+    next_token_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """The first draft behind a prompt; the token that was sampled there is taken first."""
     sampler = processor.current()
     if sampler is not None and len(batch.reqs):
-        sampler.accept(batch, tokens[:, None], torch.ones_like(tokens), walked=0)
+        sampler.accept(batch, next_token_ids[:, None], torch.ones_like(next_token_ids), walked=0)
     with _drafting(self, batch.req_pool_indices, steps=False):
-        return original(self, batch, hidden, tokens, *args, **kwargs)
+        return original(self, batch, target_hidden_states, next_token_ids, *args, **kwargs)
 
 
 def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from base64 import b64encode
+from collections.abc import Awaitable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from itemset import ItemSet
+from itemset.answer import Expected
+from itemset.best import Search
 from itemset.catalogue import INLINE, RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.lists import Lists
+from itemset.words import CHOICE
 from sglang_static import compat, http
-from sglang_static.http import CHOICE
 
 logger = logging.getLogger(__name__)
 
 WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 BEHIND = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
+PATIENCE = 0.2  # seconds between two looks for the client
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
+SEATS = 256  # requests that SGLang runs at a time, for all that its front end knows unless --max-running-requests says
+
+
+Result = TypeVar("Result")
+
+
+async def while_connected(work: Awaitable[Result], http_request: Any) -> Result:
+    """Await it, but cancel it when the client has left: SGLang looks for that only every four seconds of a request that
+    was tokenized (managers/tokenizer_manager.py, _wait_one_response). Raises ValueError then, as SGLang does.
+
+    http_request: Starlette's, or None where there is no client that may leave.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
+            if http_request is not None and await http_request.is_disconnected():
+                raise ValueError("the client has left")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 class FrontEnd:
@@ -32,6 +58,8 @@ class FrontEnd:
         if tokenizer is None:
             raise ValueError("the static backend needs the model's tokenizer: leave out --skip-tokenizer-init")
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
+        self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+        self._tokenizer = tokenizer
         self._checks = Checks(
             config,
             tokenizer,
@@ -41,15 +69,35 @@ class FrontEnd:
             reserved=RESERVED,
             end_tokens=self._ends,
         )
+        self._lists: Lists | None = None
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self._checks.summary())
 
-    def brings_set(self, request: Any) -> bool:
-        """Whether a request may bring an inline set, which takes its time to encode: all others are told at once."""
-        given = request.sampling_params or {}
-        places = (http.fields(), given, given.get("custom_params"))
-        return any(isinstance(place, dict) and CHOICE in place for place in places)
+    async def prepare(self, request: Any, http_request: Any) -> None:
+        """Put each inline set in place of its texts, wherever the request has them. After this, `take` is immediate.
+
+        Await it on the event loop before anything is done with a request of one or several prompts. Encoding stops if
+        the client leaves. Raises as `take` does.
+        """
+        given, several = request.sampling_params, isinstance(request.sampling_params, list)
+        params = [self._own(one) for one in (given if several else [given])]
+        places = [http.fields(), *params, *(one.get("custom_params") for one in params)]
+        brought = [place for place in places if isinstance(place, dict) and place.get(CHOICE) is not None]
+        for place in brought:
+            place[CHOICE] = await while_connected(self._checks.prepare(place[CHOICE]), http_request)
+        if brought and given is not None:
+            request.sampling_params = params if several else params[0]
+
+    @staticmethod
+    def _own(params: Any) -> dict[str, Any]:
+        """A copy that may be changed: the user may use his own again."""
+        if params is not None and not isinstance(params, dict):
+            raise RefusedError("wrong type", "sampling_params of one prompt must be an object: send no list of them")
+        own = dict(params or {})
+        if isinstance(own.get("custom_params"), dict):
+            own["custom_params"] = dict(own["custom_params"])
+        return own
 
     def take(
         self, request: Any, defaults: dict[str, Any] | None, *, ranked: bool = False
@@ -58,9 +106,10 @@ class FrontEnd:
 
         They may stand in the body of an HTTP request, in `sampling_params` as SGLang's own `regex` does, in its
         `custom_params`, and in the server's preferred parameters. An inline set is encoded and built here, unless it
-        was not long ago. Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
+        was not long ago or `prepare` has done so. Raises RefusedError, or ItemSetError for what is wrong with an inline
+        set's items.
         """
-        given = {**(defaults or {}), **(request.sampling_params or {})}
+        given = {**(defaults or {}), **self._own(request.sampling_params)}
         custom = given.get("custom_params") or {}
         if isinstance(custom, dict) and INDEX in custom:
             raise RefusedError("wrong type", f"{INDEX} is not for requests: name the set as item_set, or send a choice")
@@ -91,21 +140,46 @@ class FrontEnd:
             )
         return (self._checks.named(named[0]) if named else self._checks.inline(choices[0])), rest
 
-    def ranked(self, request: Any, params: dict[str, Any], width: int, prompt_tokens: int, end_token: int) -> ItemSet:
-        """The set of a request for a ranked list. params: its sampling parameters for one prompt.
+    def expected(self, reference: str, request: Any, params: Any) -> Expected:
+        """What names the item of a request's answers. request: a GenerateReqInput; params: its `SamplingParams`."""
+        return Expected(
+            self._checks.catalogue[reference],
+            frozenset({*(params.stop_token_ids or ()), *self._all_ends}),
+            compat.content_after_reasoning(self._tokenizer, request),
+        )
 
-        Raises RefusedError where some of its items could not be scored.
+    def ranked(
+        self,
+        request: Any,
+        params: dict[str, Any],
+        options: dict[str, Any],
+        k: int,
+        prompt_tokens: int,
+        end_token: int,
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list of `k`, and the search. params: its sampling parameters for one
+        prompt. options: those of the list.
+
+        Raises RefusedError if some of its items could not be scored.
         """
         one = SimpleNamespace(sampling_params=params, custom_logit_processor=request.custom_logit_processor)
         reference, _ = self.take(one, None, ranked=True)
         return self._checks.ranked(
             str(reference),
-            beams=width,
+            options,
+            k=k,
             prompt_tokens=prompt_tokens,
             max_tokens=params.get("max_new_tokens", 128),
             end_token=end_token,
             behind=BEHIND,
         )
+
+    def lists(self, manager: Any) -> Lists:
+        """What runs the ranked lists of the engine whose tokenizer manager this is."""
+        if self._lists is None:
+            seats = compat.resolved(manager.server_args).max_running_requests or SEATS
+            self._lists = Lists(seats, lambda: len(manager.rid_to_state))
+        return self._lists
 
     def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:
         """Make a request's `SamplingParams` carry the set to the scheduler, in `custom_params`.
@@ -121,5 +195,5 @@ class FrontEnd:
         custom = {**(params.custom_params or {}), REFERENCE: reference}
         inline = self._checks.catalogue.inline(reference) if reference.startswith(INLINE) else None
         if inline:
-            custom[INDEX] = b64encode(inline[1]).decode()
+            custom[INDEX] = b64encode(inline.index).decode()
         params.custom_params = custom

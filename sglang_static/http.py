@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from itemset import asgi
-from itemset.checks import RANKING
+from itemset.catalogue import RefusedError
 from itemset.config import REFERENCE
+from itemset.lists import RANKING
+from itemset.words import CHOICE, GUIDED, STRUCTURED, WORDS, Surface, at, refuse_tools, rename_guided
 
-SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"}
-RANKED = SERVED - {"/v1/responses"}
-CHOICE, STRUCTURED = "choice", "structured_outputs"
-NEARLY_CHOICE = ("choices", "guided_choice")
-WORDS = (REFERENCE, CHOICE, STRUCTURED, *NEARLY_CHOICE, *asgi.MISSPELLED)
+PARAMS, CUSTOM = "sampling_params", "custom_params"
+_BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
+_WITHIN = (REFERENCE, CHOICE, GUIDED)
+_OPENAI = _BODY | {CUSTOM: _WITHIN}
+SERVED = {
+    "/v1/completions": _OPENAI,
+    "/v1/chat/completions": _OPENAI,
+    "/v1/responses": _BODY,  # SGLang reads no custom_params there
+    "/generate": _BODY | {PARAMS: _WITHIN, f"{PARAMS}.{CUSTOM}": _WITHIN},
+}
+SURFACE = Surface(
+    served=SERVED,
+    elsewhere={},
+    watched=WORDS,
+    mends={
+        REFERENCE: "name the item set in item_set, beside the other fields",
+        **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {CHOICE}, beside the other fields"),
+    },
+)
+RANKED = SERVED.keys() - {"/v1/responses"}
 BEAMS = "use_beam_search"
 """vLLM's word for a ranked list of `n`, on the OpenAI endpoints."""
 
@@ -30,30 +46,20 @@ def fields() -> dict[str, Any]:
 
 
 class ItemSetFields:
-    """ASGI middleware. Fields that SGLang does not know are lost when it parses a body, so they are read here, and
-    found by `FrontEnd.take` in the context of the request.
+    """ASGI middleware: has every body judged that SGLang parses.
 
-    HTTP 400 where they are of no use: misspelled, of another type, or at an endpoint that would ignore them.
+    Fields that SGLang does not know are lost when it makes a request of a body. They are read just before, and found by
+    `FrontEnd.take` in the context of the HTTP request.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if not asgi.has_json(scope):
-            await self._app(scope, receive, send)
-            return
-        body = await asgi.read(receive)
-        given = asgi.fields(body, WORDS)
-        found = _find(given)
-        if refusal := _refusal(scope["path"], found, given):
-            await asgi.refuse(send, refusal)
-            return
-        if _within_the_contract(given):
-            body = json.dumps(given).encode()
-        token = _fields.set(found)
+        scope[asgi.JUDGE] = _judge
+        token = _fields.set(None)
         try:
-            await self._app(scope, asgi.replay(body, receive), send)
+            await self._app(scope, receive, send)
         finally:
             _fields.reset(token)
 
@@ -68,66 +74,74 @@ def ordinary() -> Iterator[None]:
         _fields.reset(token)
 
 
-def _find(given: dict[str, Any]) -> dict[str, Any] | None:
-    found = {word: given[word] for word in (REFERENCE, CHOICE) if given.get(word) is not None}
-    structured = given.get(STRUCTURED)
+def _judge(scope: Any, body: Any) -> None:
+    """Raises RefusedError for words that would be lost; keeps the others, and puts `choice` for vLLM's older word."""
+    path, ours = asgi.path_of(scope), _serves_sets()
+    SURFACE.check(path, body, ours=ours)
+    if path not in SERVED or not isinstance(body, dict):
+        return
+    if ours:
+        for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
+            for given in at(body, place):
+                rename_guided(given, given)
+    found = _find(body)
+    if ours:
+        _refuse_what_is_ignored(path, found, body)
+    _move_within_the_contract(body)
+    _fields.set(found)
+
+
+def _find(body: dict[str, Any]) -> dict[str, Any] | None:
+    found = {word: body[word] for word in (REFERENCE, CHOICE) if body.get(word) is not None}
+    structured = body.get(STRUCTURED)
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
-        found.setdefault(CHOICE, structured[CHOICE])
+        if CHOICE in found:
+            raise RefusedError("two constraints", f"{CHOICE} is given twice, also in {STRUCTURED}: give one of them")
+        found[CHOICE] = structured[CHOICE]
     if found:
-        found |= {word: given[word] for word in (BEAMS, *RANKING) if word in given}
+        found |= {word: body[word] for word in (BEAMS, *RANKING) if word in body}
     return found or None
 
 
-def _params(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The `sampling_params` of each prompt."""
-    params = given.get("sampling_params")
-    return [one for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
+def _move_within_the_contract(body: dict[str, Any]) -> None:
+    """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
+    for one in at(body, PARAMS):
+        words = [word for word in (REFERENCE, CHOICE, *RANKING) if word in one]
+        custom = one.get(CUSTOM)
+        if words and (custom is None or isinstance(custom, dict)):
+            if twice := [word for word in words if (custom or {}).get(word) is not None]:
+                raise RefusedError("two constraints", f"{twice[0]} is given twice, also in {CUSTOM}: give one of them")
+            one[CUSTOM] = {**(custom or {}), **{word: one.pop(word) for word in words}}
 
 
-def _within_the_contract(given: dict[str, Any]) -> bool:
-    """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`:
-    put ours there. Whether there were any."""
-    moved = False
-    for one in _params(given):
-        if words := [word for word in (REFERENCE, CHOICE, *RANKING) if word in one]:
-            one["custom_params"] = {**(one.get("custom_params") or {}), **{word: one.pop(word) for word in words}}
-            moved = True
-    return moved
-
-
-def _refusal(path: str, found: dict[str, Any] | None, given: dict[str, Any]) -> str | None:
-    """What is wrong with the fields of a body, which SGLang would ignore."""
-    for word in asgi.MISSPELLED:
-        if word in given:
-            return f"there is no field {word}: name the item set in {REFERENCE}"
-    if found and path not in SERVED:
-        return f"{path} takes no {next(iter(found))}: send it to one of {', '.join(sorted(SERVED))}"
-    if path not in SERVED or not _serves_sets():
-        return None
-    for word in NEARLY_CHOICE:
-        if word in given:
-            return f"there is no field {word}: send the texts as {CHOICE}"
-    structured = given.get(STRUCTURED)
+def _refuse_what_is_ignored(path: str, found: dict[str, Any] | None, body: dict[str, Any]) -> None:
+    """Raises RefusedError for what stands beside a set and would have no effect, or take it away."""
+    structured = body.get(STRUCTURED)
     if isinstance(structured, dict) and set(structured) - {CHOICE}:
-        return (
+        raise RefusedError(
+            "wrong type",
             f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside it, as "
-            "fields of their own"
+            "fields of their own",
         )
-    each = _params(given)
-    named = found or any(REFERENCE in one or CHOICE in one for one in each)
-    if found and "beam_width" in given:
-        return "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"
-    if named and given.get(BEAMS) and path not in RANKED:
-        return f"{path} has no ranked lists: send it to one of {', '.join(sorted(RANKED))}"
-    ranked = given.get(BEAMS) or any("beam_width" in one for one in each)
-    if named and ranked and given.get("stream"):
-        return "a ranked list is not streamed: leave stream out"
-    if named and not ranked:
-        for word in RANKING:
-            if any(one.get(word) is not None for one in (given, *each)):
-                how = "add use_beam_search and n, or beam_width on /generate, or leave it out"
-                return f"{word} is for ranked lists: {how}"
-    return None
+    each = list(at(body, PARAMS))
+    places = (*each, *at(body, f"{PARAMS}.{CUSTOM}"), *at(body, CUSTOM))
+    named = found or any(REFERENCE in one or CHOICE in one for one in places)
+    if not named:
+        return
+    refuse_tools(body)
+    ranked = body.get(BEAMS) or any("beam_width" in one for one in each)
+    if found and "beam_width" in body:
+        refusal = "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"
+    elif body.get(BEAMS) and path not in RANKED:
+        refusal = f"{path} has no ranked lists: send it to one of {', '.join(sorted(RANKED))}"
+    elif ranked and body.get("stream"):
+        refusal = "a ranked list is not streamed: leave stream out"
+    elif words := [word for word in RANKING if any(one.get(word) is not None for one in (body, *each)) and not ranked]:
+        how = "add use_beam_search and n, or beam_width on /generate, or leave it out"
+        refusal = f"{words[0]} is for ranked lists: {how}"
+    else:
+        return
+    raise RefusedError("beam search", refusal)
 
 
 def _serves_sets() -> bool:

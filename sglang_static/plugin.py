@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from itemset import hooks
-from itemset.catalogue import Catalogue
+from itemset import hooks, startup
+from itemset.catalogue import with_versions
 from itemset.config import REFERENCE, StaticConfig
-from sglang_static import compat
+from sglang_static import answers, compat
 
 
 def register() -> None:
@@ -45,18 +44,23 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
-    compat.apply_flags(args)
+    startup.on_command_line()
+    with startup.start_up():
+        compat.apply_flags(args)
     return original(cls, args)
 
 
 def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Bad item sets end the start-up here, before a process is started or a model loaded."""
+    """Bad item sets end the start-up here, before a process is started or a model loaded. The sets' versions are chosen
+    here, for all processes."""
     if compat.is_ours(self):
-        config, reason = StaticConfig.of(compat.options()), compat.why_host_path(self)
-        compat.refuse_unmasked(self)
-        if config.item_set_path == "device" and reason is not None:
-            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
-        Catalogue(config)
+        with startup.start_up():
+            given = {**compat.options(), "item_set_versions": {}}  # those of an engine before this one are no more
+            wanted, reason = StaticConfig.of(given).item_set_path, compat.why_host_path(self)
+            compat.refuse_unmasked(self)
+            if wanted == "device" and reason is not None:
+                raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+            compat.set_options(with_versions(given))
     return original(self, *args, **kwargs)
 
 
@@ -66,55 +70,56 @@ def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     if compat.is_ours(self.server_args):
         from sglang_static.front import FrontEnd
 
-        self.static_front_end = FrontEnd(self)
+        with startup.start_up():
+            self.static_front_end = FrontEnd(self)
 
 
 async def _generate_request(
-    original: Callable[..., Any], self: Any, request: Any, http_request: Any = None
+    original: Callable[..., Any], self: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
-    """Where a request with a set asks for a beam search, it gets a ranked list."""
-    if self.static_front_end is not None and hasattr(request, "custom_logit_processor"):
+    """Inline sets are encoded here. Where a request with a set asks for a beam search, it gets a ranked list."""
+    if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
         from sglang_static import ranking
 
-        # On a thread, because it encodes an inline set.
-        if ranking.wanted(request) and await asyncio.to_thread(ranking.has_set, self, request):
-            yield await ranking.ranked(original, self, request, http_request)
+        # Encoding a large inline set takes seconds, and all below runs on the event loop.
+        await self.static_front_end.prepare(obj, request)
+        if ranking.wanted(obj) and ranking.has_set(self, obj):
+            yield await ranking.ranked(original, self, obj, request)
             return
-    async for part in original(self, request, http_request):
+    async for part in original(self, obj, request):
+        answers.note(obj, part)
         yield part
 
 
-def _openai_response(original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any) -> Any:
-    from sglang_static import ranking
+def _parse_body(original: Callable[..., Any], self: Any) -> Any:
+    from itemset import asgi
 
-    return ranking.with_items(original(self, request, results, *args), results)
+    return asgi.judged(original, self)
 
 
-async def _tokenize_one_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kw: Any) -> Any:
+async def _tokenize_one_request(original: Callable[..., Any], self: Any, obj: Any, *args: Any, **kw: Any) -> Any:
     front_end = self.static_front_end
-    if front_end is not None and front_end.brings_set(request):
-        # Encoding a large inline set takes seconds, and this is the event loop; the thread has the loop's context.
-        await asyncio.to_thread(front_end.take, request, self.preferred_sampling_params)
-    elif front_end is not None:  # before SGLang's own checks, which may advise what cannot work with a set
-        front_end.take(request, self.preferred_sampling_params)
-    return await original(self, request, *args, **kw)
+    if front_end is not None:  # before SGLang's own checks, which may advise what cannot work with a set
+        front_end.take(obj, self.preferred_sampling_params)
+    return await original(self, obj, *args, **kw)
 
 
 def _create_tokenized_object(
-    original: Callable[..., Any], self: Any, request: Any, text: Any, tokens: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> Any:
     front_end = self.static_front_end
     if front_end is None:
-        _refuse_item_set(request)
-        return original(self, request, text, tokens, *args, **kwargs)
-    given = request.sampling_params
-    reference, request.sampling_params = front_end.take(request, self.preferred_sampling_params)
+        _refuse_item_set(obj)
+        return original(self, obj, input_text, input_ids, *args, **kwargs)
+    given = obj.sampling_params
+    reference, obj.sampling_params = front_end.take(obj, self.preferred_sampling_params)
     try:
-        tokenized = original(self, request, text, tokens, *args, **kwargs)
+        tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
     finally:
-        request.sampling_params = given  # the same request may be tokenized again
+        obj.sampling_params = given  # the same request may be tokenized again
     if reference is not None:
-        front_end.attach(reference, tokenized.sampling_params, len(tokens or ()))
+        front_end.attach(reference, tokenized.sampling_params, len(input_ids or ()))
+        setattr(obj, answers.EXPECTED, front_end.expected(reference, obj, tokenized.sampling_params))
     return tokenized
 
 
@@ -128,12 +133,20 @@ def _refuse_item_set(request: Any) -> None:
         raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
 
 
-def _process_grammar(original: Callable[..., Any], self: Any, request: Any) -> bool:
+def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     backend = getattr(self.grammar_backend, "static_backend", None)
-    if backend is not None and backend.admit(self, request):
+    if backend is not None and backend.admit(self, req):
         return False  # nothing to wait for
-    waits: bool = original(self, request)
+    waits: bool = original(self, req)
     return waits
+
+
+def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
+    backend = sys.modules.get("sglang_static.backend")  # imported where there are item sets
+    if backend is None:
+        original(entries, vocab_mask)
+    else:
+        backend.fill_rows(original, entries, vocab_mask)
 
 
 def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,22 +190,13 @@ class _Synchronised:
     grammars = True
 
 
-def _sync_tokens(original: Callable[..., Any], self: Any, tokens: Any, info: Any) -> None:
+def _sync_tokens(original: Callable[..., Any], self: Any, batch_next_token_ids: Any, sampling_info: Any) -> None:
     """SGLang lets its ranks agree on the tokens where it has grammars: masked rows have more near ties."""
-    original(self, tokens, _Synchronised if getattr(info, "item_sets", None) is not None else info)
+    has_sets = getattr(sampling_info, "item_sets", None) is not None
+    original(self, batch_next_token_ids, _Synchronised if has_sets else sampling_info)
 
 
-def _in_drafts(name: str) -> Callable[..., Any]:
-    """A function of `drafts`, which imports torch, and is imported when it is first called."""
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from sglang_static import drafts
-
-        return getattr(drafts, name)(original, *args, **kwargs)
-
-    return around
-
-
+_OURS = "sglang_static.drafts"  # imports torch
 _ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER, _DRAFTS, _OPENAI = (
     "sglang.srt.server_args:ServerArgs",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager",
@@ -208,23 +212,28 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_ARGUMENTS}.check_server_args": _check_server_args,
     f"{_TOKENIZER}.init_tokenizer_and_processor": _init_tokenizer,
     f"{_TOKENIZER}.generate_request": _generate_request,
-    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": _openai_response,
-    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": _openai_response,
+    "sglang.srt.entrypoints.http_server:ORJSONRequest.json": _parse_body,
+    f"{_TOKENIZER}._stream_one_response": answers.stream_one_response,
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": answers.openai_response,
+    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._generate_completion_stream": answers.openai_stream,
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": answers.openai_response,
+    f"{_OPENAI}.serving_chat:OpenAIServingChat._generate_chat_stream": answers.openai_stream,
     f"{_TOKENIZER}._tokenize_one_request": _tokenize_one_request,
     f"{_TOKENIZER}._create_tokenized_object": _create_tokenized_object,
     "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": _process_grammar,
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched": _fill_rows,
     f"{_RUNNER}.load_model": _load_model,
     f"{_RUNNER}.alloc_memory_pool": _alloc_memory_pool,
     f"{_WORKER}.forward_batch_generation": _forward,
     f"{_WORKER}.forward_batch_split_prefill": _forward,
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": _update_mask,
     "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": _sync_tokens,
-    "sglang.srt.speculative.eagle_utils:eagle_sample": _in_drafts("eagle_sample"),
-    "sglang.srt.speculative.eagle_utils:_verify_coins": _in_drafts("verify_coins"),
-    f"{_DRAFTS}:EagleDraftWorker.draft_forward": _in_drafts("draft_forward"),
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": _in_drafts("extend_after_prefill"),
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": _in_drafts("extend_after_verification"),
-    f"{_RUNNER}.forward": _in_drafts("draft_model_forward"),
-    compat.DRAFT_GRAPH: _in_drafts("replayed_extend"),
+    "sglang.srt.speculative.eagle_utils:eagle_sample": hooks.later(_OURS, "eagle_sample"),
+    "sglang.srt.speculative.eagle_utils:_verify_coins": hooks.later(_OURS, "verify_coins"),
+    f"{_DRAFTS}:EagleDraftWorker.draft_forward": hooks.later(_OURS, "draft_forward"),
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": hooks.later(_OURS, "extend_after_prefill"),
+    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": hooks.later(_OURS, "extend_after_verification"),
+    f"{_RUNNER}.forward": hooks.later(_OURS, "draft_model_forward"),
+    compat.DRAFT_GRAPH: hooks.later(_OURS, "replayed_extend"),
 }
 """What runs around each of SGLang's functions in `compat.HOOKS`."""

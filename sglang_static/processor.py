@@ -84,13 +84,14 @@ class ItemSetSampler:
 
     def stage(self, batch: Any) -> None:
         """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
-        mode = batch.forward_mode
+        mode, info = batch.forward_mode, batch.sampling_info
+        if info is not None:
+            info.item_sets = None  # without the overlap scheduler, SGLang keeps the object from step to step
         if mode.is_extend_without_speculative():
             decoding = set(map(id, batch.decoding_reqs or ()))
             self._assign([request for request in batch.reqs if id(request) not in decoding])
         elif not mode.is_decode():
             return
-        info = batch.sampling_info
         if info is not None and (numbers := self.numbers(batch)):
             last = batch.input_ids
             if not mode.is_decode():
@@ -125,18 +126,14 @@ class ItemSetSampler:
         slots = batch.req_pool_indices.long()
         first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
         begin = self._prompt[slots] - batch.seq_lens
-
-        def expand(column: Tensor) -> Tensor:
-            return column[:, None].expand(-1, drafts).reshape(-1)
-
         return Mask(
             other,
             self,
             self.numbers(batch),
             Batch(
-                slots=expand(slots),
-                history=expand(tokens[:, 0])[:, None],
-                begin=expand(begin),
+                slots=slots.repeat_interleave(drafts),  # a copy, of stride 1, also where there is one request
+                history=tokens[:, 0].repeat_interleave(drafts)[:, None],
+                begin=begin.repeat_interleave(drafts),
                 end=self._one[: len(slots) * drafts],
                 by_slot=False,
                 above=torch.where(parents >= 0, parents + first_row, -1).reshape(-1),
@@ -181,17 +178,18 @@ class ItemSetSampler:
             self._constrained[slot] = admitted is not None
         if not rows:
             return
-        table = self._moved(as_table(rows, 4 + MAX_STOP_TOKENS).long())
-        slots = table[:, 0]
-        self._prompt.index_copy_(0, slots, table[:, 1])
-        self.slots.assign(slots, table[:, 2], table[:, 3:])
+        # Each row of the moved table has a stride of 1.
+        table = self._moved(as_table(rows, 4 + MAX_STOP_TOKENS).long().T.contiguous())
+        slots, prompts, numbers = table[:3]
+        self._prompt.index_copy_(0, slots, prompts)
+        self.slots.assign(slots, numbers, table[3:].T)
         if (most := max(map(len, outputs))) > 0:
             self.arena.use([row[2] for row in rows])
-            lengths = torch.tensor([[len(output)] for output in outputs])
-            padded = torch.tensor([output + [0] * (most - len(output)) for output in outputs])
-            history = self._moved(torch.cat([lengths, padded], 1))
-            begin = torch.zeros_like(history[:, 0])
-            self.slots.walk(Batch(slots, history[:, 1:], begin, history[:, 0], by_slot=False), most=most)
+            lengths = list(map(len, outputs))
+            padded = [token for output in outputs for token in output + [0] * (most - len(output))]
+            end, history = self._moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
+            begin = torch.zeros_like(end)
+            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False), most=most)
 
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
         number, start = admitted.resident.number, admitted.resident.start

@@ -18,13 +18,13 @@ import numpy as np
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from itemset import ItemSet
-from itemset.best import Answer, Pass, described, search
+from itemset.best import Answer, Pass, described
 from itemset.catalogue import RefusedError
-from itemset.checks import found_some, ranking_options
 from sglang_static import http
+from sglang_static.front import while_connected
 
 IN_ITEM = ("rank", "key", "proven", "passes", "rounds")
+SLICE = 32  # items of an answer that are written out in one turn of the event loop
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -42,14 +42,20 @@ def wanted(request: Any) -> bool:
 
 
 def has_set(manager: Any, request: Any) -> bool:
-    """Whether it names or brings an item set."""
+    """Whether it names or brings an item set. Raises RefusedError if only some of its prompts do."""
     given = request.sampling_params
-    one = SimpleNamespace(
-        sampling_params=given[0] if isinstance(given, list) else given,
-        custom_logit_processor=request.custom_logit_processor,
-    )
-    reference, _ = manager.static_front_end.take(one, None, ranked=True)
-    return reference is not None
+    without = []
+    for params in (each := given if isinstance(given, list) else [given]):
+        one = SimpleNamespace(sampling_params=params, custom_logit_processor=request.custom_logit_processor)
+        if manager.static_front_end.take(one, None, ranked=True)[0] is None:
+            without.append(each.index(params))
+    if 0 < len(without) < len(each):
+        raise RefusedError(
+            "beam search",
+            f"sampling_params[{without[0]}] has no item set, and others of this batch have one: give each prompt its "
+            "set, or send those without one in a request of their own",
+        )
+    return not without
 
 
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> Any:
@@ -62,33 +68,32 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
         tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
-        scoring = partial(_outputs, generate, manager, http_request, lora, tokens)
-        return await _one(scoring, manager, request, params, tokens)
+        return await _one(partial(_ask, generate, manager, lora, tokens), manager, request, params, tokens)
 
-    tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
-    try:
-        answers = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    tasks = [one(i, prompt) for i, prompt in enumerate([prompts] if single else prompts)]
+    answers = await while_connected(asyncio.gather(*tasks), http_request)
     if http.fields().get(http.BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers
 
 
 def with_items(response: Any, results: Sequence[Any]) -> Any:
-    """An OpenAI response with each item's rank, score and key, and what its list took, in its choice: `item`."""
-    if not results or "rank" not in results[0]["meta_info"]:
+    """An OpenAI response with each answer's item in its choice: its key, in a ranked list also its rank and score, and
+    what the list took. Responses to requests without a set stay as they are."""
+    infos = [result["meta_info"] for result in results or ()]
+    if not any("item" in info or "rank" in info for info in infos) or not hasattr(response, "choices"):
         return response
     body = response.model_dump(mode="json")
-    for choice, result in zip(body["choices"], results, strict=True):
-        info = result["meta_info"]
-        choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
+    for choice, info in zip(body["choices"], infos, strict=True):
+        if "rank" in info:
+            choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
+        elif "item" in info:
+            choice["item"] = info["item"]
     return ORJSONResponse(body)
 
 
 async def _one(
-    outputs_of: Callable[[Sequence[Pass]], Awaitable[list[dict[str, Any]]]],
+    ask: Callable[[Pass], Awaitable[dict[str, Any]]],
     manager: Any,
     request: Any,
     params: dict[str, Any],
@@ -100,30 +105,32 @@ async def _one(
             "beam search", "a ranked list has no stream and no logprobs of single tokens: leave them out"
         )
     end = tokenizer.eos_token_id
-    item_set: ItemSet = front_end.ranked(request, params, width_of(params), len(prompt), end)
     options = {**http.fields(), **(params.get("custom_params") or {}), **params}
-    rounds = search(
-        item_set,
-        width_of(params),
-        end_token=end,
-        **ranking_options(options),
-    )
-    passes = next(rounds)
-    while True:
-        outputs = await outputs_of(passes)
-        try:
-            passes = rounds.send(
-                [_answer(one, output["meta_info"]) for one, output in zip(passes, outputs, strict=True)]
-            )
-        except StopIteration as stop:
-            best = found_some(stop.value)
-            break
+    width = width_of(params)
+    k = width
+    if not http.fields().get(http.BEAMS):
+        if options.get("width") is not None:
+            raise RefusedError("beam search", "beam_width is the width of a list here: leave width out, and give n")
+        options["width"] = width
+        k = min(params["n"], width) if (params.get("n") or 1) > 1 else width  # SGLang: the beam, or n of it
+    # On a thread, because the set's tokens may have to be looked through.
+    item_set, search = await asyncio.to_thread(front_end.ranked, request, params, options, k, len(prompt), end)
+    said: dict[str, Any] = {}
+
+    def read(one: Pass, output: dict[str, Any]) -> Answer:
+        said.update(output["meta_info"])
+        return _answer(one, output["meta_info"])
+
+    lists = front_end.lists(manager)
+    best = await lists.run(search, ask, read)
+    entries = await lists.on_thread(described, best, item_set)
     results = []
-    returned = params.get("n") if (params.get("n") or 1) > 1 else width_of(params)  # SGLang: the beam, or n of it
-    for item, entry in list(zip(best.items, described(best, item_set), strict=True))[:returned]:
+    for i, (item, entry) in enumerate(zip(best.items, entries, strict=True)):
+        if i % SLICE == 0:
+            await asyncio.sleep(0)
         ids = [*item.tokens, end]
         # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
-        info = {name: value for name, value in outputs[-1]["meta_info"].items() if "logprob" not in name} | {
+        info = {name: value for name, value in said.items() if "logprob" not in name} | {
             "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
@@ -138,26 +145,21 @@ async def _one(
     return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}
 
 
-async def _outputs(
-    generate: Generate, manager: Any, http_request: Any, lora: str | None, prompt: list[int], passes: Sequence[Pass]
-) -> list[dict[str, Any]]:
+async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
     asked = GenerateReqInput(
-        input_ids=[[*prompt, *one.tokens] for one in passes],
+        input_ids=[*prompt, *one.tokens],
         sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
         return_logprob=True,
-        logprob_start_len=[len(prompt) + one.known - 1 for one in passes],
-        token_ids_logprob=[one.after.tolist() or [0] for one in passes],
-        lora_path=None if lora is None else [lora] * len(passes),
+        logprob_start_len=len(prompt) + one.known - 1,
+        token_ids_logprob=one.after.tolist() or [0],
+        lora_path=lora,
         log_metrics=False,
     )
-    # SGLang looks for it every four seconds of a request, and these are shorter.
-    if http_request is not None and await http_request.is_disconnected():
-        raise ValueError("the client is gone")
-    outputs: list[dict[str, Any]] = []
+    output: dict[str, Any] = {}
     with http.ordinary():
-        async for part in generate(manager, asked, http_request):
-            outputs = part
-    return outputs
+        async for part in generate(manager, asked, None):
+            output = part
+    return output
 
 
 def _answer(one: Pass, info: Mapping[str, Any]) -> Answer:

@@ -5,6 +5,7 @@ python tests/compile_kernels.py 90
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,7 @@ POINTERS = {
     **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
 }
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
-MASK = {"CHUNK": kernels.CHUNK, "FEW": kernels.FEW}
+MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
@@ -37,16 +38,24 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 COMMON = {"STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
 
 
-def compiled(architecture: int) -> Iterator[tuple[str, bytes]]:
-    """The name and the machine code of each kernel, in each variant."""
+def compiled(architecture: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each kernel, in each variant, and its code in every form: "ptx" and "cubin" among them."""
     for name, (kernel, constants) in VARIANTS.items():
         constants = {key: value for key, value in (COMMON | constants).items() if key in kernel.arg_names}
         types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
         source = ASTSource(kernel, signature=types, constexprs=constants)
-        yield name, triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
+        warps = kernels.MASK_WARPS if types.get("logits", "constexpr") != "constexpr" else kernels.WALK_WARPS
+        target = GPUTarget("cuda", architecture, 32)
+        yield name, triton.compile(source, target=target, options={"num_warps": warps}).asm
 
 
 if __name__ == "__main__":
-    for name, cubin in compiled(int(sys.argv[1])):
-        assert cubin
+    for name, code in compiled(int(sys.argv[1])):
+        assert code["cubin"]
+        if name.startswith(("walk", "step")):
+            # One thread reads a cell, for all of its program, and one writes it.
+            ptx = code["ptx"]
+            read = r"@%p\d+ atom\.global\.gpu\.relaxed\.or\.b64[^@]*@%p\d+ st\.shared\.b64[^@]*bar\.sync"
+            assert re.search(read, ptx)
+            assert len(re.findall(r"@%p\d+ atom\.global\.gpu\.relaxed\.exch\.b64", ptx)) == 1
         print(name)

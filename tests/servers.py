@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import http.client
 import json
 import socket
 import subprocess
@@ -66,6 +67,29 @@ class HttpServer:
             ),
             timeout,
         )
+
+    def send(self, path: str, data: bytes, *content_types: str, timeout: float = 60) -> tuple[int, Any]:
+        """Post these bytes, with a header for each of the content types (application/json where there is none)."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=timeout)
+        with contextlib.closing(connection):
+            connection.putrequest("POST", path)
+            connection.putheader("Content-Length", str(len(data)))
+            for content_type in content_types or ("application/json",):
+                connection.putheader("Content-Type", content_type)
+            connection.endheaders(data)
+            response = connection.getresponse()
+            text = response.read().decode()
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, text
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """Post JSON; returns the events of the stream, as JSON."""
+        status, text = self.post(path, body)
+        assert status == 200, text
+        data = [line.removeprefix("data: ") for line in str(text).splitlines() if line.startswith("data: ")]
+        return [json.loads(one) for one in data if one != "[DONE]"]
 
     def get(self, path: str, timeout: float = 60) -> tuple[int, Any]:
         return _request(urllib.request.Request(self.url + path), timeout)

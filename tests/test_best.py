@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from oracle import dict_trie
 from strategies import item_sets
 
 import itemset
-from itemset.best import Best, Pass, all_items, best_items, search
+from itemset.best import Best, Pass, Search, all_items, best_items
 
 VOCABULARY = 72
 END = VOCABULARY - 1
@@ -62,7 +63,7 @@ def check(best: Best, expected: list[tuple[float, tuple[int, ...]]]) -> None:
 )
 def test_exact_is_the_oracles_ranking(items, k, end, data):
     width = data.draw(st.integers(1, 9))
-    best = best_items(Model(), search(itemset.build(items), k, width=width, end_token=end, exact=True))
+    best = best_items(Model(), Search(itemset.build(items), k, width=width, end_token=end, exact=True))
     check(best, oracle(items, end)[:k])
     assert best.proven
 
@@ -70,7 +71,7 @@ def test_exact_is_the_oracles_ranking(items, k, end, data):
 @settings(max_examples=60, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]))
 def test_a_beam_as_wide_as_the_set_ranks_it(items, end):
-    best = best_items(Model(), search(itemset.build(items), len(items), end_token=end))
+    best = best_items(Model(), Search(itemset.build(items), len(items), end_token=end))
     check(best, oracle(items, end))
     assert best.proven
 
@@ -88,7 +89,7 @@ def test_the_score_of_every_item(items, end):
 def test_scores_renormalised_over_the_legal_tokens(items):
     """They are the probabilities with which sampling inside the set gives each item, and sum up to one."""
     model = Model()
-    best = best_items(model, search(itemset.build(items), 1_000, end_token=END, renormalised=True))
+    best = best_items(model, Search(itemset.build(items), 1_000, end_token=END, renormalised=True))
     assert {item.tokens for item in best.items} == set(map(tuple, items))
     assert sum(np.exp(item.score) for item in best.items) == pytest.approx(1)
     trie = dict_trie(items)
@@ -105,8 +106,8 @@ def test_scores_renormalised_over_the_legal_tokens(items):
 
 def test_a_narrow_beam_says_that_it_is_not_proven():
     items = np.random.default_rng(0).integers(0, 70, (400, 4)).tolist()
-    narrow = best_items(Model(), search(itemset.build(items), 2, width=2, end_token=END))
-    proven = best_items(Model(), search(itemset.build(items), 2, end_token=END, exact=True))
+    narrow = best_items(Model(), Search(itemset.build(items), 2, width=2, end_token=END))
+    proven = best_items(Model(), Search(itemset.build(items), 2, end_token=END, exact=True))
     assert not narrow.proven
     assert proven.proven
     assert proven.passes > narrow.passes
@@ -117,7 +118,7 @@ def test_a_narrow_beam_says_that_it_is_not_proven():
 def test_a_limit_of_passes_gives_the_best_so_far():
     items = np.random.default_rng(1).integers(0, 70, (400, 4)).tolist()
     for limit in (1, 2, 7, 30):
-        best = best_items(Model(), search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
+        best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
         assert best.passes <= limit
         scores = {item: score for score, item in oracle(items, END)}
         assert all(item.score == pytest.approx(scores[item.tokens]) for item in best.items)
@@ -127,17 +128,68 @@ def test_a_limit_of_passes_gives_the_best_so_far():
 def test_a_limited_proof_is_no_worse_than_the_beam():
     """The limit leaves room for the beam, and for some of what comes after it."""
     items = np.random.default_rng(2).integers(0, 70, (400, 4)).tolist()
-    beam = best_items(Model(), search(itemset.build(items), 5, end_token=END))
+    beam = best_items(Model(), Search(itemset.build(items), 5, end_token=END))
     for more in (0, 1, 20):
         limit = beam.passes + more
-        best = best_items(Model(), search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
+        best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, max_passes=limit))
         assert all(mine.score >= theirs.score for mine, theirs in zip(best.items, beam.items, strict=True))
         assert best.passes <= limit
 
 
+def test_a_limit_of_the_proof_lets_the_beam_end():
+    items = np.random.default_rng(2).integers(0, 70, (400, 4)).tolist()
+    beam = best_items(Model(), Search(itemset.build(items), 5, end_token=END))
+    for limit in (1, beam.passes, beam.passes + 9):
+        best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, proof_passes=limit))
+        assert best.passes == max(limit, beam.passes)
+        assert not best.proven
+        assert all(mine.score >= theirs.score for mine, theirs in zip(best.items, beam.items, strict=True))
+    best = best_items(Model(), Search(itemset.build(items), 5, end_token=END, exact=True, proof_passes=10_000))
+    check(best, oracle(items, END)[:5])
+    assert best.proven
+
+
+def test_a_wider_beam_finds_better_items():
+    items = np.random.default_rng(4).integers(0, 70, (2_000, 4)).tolist()
+    best = {w: best_items(Model(), Search(itemset.build(items), 5, width=w, end_token=END)) for w in (5, 2_000)}
+    assert sum(one.score for one in best[5].items) < sum(one.score for one in best[2_000].items)
+    check(best[2_000], oracle(items, END)[:5])
+
+
+def test_equal_scores_are_ordered_by_tokens_and_impossible_items_are_not_found():
+    items = [[a, b] for a in range(6) for b in range(5)] + [[6]]
+
+    def score(passes: Sequence[Pass]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (np.full(len(tokens) - known, -2.0), np.where(after == 3, -np.inf, -2.0)) for tokens, known, after in passes
+        ]
+
+    best = best_items(score, Search(itemset.build(items), 40, end_token=END))
+    possible = sorted((tuple(item) for item in items if 3 not in item), key=lambda item: (len(item), item))
+    assert [item.tokens for item in best.items] == possible
+    best = best_items(score, Search(itemset.build(items), 7, width=3, end_token=END))
+    assert [item.tokens for item in best.items] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_round_of_a_long_list_is_not_kept_as_objects():
+    """A round of 1,000 prefixes of a million items has half a million children: sixteen bytes each, at most."""
+    codes = np.random.default_rng(0).integers(0, 2_048, (1_000_000, 8))
+    search = Search(itemset.build(codes), 1_000, end_token=2_048, exact=True)
+    model = Model(vocabulary=2_049)
+    search.take(model(search.passes))
+    answers = [(np.zeros(0), np.full(len(one.after), -7.0)) for one in search.passes]
+    tracemalloc.start()
+    search.take(answers)
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(len(after) for _, after in answers) > 400_000
+    assert kept < 20e6
+    assert most < 100e6
+
+
 def test_a_long_proof_takes_ever_larger_rounds():
     items = np.random.default_rng(3).integers(0, 70, (2_000, 4)).tolist()
-    best = best_items(Model(), search(itemset.build(items), 2, end_token=END, exact=True))
+    best = best_items(Model(), Search(itemset.build(items), 2, end_token=END, exact=True))
     check(best, oracle(items, END)[:2])
     assert best.passes > 300
     assert best.rounds < best.passes / 8
@@ -147,13 +199,15 @@ def test_a_million_semantic_ids_take_four_rounds():
     """Items of 8 tokens, most of which stand alone behind two: a beam of single tokens takes 8 rounds and the end's."""
     codes = np.random.default_rng(0).integers(0, 2_048, (1_000_000, 8))
     model = Model(vocabulary=2_049)
-    best = best_items(model, search(itemset.build(codes), 10, end_token=2_048))
+    best = best_items(model, Search(itemset.build(codes), 10, end_token=2_048))
     assert len({item.tokens for item in best.items}) == 10
     assert best.rounds == len(model.rounds) <= 4
     assert best.passes == sum(map(len, model.rounds)) <= 1 + 3 * 10
 
 
-@pytest.mark.parametrize("what", [{"k": 0}, {"k": 1, "width": 0}, {"k": 1, "max_passes": -1}])
+@pytest.mark.parametrize(
+    "what", [{"k": 0}, {"k": 1, "width": 0}, {"k": 1, "max_passes": -1}, {"k": 1, "proof_passes": 0}]
+)
 def test_nothing_to_search_for(what):
     with pytest.raises(ValueError, match="make it at least 1"):
-        best_items(Model(), search(itemset.build([[1]]), **what))
+        best_items(Model(), Search(itemset.build([[1]]), **what))

@@ -2,19 +2,21 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import itemset
 from itemset import cli
 
 TITLES = ["Toy Story (1995)", "Toy Story", "GoldenEye (1995)", "Four Rooms (1995)", "Toy Story"]
+FOLDED = "items equal to an earlier one: 1. The first one's key stays, those of the others cannot be looked up"
 KEYS = [11, 12, 13, 14, 15]
 MATRIX = np.array([[5, 6, 7], [5, 6, 8], [5, 9, 7], [300, 1, 2], [5, 6, 7]], np.int32)
 
@@ -101,12 +103,15 @@ def spawn(*argv, **options):
 def test_build_texts(capsys, csv, tokenizers, tmp_path):
     path = tmp_path / "films.itemset"
     arguments = ["--column", "title", "--key", "movie_id", "--tokenizer", tokenizers[0], "--prefix", " "]
-    out = run(capsys, "build", csv, *arguments, "-o", str(path))
+    assert cli.main(["build", csv, *arguments, "-o", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"itemset: {FOLDED}: 'Toy Story' (key 15, found as 12)\n"
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])
-    direct = itemset.build_text(TITLES, tokenizer, keys=KEYS, prefix=" ")
+    with pytest.warns(itemset.ItemSetWarning, match=r"'Toy Story' \(key 15, found as 12\)"):
+        direct = itemset.build_text(TITLES, tokenizer, keys=KEYS, prefix=" ")
     saved = itemset.load(path)
     assert saved.digest == direct.digest
-    assert saved.tokenizer.name.endswith("/one")
+    assert saved.tokenizer.name == "one"
     assert saved.prefix == " "
     lengths = [len(tokenizer(" " + title)["input_ids"]) for title in TITLES]
     for line in [
@@ -161,7 +166,13 @@ def test_info(capsys, films, sids, tokenizers):
     out = run(capsys, "info", films)
     saved = itemset.load(films)
     size = len(PreTrainedTokenizerFast.from_pretrained(tokenizers[0]))
-    for words in [saved.digest, saved.tokenizer.fingerprint, "/one (", "prefix       ' '", f"vocabulary   {size}"]:
+    for words in [
+        saved.digest,
+        saved.tokenizer.fingerprint,
+        "tokenizer    one (",
+        "prefix       ' '",
+        f"vocabulary   {size}",
+    ]:
         assert words in out
     table = out.split("\n\n")[1].splitlines()
     assert {line.split()[0]: int(line.split()[1].replace(",", "")) for line in table[1:]} == saved.sections
@@ -195,6 +206,19 @@ def test_lookup_of_texts(capsys, films, tokenizers):
     line = f"12\t{ids}\t' Toy Story'\n"
     assert run(capsys, "lookup", films, "--text", "Toy Story", "--tokenizer", tokenizers[0]) == line
     assert run(capsys, "lookup", films, "--key", "12", "--tokenizer", tokenizers[0]) == line
+
+
+def test_lookup_of_texts_in_python(films, tokenizers):
+    saved = itemset.load(films)
+    one, two = map(PreTrainedTokenizerFast.from_pretrained, tokenizers)
+    assert saved.lookup_text([], one).tolist() == []
+    assert saved.lookup_text(["GoldenEye (1995)", "Toy Story", "Toy Story"], one).tolist() == [13, 12, 12]
+    with pytest.raises(itemset.ItemSetError, match=r"the text 'Tenet' \(number 1 of .*\) is no item of the set"):
+        saved.lookup_text(["Toy Story", "Tenet"], one)
+    with pytest.raises(itemset.ItemSetError, match="was built with another tokenizer, one: give that one"):
+        saved.lookup_text(["Toy Story"], two)
+    with pytest.raises(itemset.ItemSetError, match="must be a list of texts, not the one text 'Toy Story'"):
+        saved.lookup_text("Toy Story", one)
 
 
 def test_children(capsys, sids, films, tokenizers):
@@ -243,6 +267,38 @@ def test_help_has_an_example(capsys, command):
     assert f"example:\n  itemset {command} " in capsys.readouterr().out
 
 
+def test_folded_items_are_named_where_they_are_known(capsys, tmp_path):
+    source = tmp_path / "a.jsonl"
+    ids = [*range(9), 0, 1, 2, 0, 5]
+    source.write_text("".join(f'{{"sid": [{i}, {i}], "id": "k{n}"}}\n' for n, i in enumerate(ids)))
+    arguments = ["build", str(source), "--column", "sid", "--key", "id", "-o", str(tmp_path / "a.itemset")]
+    counted = f"itemset: {FOLDED}".replace("1.", "5.")
+    assert cli.main(arguments) == 0
+    named = "[0, 0] (key 'k9', found as 'k0'), [1, 1] (key 'k10', found as 'k1'), [2, 2] (key 'k11', found as 'k2')"
+    assert capsys.readouterr().err == f"{counted}: {named} and 2 more\n"
+    assert cli.main([*arguments, "--memory", "1"]) == 0
+    assert f"{counted}\n" in capsys.readouterr().err
+    run(capsys, *(word for word in arguments if word not in ("--key", "id")))  # row numbers: nobody's own keys
+
+
+def test_special_tokens_are_named(capsys, tmp_path, tokenizers):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])
+    tokenizer.add_tokens([AddedToken("<a_1>", special=True), AddedToken("<a_2>", special=False)], special_tokens=True)
+    tokenizer.add_tokens(["<a_3>"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    for name, text, warned in (("hidden", "<a_1><a_3>", True), ("shown", "<a_3>", False)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        out = str(tmp_path / f"{name}.itemset")
+        source = str(tmp_path / f"{name}.txt")
+        assert cli.main(["build", source, "--tokenizer", str(tmp_path / "more"), "-o", out]) == 0
+        err = capsys.readouterr().err
+        said = "itemset: 1 of the tokens in items are special ones of the tokenizer, such as '<a_1>' (id "
+        assert err.startswith(said) == ("send skip_special_tokens: false with" in err) == warned
+        assert bool(err) == warned
+        (item,) = itemset.load(out).items()
+        assert (tokenizer.decode(item, skip_special_tokens=True) == text) != warned
+
+
 def test_interrupted(capsys, npy, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
@@ -260,6 +316,25 @@ def test_as_a_module(sids, tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert err.startswith(b"itemset: ")
+
+
+@pytest.mark.parametrize("module", ["numpy", "llvmlite", "numba", "pyarrow"])
+def test_interrupted_while_python_imports(sids, module):
+    """Sent as soon as Python has begun to look for something behind this module."""
+    environment = os.environ | {"PYTHONPATH": str(Path(itemset.__file__).parents[1])}
+    command = [sys.executable, "-v", "-m", "itemset", "info", sids]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        for line in process.stderr:
+            if line.startswith(f"import '{module}"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err[-500:]
+    assert "itemset: interrupted\n" in err
+    assert "Traceback" not in err
+    assert out == ""
 
 
 def test_closed_pipe(tmp_path):

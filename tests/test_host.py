@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from oracle import dict_trie, prefixes
 from strategies import item_sets
 
 import itemset
-from itemset.host import HostState, forced_tokens
+from itemset.host import HostState, fill_bitmasks, forced_tokens
+from itemset.walk import FREE
 
 STOPS = {66, 69}
 
@@ -86,3 +89,80 @@ def test_forced_tokens_have_no_rival() -> None:
         (7, 8, 0, 0): 1,
     }
     assert {tokens: forced_tokens(s, tokens) for tokens in counts} == counts
+
+
+@given(st.lists(item_sets(), min_size=1, max_size=4), st.integers(70, 130), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_batch_is_filled_as_its_rows_are(sets: list[list[list[int]]], vocab_size: int, data: st.DataObject) -> None:
+    """States of several sets, some ended, in rows of any order; a free row allows everything, others stay."""
+    hosts = []
+    for items in sets:
+        item_set = itemset.build(items)
+        for item in data.draw(st.lists(st.sampled_from(items), max_size=4)):
+            hosts.append(HostState(item_set, STOPS))
+            assert hosts[-1].accept(item[: data.draw(st.integers(0, len(item)))])
+            hosts[-1].accept([66] * data.draw(st.integers(0, 2)))
+    words = -(-vocab_size // 32)
+    rows = data.draw(st.permutations(range(len(hosts) + 3)))
+    free = [*hosts[:1]] * data.draw(st.integers(0, 1))
+    expected, bitmask = (np.full((len(hosts) + 3, words), 12345, np.int32) for _ in range(2))
+    for host, row in zip(hosts, rows, strict=False):
+        host.fill_bitmask(expected[row])
+    for _ in free:
+        expected[rows[len(hosts)]] = -1
+    states = [host.state for host in hosts] + [FREE] * len(free)
+    fill_bitmasks(hosts + free, states, rows[: len(states)], bitmask)
+    assert np.array_equal(bitmask, expected)
+
+
+@given(item_sets(), st.lists(st.integers(-1, 69), max_size=6), st.data())
+@settings(max_examples=200, deadline=None)
+def test_draft_states_are_those_of_accepting_one_by_one(
+    items: list[list[int]], tail: list[int], data: st.DataObject
+) -> None:
+    host = HostState(itemset.build(items), STOPS)
+    item = data.draw(st.sampled_from(items))
+    before = data.draw(st.integers(0, len(item)))
+    assert host.accept(item[:before])
+    drafts = item[before : data.draw(st.integers(before, len(item)))] + tail
+    expected, padded, refused, accepted = [], False, False, 0
+    for token in [*drafts, None]:
+        expected.append(FREE if padded else host.state)
+        padded = padded or (token == -1 and not refused)
+        if token is None or padded or refused:
+            continue
+        refused = not host.accept([token])
+        accepted += not refused
+    host.rollback(accepted)
+    at = host.state
+    assert host.draft_states(drafts) == expected
+    assert host.state == at
+
+
+@pytest.mark.parametrize("top", [69, 70_000], ids=["labels of 2 bytes", "of 4"])
+@pytest.mark.parametrize("tail", [3, 1_100], ids=["targets of 2 bytes", "of 4"])
+def test_every_width_of_the_tables(top: int, tail: int) -> None:
+    items = [[1, 2, top, *range(tail)], [1, top, *range(tail)], [top], [top, 5]]
+    s = itemset.build(items)
+    tables = s.trie.tables
+    assert (tables.labels.itemsize, tables.targets.itemsize) == (4 if top > 65_535 else 2, 4 if tail > 1_056 else 2)
+    state = HostState(s, STOPS)
+    del s, tables
+    gc.collect()  # the state keeps what the compiled walks read
+    assert bits(state, 70_016) == [1, top]
+    for item in items:
+        assert state.accept(item)
+        assert bits(state, 70_016) == sorted({66, 69} | ({5} if item == [top] else set()))
+        assert not state.accept([68])
+        state.reset()
+
+
+def test_rows_that_are_not_there() -> None:
+    hosts = [HostState(itemset.build([[1]]), ())] * 2
+    bitmask = np.zeros((2, 3), np.int32)
+    for row in (-1, 2):
+        with pytest.raises(IndexError, match="the bitmask has no such row"):
+            fill_bitmasks(hosts, [0, 0], [0, row], bitmask)
+    with pytest.raises(ValueError, match="1 rows need a request and a state each, not 2 and 2"):
+        fill_bitmasks(hosts, [0, 0], [0], bitmask)
+    assert not bitmask.any()

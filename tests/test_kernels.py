@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 import torch
 from devices import DEVICE
 from hypothesis import HealthCheck, given, settings
+from interleaving import interleaved
 from oracle import dict_trie, prefixes
-from schedule import Schedule
+from schedule import MOST_ROWS, SLOTS, STOPS, Schedule
 from strategies import item_sets
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +41,7 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels with lanes and chunks so small that every set needs several of each."""
-    for name, value in {"LANES": 4, "CHUNK": 16, "FEW": 2}.items():
+    for name, value in {"LANES": 4, "CHUNK": 16, "CHUNKS": 2, "WHOLE": 16}.items():
         monkeypatch.setattr(triton_kernels, name, value)
 
 
@@ -134,6 +136,60 @@ def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
     schedule.run(steps)
     assert schedule.checked > 5 * steps
     assert schedule.refused > 0  # the arena was full at times
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
+def test_rows_of_a_slot_run_in_any_order_and_in_turns(window: bool) -> None:
+    """One row's program reads the slot's cell before, between or after the writes of the others."""
+    schedule = Schedule(seed=window, kernels="triton", device=DEVICE, window=window)
+    with interleaved(seed=window):
+        schedule.run(40)
+    assert schedule.checked > 5 * 40
+
+
+def test_the_checks_for_a_gpu_compare_no_memory_that_nothing_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    gpu_checks = importlib.import_module("gpu_checks")
+    schedule = Schedule(seed=3, kernels="triton", device=DEVICE)
+    schedule.slots = gpu_checks.Compared(
+        schedule.arena, SLOTS, max_rows=MOST_ROWS, max_stop_tokens=STOPS, kernels="triton"
+    )
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).random_())
+    schedule.run(6)
+    assert schedule.checked > 6
+
+
+STEP = ["cells", "marks", "slots", "history", "begin", "end", "above", "tokens", "out"]
+READ = {
+    "advance": ["states", "tokens", "marks", "out"],
+    "walk": STEP,
+    "step": [*STEP, "logits"],
+    "mask": ["logits", "states", "marks", "slots"],
+    "forced": ["states", "marks", "slots", "out"],
+}
+
+
+@pytest.mark.parametrize(("kernel", "strided"), [(kernel, name) for kernel, names in READ.items() for name in names])
+def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> None:
+    """They would be read, or written, where another row lies."""
+    slots, batch, logits = plain_step("triton")
+    states = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    given = {"cells": slots.cells, "marks": slots.marks, "logits": logits, "states": states, "tokens": batch.tokens}
+    given |= {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}
+    given["out"] = states[:, None].repeat(1, 3) if kernel == "forced" else states.clone()
+    given[strided] = torch.stack([given[strided]] * 2, -1)[..., 0]
+    before = {name: value.clone() for name, value in given.items()}
+    launch = getattr(triton_kernels, kernel)
+    if kernel in ("walk", "step"):
+        parts = {name: given[name] for name in batch._fields if name in given}
+        arguments = [given["cells"], given["marks"], batch._replace(**parts), given["out"]]
+        arguments += [given["logits"]] if kernel == "step" else []
+    else:
+        arguments = [given[name] for name in READ[kernel]]
+    with pytest.raises(ValueError, match=f"^{strided} has a stride of 2"):
+        launch(slots.arena, *arguments)
+    assert all(torch.equal(value, before[name]) for name, value in given.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

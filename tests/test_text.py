@@ -183,7 +183,7 @@ def test_fingerprint_ignores_state_wrapping_and_path(bpe, tmp_path):
     assert fingerprint(wrapped) == expected
     bpe.save_pretrained(tmp_path / "somewhere" / "else")
     loaded = load_tokenizer(str(tmp_path / "somewhere" / "else"))
-    assert identify(loaded) == TokenizerId("somewhere/else", expected)
+    assert identify(loaded) == TokenizerId("else", expected)
 
 
 def test_fingerprint_sees_every_kind_of_difference(bpe):
@@ -217,12 +217,18 @@ def test_fingerprint_sees_every_kind_of_difference(bpe):
     assert len(set(prints)) == len(prints)
 
 
-def test_identify_keeps_no_machine_path(bpe):
+def test_identify_names_the_model_or_its_folder(tmp_path, monkeypatch):
     tokenizer = make_bpe()
     assert identify(tokenizer).name == type(tokenizer).__name__
+    (tmp_path / "models" / "smol").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     for path, name in [
         ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
-        ("/home/alice/models/smol/", "models/smol"),
+        ("/home/alice/models/smol/", "smol"),
+        ("/work/.cache/smol", "smol"),
+        ("../smol", "smol"),
+        ("models/smol", "smol"),
+        ("/h/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93efa2f0", "HuggingFaceTB/SmolLM2-135M"),
         ("/smol", "smol"),
         (".", type(tokenizer).__name__),
     ]:

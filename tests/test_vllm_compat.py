@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+import hooked_names
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.config import StructuredOutputsConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+import itemset
+from itemset import startup
 from vllm_static import compat, drafts, plugin
 
 
@@ -20,6 +27,46 @@ def test_every_hook_is_used_and_said_why():
     plugin.register()
     plugin.register()
     assert LLM.__init__.__name__ == "__init__"
+
+
+WHEELS = sorted((Path(__file__).parent.parent / ".cache" / "wheels").glob("vllm*.whl"))  # of other versions, if any
+
+
+@pytest.mark.parametrize("wheel", [None, *WHEELS], ids=lambda path: path.name if path else "installed")
+def test_every_hook_takes_what_runs_around_it(wheel):
+    read = hooked_names.wheel(wheel) if wheel else hooked_names.installed("vllm")
+    assert hooked_names.problems(read, hooked_names.hooks_of("vllm")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("def f(self, a, b=1): ...", None),
+        ("async def f(self, a, b=1, *, c): ...", None),
+        ("if True:\n    def f(self, a, *more): ...", None),
+        ("def g(self, a): ...", "m:f is missing"),
+        ("f = print", "m:f is missing"),
+        ("class f: ...", "m:f is no function"),
+        ("def f(self, b, a): ...", "m:f takes self, b, a, not a in place 1"),
+        ("def f(self, a=1): ...", "m:f can do without a"),
+        ("from n import g as f", "m:f takes none, not self in place 0"),
+    ],
+)
+def test_a_change_of_a_hooked_function_is_found(source, problem):
+    def around(original, self, a, *args, **kwargs):
+        raise NotImplementedError
+
+    sources = {"m.py": source, "n/__init__.py": "def g(none): ..."}
+    found = hooked_names.problems(sources.get, {"m:f": around})
+    assert (found[0] if found else None) == problem
+
+
+def test_a_wrapper_of_fixed_arguments_takes_no_more():
+    def around(original, self):
+        raise NotImplementedError
+
+    read = {"m.py": "class A:\n    def f(self, a): ...\nclass B(A): ..."}.get
+    assert hooked_names.problems(read, {"m:B.f": around}) == ["m:B.f takes a besides"]
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0", "0.9.1rc1"])
@@ -57,6 +104,40 @@ def test_flags_end_up_in_vllms_own_configuration():
     args = argparse.Namespace(structured_outputs_config={}, item_set=["films=a"])
     with pytest.raises(ValueError, match="--item-set needs the static backend: add"):
         compat.apply_flags(args)
+
+
+def test_fields_that_vllm_allows_with_xgrammars_name_alone():
+    plugin.register()
+    config = StructuredOutputsConfig(backend="static", disable_any_whitespace=True)
+    assert compat.xgrammar_config(config).disable_any_whitespace
+    for backend, field in (("outlines", "disable_any_whitespace"), ("static", "disable_additional_properties")):
+        with pytest.raises(ValueError, match=f"{field} is only supported"):
+            StructuredOutputsConfig(backend=backend, **{field: True})
+
+
+def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "_from_flags", [])  # the tests after this one were not started by flags
+    itemset.build([[5, 6]]).save(tmp_path / "films.itemset")
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        ["--guided-decoding-backend", "static", "--item-set", f"films={tmp_path / 'films.itemset'}"]
+    )
+    first = EngineArgs.from_cli_args(args).additional_config
+    (tmp_path / "films.itemset").unlink()  # several API servers: each reads the flags of the first process
+    assert EngineArgs.from_cli_args(args).additional_config == first
+    assert list(first["item_set_versions"]) == ["films"]
+
+
+def test_another_item_set_compiles_no_graph_anew(tiny_model, named_sets):
+    def config(**options):
+        structured = {"backend": "static"}
+        arguments = EngineArgs(str(tiny_model), structured_outputs_config=structured, additional_config=options)
+        return arguments.create_engine_config()
+
+    one, other = ({"item_sets": {"a": named_sets[name].path}} for name in ("one", "labels"))
+    assert (
+        config(**one).additional_config["item_set_versions"] != config(**other).additional_config["item_set_versions"]
+    )
+    assert config(**one).compute_hash() == config(**other).compute_hash() != config(**one, mine=1).compute_hash()
 
 
 def test_another_backend_refuses_an_item_set(engines, tiny_model):

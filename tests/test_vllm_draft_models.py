@@ -12,6 +12,7 @@ from draft_models import cached_tiny_eagle, cached_tiny_eagle3, cached_tiny_mimo
 from samples import exact
 from test_vllm_drafts import logits_behind, spoken, watch_drafts
 from test_vllm_engine import CITIES, answer, inline, named, on_path
+from test_vllm_ranking import same_lists
 from vllm import SamplingParams
 
 import itemset
@@ -48,14 +49,27 @@ def speculating(kind, engines, tiny_model, plain):
 
 
 def test_answers_are_those_without_speculation(speculating, engines, plain):
+    check_answers_and_lists(speculating, engines("v2", **plain))
+
+
+def check_answers_and_lists(speculating: Any, without: Any) -> None:
     params = [named(name, temperature=0) for name in NAMES]
     params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
     prompts = [{"prompt_token_ids": list(range(3 + i, 12 + 9 * i))} for i in range(len(params))]
-    drafted, without = (
+    drafted, expected = (
         [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
-        for engine in (speculating, engines("v2", **plain))
+        for engine in (speculating, without)
     )
-    assert drafted == without
+    assert drafted == expected
+    same_lists(speculating, without)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_the_same_on_the_host_path(engines, tiny_model, static, method):
+    """Of model runner V1, which verifies in another sampler."""
+    model = cached_tiny_mimo() if method == "mtp" else tiny_model
+    speculating = engines("v1", model, speculative_config=drafting(method, tiny_model), **static)
+    check_answers_and_lists(speculating, engines("v1", model, **static))
 
 
 def test_drafts_and_answers_stay_in_their_sets(speculating, named_sets, kind):

@@ -10,7 +10,9 @@ import pytest
 from models import cached_tiny_llama
 from samples import FEW, SAMPLES, TEMPERATURE, exact
 from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
+from test_vllm_ranking import beams, ranked, same_lists
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 import itemset
 
@@ -58,11 +60,13 @@ def test_answers_are_those_without_speculation(speculating, engines, tiny_model,
     params = [named(name, temperature=0) for name in named_sets for _ in range(2)]
     params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
     prompts = [f"prompt {i}" for i in range(len(params))]
-    plain = [o.outputs[0].token_ids for o in engines("v2", tiny_model, **device).generate(prompts, params)]
+    without = engines("v2", tiny_model, **device)
+    plain = [output.outputs[0].token_ids for output in without.generate(prompts, params)]
     engine = speculating(kind)
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
     drafted, accepted = spoken(engine)
     assert drafted >= accepted > drafted / 4
+    same_lists(engine, without)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
@@ -113,9 +117,11 @@ def test_a_draft_model_on_the_host_path(engines, tiny_model, static, draft_model
     """Model runner V1 cuts drafts at the first that leaves the set, and rolls back what is rejected."""
     params = [named(name, temperature=0) for name in named_sets] + [inline(CITIES, temperature=0)]
     prompts = [f"p {i}" for i in range(len(params))]
-    plain = [output.outputs[0].token_ids for output in engines("v1", tiny_model, **static).generate(prompts, params)]
+    without = engines("v1", tiny_model, **static)
+    plain = [output.outputs[0].token_ids for output in without.generate(prompts, params)]
     engine = engines("v1", tiny_model, speculative_config=drafting(draft_model), disable_log_stats=False, **static)
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
+    same_lists(engine, without)
 
 
 def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
@@ -150,6 +156,8 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path,
     prompt, samples = [7, 8, 9], SAMPLES // 5
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", **common)
     expected = exact(FEW, lambda *behind: logits_behind(plain, prompt, *behind)) * samples
+    with pytest.raises(VLLMValidationError, match=r"raw_logits.* ranked list adds log-probabilities up: start it with"):
+        plain.call(ranked, beams(2, item_set="few"))
     draft = str(cached_tiny_llama(vocab_size=1013, seed=1))
     config = {
         "greedy": drafting(draft),

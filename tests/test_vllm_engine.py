@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
+from test_vllm_ranking import check_scores_beside_others, same_lists
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -79,6 +82,54 @@ def check_answers(engine, named_sets, count: int) -> None:
     assert checked >= count
     distinct = {answer(output) for kind, output in zip(kinds, outputs, strict=True) if kind == "large"}
     assert len(distinct) > checked / 6 / 2  # the model chooses, not the trie
+
+
+def test_a_step_is_filled_at_once_and_as_vllm_would(engine, way, named_sets):
+    """The rows of item sets by one compiled call, whatever else is in the batch; bit for bit what vLLM fills."""
+    if way[1] == "device":
+        pytest.skip("no bitmask is made for item sets")
+    params = [named(name) for name in named_sets] + [inline(CITIES), SamplingParams(max_tokens=8)]
+    params.append(SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{12}")))
+    counted = engine.call(count_fills, ["p"] * len(params), params)
+    assert counted["rows"] > 2 * counted["steps"]
+    assert counted["mixed"]
+    assert counted["calls"] == counted["steps"] > 0
+    assert counted["different"] == 0
+
+
+def count_fills(llm, prompts: list[Any], params: list[SamplingParams]) -> Counter[str]:
+    """Generate, and fill each step's bitmask also as vLLM does, row by row.
+
+    Returns steps with item sets, their rows, compiled calls, steps with other grammars beside them, and how many steps
+    have a bitmask that differs.
+    """
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from itemset import host
+    from vllm_static.backend import StaticGrammar
+
+    counted: Counter[str] = Counter()
+    filled, fill_rows = StructuredOutputManager.grammar_bitmask, host._fill_rows
+
+    def count(addresses, states, rows, bitmask):
+        counted.update(calls=1, rows=len(rows))
+        fill_rows(addresses, states, rows, bitmask)
+
+    def compare(self, requests, request_ids, drafts):
+        bitmask = filled(self, requests, request_ids, drafts).copy()
+        kinds = {type(requests[name].structured_output_request.grammar) for name in request_ids}
+        if StaticGrammar in kinds:
+            counted.update(steps=1, mixed=len(kinds) > 1, drafts=sum(map(len, drafts.values())))
+        by_vllm = filled.__wrapped__(self, requests, request_ids, drafts)
+        counted["different"] += not np.array_equal(bitmask, by_vllm)
+        return bitmask
+
+    host._fill_rows, StructuredOutputManager.grammar_bitmask = count, compare
+    try:
+        llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        host._fill_rows, StructuredOutputManager.grammar_bitmask = fill_rows, filled
+    return counted
 
 
 def test_inline_sets_answer_as_xgrammar_does(runner, engines, tiny_model, engine):
@@ -181,7 +232,9 @@ def test_a_reused_parameter_object_stays_as_it_is(engine):
     assert params.extra_args is None
 
 
-def test_ngram_speculation_changes_nothing_at_temperature_0(runner, engines, engine, tiny_model, static, named_sets):
+def test_ngram_speculation_changes_nothing_at_temperature_0(
+    way, runner, engines, engine, tiny_model, static, named_sets
+):
     items = {name: sorted(named_sets[name].items)[:6] for name in ("large", "ragged", "prefixes")}
     # The prompt holds items twice over, so that its n-grams propose some that are in the set and some that are not.
     prompts, params = [], []
@@ -197,7 +250,14 @@ def test_ngram_speculation_changes_nothing_at_temperature_0(runner, engines, eng
     assert [tuple(output.outputs[0].token_ids) for output in speculating.generate(prompts, params)] == plain
     counted = speculating.call(metrics)
     assert counted["vllm:spec_decode_num_draft_tokens"] >= counted["vllm:spec_decode_num_accepted_tokens"] > 0
-    if runner == "v2":
+    filled = speculating.call(count_fills, prompts[:6], params[:6])
+    assert (filled["calls"], filled["different"]) == (filled["steps"], 0)
+    assert (filled["drafts"] > 0) == (way[1] == "host")
+    same_lists(speculating, engine)
+    assert ("On the host path no draft of ngram is forced" in speculating.log()) == (way[1] == "host")
+    if runner == "v1":
+        check_scores_beside_others(speculating)
+    else:
         # On V1 vLLM's own C++ fallback for CPUs loses the temperature of every draft row (docs/serving.md).
         sampled = speculating.generate(prompts[:12], named("ragged"))
         assert {answer(output) for output in sampled} <= named_sets["ragged"].items

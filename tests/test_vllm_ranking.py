@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from engines import FAST
 from ranking import EOS, PROMPT, oracle_of
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from vllm_static.ranking import RankingParams
+from vllm_static.ranking import RankingParams, ScoringParams
 
 CITIES = ["Paris", "London", "New York", "New York City"]
 
@@ -35,6 +37,14 @@ def ranked(llm: Any, params: RankingParams, prompt: list[int] = PROMPT) -> list[
         items = [(one.cum_logprob, tuple(one.tokens[len(prompt) :]), one.text, one.key) for one in output.sequences]
         answers.append({"items": items, "proven": output.proven, "passes": output.passes, "rounds": output.rounds})
     return answers
+
+
+def same_lists(one: Any, other: Any) -> None:
+    """Two engines of the same model and sets rank alike: by a beam, proven, and what the request brings."""
+    for params in (beams(7, item_set="prefixes"), beams(3, item_set="ragged", exact=True), beams(9, choice=CITIES)):
+        (answer, _), (expected, _) = (engine.call(ranked, params) for engine in (one, other))
+        check(answer, [(score, tokens[:-1]) for score, tokens, *_ in expected["items"]])
+        assert len(answer["items"]) >= 3
 
 
 @pytest.fixture
@@ -65,6 +75,41 @@ def test_the_proven_best(engine, oracle, named_sets):
     limited = engine.call(ranked, beams(4, item_set="ragged", exact=True, max_passes=3))[0]
     assert limited["passes"] <= 3
     assert not limited["proven"]
+
+
+def check_scores_beside_others(engine: Any) -> None:
+    """A request that scores chosen tokens, as a list does, and others that want their most likely ones."""
+    chosen, prompt = range(100, 110), {"prompt_token_ids": [5, 6, 7, 8] * 6}
+    most_likely = SamplingParams(logprobs=3, max_tokens=4, temperature=0)
+    scoring = SamplingParams(logprob_token_ids=list(chosen), max_tokens=4, temperature=0)
+    whole = ScoringParams(logprobs=-1, max_tokens=4, temperature=0)
+    alone, every = (engine.generate([prompt], params)[0].outputs[0].logprobs for params in (most_likely, whole))
+    together = engine.generate([prompt] * 3, [most_likely, scoring, most_likely])
+    for output in (together[0], together[2]):
+        assert list(map(set, output.outputs[0].logprobs)) == list(map(set, alone))
+    for found, expected in zip(together[1].outputs[0].logprobs, every, strict=True):
+        assert set(found) >= set(chosen)
+        for token, entry in found.items():
+            assert abs(entry.logprob - expected[token].logprob) < 1e-3
+
+
+def test_a_list_takes_nothing_from_other_requests(engines, tiny_model, static):
+    """On model runner V1: on V2 a list asks for the scores of its prompts alone."""
+    check_scores_beside_others(engines("v1", tiny_model, **static))
+
+
+def test_beams_without_a_set_are_held_by_xgrammar(engine):
+    """vLLM's own beam search knows no other backend than the built-in ones."""
+    params = BeamSearchParams(beam_width=2, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
+    found = engine.call(beam_texts, params)
+    assert found
+    assert all(len(text) == 3 and text.isdigit() for text in found)
+
+
+def beam_texts(llm: Any, params: BeamSearchParams) -> list[str]:
+    (output,) = llm.beam_search([{"prompt_token_ids": PROMPT}], params)
+    prompt = len(PROMPT)
+    return [llm.get_tokenizer().decode(one.tokens[prompt:], skip_special_tokens=True) for one in output.sequences]
 
 
 @pytest.mark.parametrize("length", range(26, 34))
@@ -138,6 +183,13 @@ def test_over_http(server, named_sets, oracle, endpoint):
         ({"item_set": "raged"}, "did you mean 'ragged'"),
         ({"max_tokens": 3}, "max_tokens=3 is less than the longest item has"),
         ({"logprobs": 1}, "a ranked list has no logprobs of single tokens"),
+        ({"logprobs": 0}, "a ranked list has no logprobs of single tokens"),
+        ({"response_format": {"type": "json_object"}}, "a ranked list and response_format exclude each other"),
+        ({"structured_outputs": {"regex": "a"}}, "item_set and structured_outputs .* exclude each other"),
+        ({"width": 1}, "width=1 finds no 2 items: set it to at least 2"),
+        ({"width": 1_001}, "a beam of width 1,001 is longer than this engine's limit of 1,000"),
+        ({"width": 4, "use_beam_search": False}, "width is for ranked lists: add use_beam_search and n"),
+        ({"exact": True, "max_passes": 10_001}, "max_passes=10,001 is more than this engine's limit of 10,000"),
         ({"n": 1_001}, "a ranked list of 1,001 is longer than this engine's limit of 1,000: ask for fewer items"),
         ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
         ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
@@ -148,7 +200,16 @@ def test_a_bad_request_is_http_400(server, body, message):
     asked = {"model": "tiny", "prompt": "p", "use_beam_search": True, "n": 2, "max_tokens": 20, "item_set": "ragged"}
     status, answer = server.post("/v1/completions", asked | body)
     assert status == 400, answer
-    assert message in answer["error"]["message"]
+    assert re.search(message, answer["error"]["message"])
+
+
+def test_a_wider_beam_over_http(server, named_sets, oracle):
+    """As wide as the set it gives the best of the exact ranking, and no more of them than asked for."""
+    asked = {"model": "tiny", "prompt": PROMPT, "use_beam_search": True, "n": 3, "max_tokens": 40, "item_set": "ragged"}
+    status, answer = server.post("/v1/completions", asked | {"width": len(named_sets["ragged"].items)})
+    assert status == 200, answer
+    expected = [score for score, _ in oracle(sorted(named_sets["ragged"].items))[:3]]
+    np.testing.assert_allclose([choice["item"]["score"] for choice in answer["choices"]], expected, atol=2e-3)
 
 
 def test_a_ranked_list_elsewhere_is_http_400(server):
@@ -180,7 +241,8 @@ def test_the_requests_of_a_client_that_went_are_aborted(server):
     ("params", "message"),
     [
         ({"item_set": "raged"}, "did you mean 'ragged'"),
-        ({"item_set": "ragged", "max_tokens": 5}, "max_tokens=5 is less than the longest item has: set it to at least"),
+        ({"item_set": "ragged", "max_tokens": 5}, "max_tokens=5 is less than the longest item has with its end token"),
+        ({"item_set": "one", "max_tokens": 5}, "has with its end token: set it to at least 6 for a ranked list"),
         ({"item_set": "ragged", "exact": 1}, "exact must be true or false, not 1"),
         ({"item_set": "ragged", "max_passes": 0}, "max_passes must be a number of forward passes, at least 1, not 0"),
         ({"item_set": "ragged", "choice": ["a"]}, "exclude each other"),

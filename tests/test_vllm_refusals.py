@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from engines import Engine
+from request_fields import fields_of
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -22,7 +23,7 @@ def choice(*texts: str) -> dict:
 
 @pytest.fixture
 def engine(engines, tiny_model, static):
-    config = static["additional_config"] | {"inline_item_limit": 1_000}
+    config = static["additional_config"] | {"inline_item_limit": 1_000, "inline_text_limit": 1_000}
     return engines("v1", tiny_model, **(static | {"additional_config": config}))
 
 
@@ -39,11 +40,13 @@ def engine(engines, tiny_model, static):
         (NAMED | {"bad_words": ["x"]}, "bad_words is not supported with an item set"),
         ({"extra_args": {"item_set": "one"}, "stop_token_ids": [302]}, "the stop token 302 occurs inside an item"),
         (choice(), "at least one text"),
-        (choice("red", ""), "item 1 .* is empty"),
-        (choice("red", "\ud800"), "item 1 .* surrogate"),
+        (choice("red", ""), r"choice\[1\] \(''\) is empty"),
+        (choice("red", "\ud800"), r"choice\[1\] .* surrogate"),
         (choice(*map(str, range(1_001))), "choice has 1,001 items, the limit of an inline set is 1,000"),
-        (choice("a</s>b"), "item 0 .* holds the end-of-sequence token"),
-        (choice("a b " * 200), "has an item of .* tokens, longer than max_model_len=256"),
+        (choice("a</s>b"), r"choice\[0\] \('a</s>b'\) holds the end-of-sequence token"),
+        (choice("red", "ab" * 2_000), r"choice\[1\] \('abab.* has 4,000 characters. An item .* may have 2,304"),
+        (choice(*["a b c"] * 201), r"more than 1,000 characters, .* \(passed at choice\[200\]\): .* inline_text_limit"),
+        (choice("a b " * 200), r"choice\[0\] .* has \d+ tokens, longer than max_model_len=256"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_engine_goes_on(engine, named_sets, params, message):
@@ -119,6 +122,12 @@ def test_another_tokenizer_ends_the_start_up_and_both_are_named(tmp_path, tiny_m
     )
 
 
+def test_drafts_that_cannot_be_made_end_the_start_up(engines, tiny_model):
+    config = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    with pytest.raises(ValueError, match=r"ngram_gpu needs model runner V2 or a GPU, .*: choose ngram"):
+        engines("v1", tiny_model, structured_outputs_config={"backend": "static"}, speculative_config=config)
+
+
 def test_a_misspelled_option_ends_the_start_up(engines, tiny_model):
     with pytest.raises(ValueError, match="there is no option 'item_set_paht': the plugin's options are item_sets"):
         engines(
@@ -141,3 +150,13 @@ def test_a_misspelled_option_ends_the_start_up(engines, tiny_model):
 )
 def test_a_bad_configuration_ends_the_start_up(tiny_model, item_sets, message):
     refused(tiny_model, item_sets, message)
+
+
+def test_no_field_of_vllms_own_is_taken_for_a_misspelled_word():
+    from vllm_static.http import SURFACE
+
+    fields = fields_of("vllm.entrypoints")
+    assert {"structured_outputs", "vllm_xargs", "temperature", "messages"} <= fields
+    for path in (*SURFACE.served, "/v1/messages"):
+        SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
+        SURFACE.check(path, {"vllm_xargs": dict.fromkeys(fields, 1)}, ours=True)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
 
+import changes
+import hostile
 import pytest
 from servers import start_expecting_failure
+
+import itemset
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 TAG = {
@@ -17,13 +24,15 @@ TAG = {
     },
 }
 COLOURS = ["red", "green", "blue"]
+LONG = "a label of many words, whose encoding takes its time"
 
 
 @pytest.fixture
 def server(runner, servers, tiny_model, static, named_sets):
     flags = ["--item-set", *(f"{name}={named.path}" for name, named in named_sets.items())]
-    word = {"v1": "--structured-outputs-config.backend", "v2": "--guided-decoding-backend"}[runner]
-    return servers(runner, tiny_model, arguments=(word, "static", *flags))
+    compact = ("--structured-outputs-config.disable_any_whitespace", "true")  # which is xgrammar's
+    words = {"v1": (*compact, "--structured-outputs-config.backend"), "v2": ("--guided-decoding-backend",)}[runner]
+    return servers(runner, tiny_model, arguments=(*words, "static", *flags))
 
 
 def complete(server, **body) -> dict:
@@ -43,7 +52,7 @@ def item_of(choice: dict) -> tuple[int, ...]:
     return tuple(token for token in choice["token_ids"] if token != 1)
 
 
-def test_one_batch_of_sets_and_grammars(server, named_sets):
+def test_one_batch_of_sets_and_grammars(runner, server, named_sets):
     requests = [
         *({"item_set": name, "return_token_ids": True} for name in named_sets),
         {"structured_outputs": {"choice": COLOURS}},
@@ -56,12 +65,14 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
     ]
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda body: complete(server, **body), requests * 2))
+    json_texts: list[str] = []
     for body, choice in zip(requests * 2, answers, strict=True):
         text = choice["text"]
         if "item_set" in body:
             assert item_of(choice) in named_sets[body["item_set"]].items
         elif "response_format" in body or "json" in body.get("structured_outputs", {}):
             assert json.loads(text)["n"] in (1, 2)
+            json_texts.append(text)
         elif body:
             ((kind, _),) = body["structured_outputs"].items()
             assert {
@@ -70,6 +81,7 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
                 "grammar": text[:1] == "x" and text[-1:] == "y",
                 "structural_tag": text[:2] == "ab" and text[2:].isdigit(),
             }[kind], body
+    assert (set(json_texts) <= {'{"n":1}', '{"n":2}'}) == (runner == "v1")  # where the server allows no whitespace
 
 
 def test_chat_streaming_and_the_other_endpoints(server, named_sets):
@@ -116,9 +128,30 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
             "is less than the longest",
         ),
         ({"structured_outputs": {"choice": []}}, "at least one text"),
-        ({"structured_outputs": {"choice": [""]}}, "is empty"),
+        ({"structured_outputs": {"choice": [""]}}, "choice[0] ('') is empty"),
+        ({"structured_outputs": {"choice": ["ab" * 5_000_000]}}, "has 10,000,000 characters"),
         ({"structured_outputs": {"choice": "red"}}, "valid list"),
         ({"structured_outputs": {"choice": [1, 2]}}, "valid string"),
+        ({"item_sets": "labels"}, "there is no field item_sets: name the item set in item_set"),
+        *(
+            ({word: "labels"}, f"there is no field {word}: name")
+            for word in ("items_set", "ITEM_SET", "itemSet", "item_sett")
+        ),
+        ({"vllm_xargs": {"item_sets": "one"}}, "there is no field item_sets in vllm_xargs: name the item set"),
+        ({"extra_body": {"item_set": "one"}}, "there is no field item_set in extra_body"),
+        ({"sampling_params": {"item_set": "one"}}, "there is no field item_set in sampling_params"),
+        ({"structured_outputs": {"item_set": "one", "regex": "a"}}, "there is no field item_set in structured_outputs"),
+        (
+            {"structured_outputs": {"choices": ["a"], "regex": "a"}},
+            "there is no field choices in structured_outputs: send",
+        ),
+        ({"structured_output": {"choice": ["a"]}}, "there is no field structured_output: send the texts as"),
+        ({"choice": ["a"]}, "there is no field choice: send the texts as structured_outputs"),
+        ({"guided_choice": ["a"], "structured_outputs": {"choice": ["a"]}}, "an older word for structured_outputs"),
+        ({"guided_choice": ["a"], "item_set": "one"}, "exclude each other"),
+        ({"item_set": "one", "guided_regex": "a"}, "an item set and guided_regex exclude each other"),
+        ({"item_set": "x" * 1_000_000}, f"no item set is called '{'x' * 60}'...: it has fixed"),
+        ({"item_set": {"a": "x" * 1_000}}, "a string, not an object"),
     ],
 )
 def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, body, message):
@@ -129,23 +162,164 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         status, answer = server.post(path, {"model": "tiny", **prompt, **body})
         assert status == 400, answer
         assert message in answer["error"]["message"]
+        if set(body) == {"structured_outputs"} and "valid" not in message:
+            assert answer["error"]["param"] == "structured_outputs"
     assert item_of(complete(server, item_set="one", return_token_ids=True)) in named_sets["one"].items
 
 
 def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
     messages = [{"role": "user", "content": "p"}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 4}
-    for path in ("/v1/messages", "/tokenize", "/inference/v1/generate"):
-        status, answer = server.post(path, {**body, "item_set": "one"})
-        assert status == 400
-        assert f"{path} takes no item_set: send it to one of /v1/chat/completions" in answer["error"]["message"]
+    named = json.dumps({**body, "item_set": "one"})
+    before = figures(server).get('item_set:refused_requests_total{reason="wrong endpoint"}', 0)
+    for path in ("/v1/messages", "/tokenize", "/invocations", "/v1/chat/completions/render"):
+        for data, *content_types in (
+            (named.encode(),),
+            (named.encode(), "Application/JSON; charset=utf-8"),
+            (named.encode(), "application/json", "text/plain"),
+            (named.encode("utf-16"),),
+            (named.replace("item_set", "item\\u005fset").encode(),),
+        ):
+            status, answer = server.send(path, data, *content_types)
+            assert status == 400, answer
+            assert f"{path} takes no item_set: send it to one of /v1/chat/completions" in answer["error"]["message"]
+    assert figures(server)['item_set:refused_requests_total{reason="wrong endpoint"}'] == before + 20
+    assert server.post("/v1/messages", {**body, "guided_choice": ["a"]})[0] == 400
+    assert server.post("/v1/messages", {**body, "vllm_xargs": {"item_sets": "one"}})[0] == 400
     assert server.post("/v1/messages", body)[0] == 200
+    # The server's own field for extras is read there.
+    status, answer = server.post("/v1/messages", {**body, "max_tokens": 20, "vllm_xargs": {"item_set": "one"}})
+    assert (status, answer["usage"]["output_tokens"]) == (200, 6)
 
 
-def test_a_second_request_with_an_inline_set_builds_nothing(server):
-    texts = [f"label {i}" for i in range(5_000)]
-    for _ in range(2):
-        assert complete(server, structured_outputs={"choice": texts})["text"] in texts
+def test_the_older_word_for_an_inline_set(server):
+    assert complete(server, guided_choice=COLOURS)["text"] in COLOURS
+    assert chat(server, guided_choice=COLOURS)["message"]["content"] in COLOURS
+    assert complete(server, guided_choice=None, structured_outputs={"choice": COLOURS})["text"] in COLOURS
+
+
+def test_a_forced_tool_is_no_item(server):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "p"}], "tools": [tool]}
+    for word in ({"structured_outputs": {"choice": COLOURS}}, {"guided_choice": COLOURS}, {"item_set": "one"}):
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            status, answer = server.post("/v1/chat/completions", {**body, **word, "tool_choice": choice})
+            assert status == 400, answer
+            assert "a tool_choice that forces a tool exclude each other" in answer["error"]["message"]
+        assert chat(server, tools=[tool], tool_choice="none", **word)["item"] is not None
+
+
+def test_every_answer_names_its_items_key(server, named_sets):
+    ragged, item = itemset.load(named_sets["ragged"].path), {"item_set": "ragged", "return_token_ids": True}
+    inline = {"structured_outputs": {"choice": COLOURS}}
+    prompts = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 40}
+    messages = [{"role": "user", "content": "p"}]
+
+    def expected(tokens) -> dict:
+        return {"key": ragged.lookup([tokens])[0]}
+
+    for choice in server.post("/v1/completions", {**prompts, **item})[1]["choices"]:
+        assert choice["item"] == expected(item_of(choice))
+    for choice in server.post("/v1/completions", {**prompts, **inline})[1]["choices"]:
+        assert choice["item"] == {"key": COLOURS.index(choice["text"])}
+    for choice in server.post("/v1/chat/completions", {"model": "tiny", "messages": messages, "n": 2, **item})[1][
+        "choices"
+    ]:
+        assert choice["item"] == expected(item_of(choice))
+    batch = {"model": "tiny", "messages": [messages, messages], **item}
+    choices = server.post("/v1/chat/completions/batch", batch)[1]["choices"]
+    assert [choice["item"] for choice in choices] == [expected(item_of(choice)) for choice in choices]
+    for stream in (False, True):
+        body = {"model": "tiny", "input": "p", "stream": stream, **inline}
+        answer = (
+            server.events("/v1/responses", body)[-1]["response"] if stream else server.post("/v1/responses", body)[1]
+        )
+        assert answer["item"]["key"] in range(3)
+    for path, more in (("/v1/completions", prompts), ("/v1/chat/completions", {"messages": messages, "n": 3})):
+        tokens: dict[int, list[int]] = {}
+        items = {}
+        for event in server.events(path, {"model": "tiny", "stream": True, **more, **item}):
+            for choice in event["choices"]:
+                tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+                assert ("item" in choice) == (choice["finish_reason"] is not None)
+                if "item" in choice:
+                    items[choice["index"]] = choice["item"]
+        assert len(items) >= 3
+        assert items == {index: expected(ids[:-1]) for index, ids in tokens.items()}
+    assert "item" not in complete(server)
+
+
+def test_an_answer_that_is_no_item_names_none(server):
+    words = {"structured_outputs": {"choice": ["red and green", "red and blue"]}, "n": 2}
+    assert complete(server, **words, max_tokens=2)["item"] is None
+    assert complete(server, **words, stop="and")["item"] is None
+    assert complete(server, **words, ignore_eos=True, max_tokens=60)["item"]["key"] in (0, 1)
+    # An item that a limit ends is one, unless it might have become a longer one.
+    assert complete(server, item_set="labels", max_tokens=1)["item"] is not None
+    one = complete(server, item_set="prefixes", max_tokens=1, return_token_ids=True)
+    assert (one["item"] is None) == (one["token_ids"] == [100])
+
+
+@pytest.mark.parametrize("runner", ["v1"], scope="module")
+def test_hostile_bodies_end_in_an_error_of_their_own(server, runner):
+    messages = [{"role": "user", "content": "p"}]
+    few = {"model": "tiny", "max_tokens": 2}
+    for path, base in {
+        "/v1/completions": {**few, "prompt": "p"},
+        "/v1/chat/completions": {**few, "messages": messages},
+        "/v1/chat/completions/batch": {**few, "messages": [messages]},
+        "/v1/responses": {"model": "tiny", "input": "p", "max_output_tokens": 16},
+        "/v1/messages": {**few, "messages": messages},
+        "/tokenize": {"model": "tiny", "prompt": "p"},
+        "/invocations": {**few, "messages": messages},
+        "/v1/nothing": {},
+    }.items():
+        for meant, body in hostile.bodies(base):
+            status, answer = server.send(path, body)
+            assert 200 <= status < 500, (path, body[:200], status, answer)
+            assert not meant or status >= 400, (path, body[:200], answer)
+    assert complete(server, item_set="one")["item"] == {"key": 0}
+
+
+def test_equal_lists_are_encoded_once_and_hold_up_no_short_one(server):
+    texts = [f"{LONG} {i}" for i in range(40_000)]
+    before = encoded(server)
+    with ThreadPoolExecutor(3) as pool:
+        long = [pool.submit(complete, server, structured_outputs={"choice": texts}) for _ in range(3)]
+        wait_for(lambda: encoded(server) > before)
+        assert complete(server, structured_outputs={"choice": ["one of", "two"]})["text"] in ("one of", "two")
+        assert not any(one.done() for one in long)
+        assert all(one.result()["text"] in texts for one in long)
+    assert complete(server, structured_outputs={"choice": texts})["text"] in texts
+    assert encoded(server) - before == len(texts) + 2
+
+
+def test_encoding_stops_when_the_client_leaves(server):
+    texts = [f"{LONG}, then {i}" for i in range(100_000)]
+    before = encoded(server)
+    connection = HTTPConnection(server.url.removeprefix("http://"))
+    body = json.dumps({"model": "tiny", "prompt": "p", "structured_outputs": {"choice": texts}})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    wait_for(lambda: encoded(server) > before)
+    connection.close()
+    others = [f"other label {i}" for i in range(5_000)]
+    assert complete(server, structured_outputs={"choice": others})["text"] in others
+    stopped = encoded(server)
+    assert stopped - before < len(texts)
+    time.sleep(0.5)  # in which it would go on
+    assert encoded(server) == stopped
+
+
+def encoded(server) -> float:
+    """Texts of inline sets that it has encoded so far."""
+    return figures(server).get("item_set:encoded_texts_total", 0)
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("runner", ["v1"], scope="module")
@@ -153,7 +327,33 @@ def test_a_server_with_a_bad_set_does_not_start(tiny_model, runner):
     log = start_expecting_failure(
         runner, tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", "films=missing.itemset")
     )
-    assert "missing.itemset: no such file: build it with `itemset build`" in log
+    last = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
+    assert log.splitlines()[-1].startswith(last)
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("runner", ["v1"], scope="module")
+def test_a_set_that_does_not_fit_the_model_is_the_last_line_too(tiny_model, runner, tmp_path):
+    itemset.build([[5, 2112]]).save(tmp_path / "films.itemset")
+    named = f"films={tmp_path / 'films.itemset'}"
+    log = start_expecting_failure(
+        runner, tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", named)
+    )
+    assert "static-backend: the item set 'films'" in log.splitlines()[-1]
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("change", changes.IN_PLACE.values(), ids=changes.IN_PLACE.keys())
+def test_a_file_that_is_changed_in_place_changes_nothing_that_is_served(server, named_sets, change):
+    # "large": a map whose pages most requests would read anew, and "one", whose single page all of them would.
+    bodies = [{"item_set": name, "return_token_ids": True, "seed": i} for i in range(10) for name in ("large", "one")]
+    paths = [Path(named_sets[name].path) for name in ("large", "one")]
+    with changes.undone(paths[0]), changes.undone(paths[1]), ThreadPoolExecutor(8) as pool:
+        for path in paths:
+            change(path)
+        for body, choice in zip(bodies, pool.map(lambda body: complete(server, **body), bodies), strict=True):
+            assert choice["finish_reason"] == "stop"
+            assert item_of(choice) in named_sets[body["item_set"]].items
 
 
 def test_metrics(server, runner):
@@ -177,12 +377,6 @@ def test_metrics(server, runner):
         'item_set:forced_tokens{item_set="inline"}': gained['item_set:forced_tokens{item_set="inline"}'],
     }
     assert (after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0) == (path == "device")
-
-
-def test_a_misspelled_field_is_refused(server):
-    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "item_sets": "labels"})
-    assert (status, answer["error"]["param"]) == (400, "item_sets")
-    assert "there is no field item_sets: name the item set in item_set" in answer["error"]["message"]
 
 
 def figures(server) -> dict[str, float]:

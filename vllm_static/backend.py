@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.structured_output.backend_types import (
@@ -16,11 +19,10 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.catalogue import Catalogue
+from itemset.catalogue import Catalogue, InlineSet
 from itemset.config import INDEX, REFERENCE, StaticConfig
-from itemset.host import HostState, forced_tokens, warm_up
+from itemset.host import HostState, fill_bitmasks, forced_tokens, warm_up
 from vllm_static import compat
 from vllm_static.device import PLACE, DevicePath
 from vllm_static.metrics import Figures, label
@@ -35,22 +37,23 @@ class StaticGrammar(StructuredOutputGrammar):
     """One request's item set as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
 
     def __init__(self, item_set: ItemSet, stop_token_ids: set[int]) -> None:
-        self._state = HostState(item_set, stop_token_ids)
+        self.host = HostState(item_set, stop_token_ids)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        if self._state.accept(tokens):
+        if self.host.accept(tokens):
             return True
         logger.error("Request %s: the tokens %s leave the item set.", request_id, tokens)
         return False
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return self._state.allowed_prefix(tokens)
+        return self.host.allowed_prefix(tokens)
 
     def rollback(self, num_tokens: int) -> None:
-        self._state.rollback(num_tokens)
+        self.host.rollback(num_tokens)
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        self._state.fill_bitmask(bitmask[batch_index].numpy())
+        """Fill one row; `StaticBackend.fill` fills those of a step."""
+        self.host.fill_bitmask(bitmask.numpy()[batch_index])
 
     def is_terminated(self) -> bool:
         """Never: vLLM lifts the mask of a terminated grammar, and a request that goes on behind its item (`ignore_eos`)
@@ -58,7 +61,7 @@ class StaticGrammar(StructuredOutputGrammar):
         return False
 
     def reset(self) -> None:
-        self._state.reset()
+        self.host.reset()
 
 
 class StaticBackend(StructuredOutputBackend):
@@ -75,6 +78,7 @@ class StaticBackend(StructuredOutputBackend):
             self._device = DevicePath(config, self._catalogue.registered.values())
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
+        self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
         warm_up()
 
     def admit(self, manager: Any, request: Request) -> bool:
@@ -87,8 +91,9 @@ class StaticBackend(StructuredOutputBackend):
         if reference is None:
             return False
         index = params.extra_args.get(INDEX)
-        if index is not None and self._catalogue.inline(reference) is None:
-            self._catalogue.keep(reference, itemset.from_bytes(index, reference), index)
+        if index is not None:
+            kept = self._catalogue.inline(reference) or self._catalogue.keep(InlineSet.opened(reference, index))
+            params.extra_args[INDEX] = kept.index  # requests that run with the same set share its bytes
         if self._device is not None and self._device.admit(manager, request, self._catalogue[reference]):
             self._figures.by_path["device"] += 1
             return True
@@ -132,6 +137,52 @@ class StaticBackend(StructuredOutputBackend):
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
         return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
+
+    def fill(
+        self,
+        grammar_bitmask: Callable[..., NDArray[np.int32]],
+        manager: Any,
+        requests: dict[str, Request],
+        request_ids: list[str],
+        drafts: dict[str, list[int]],
+    ) -> NDArray[np.int32]:
+        """A step's bitmask, [rows, words]: the rows of item sets filled in one call, all others by vLLM itself.
+
+        A request has a row for each of its drafts and one more. vLLM fills them one after another, with the drafts
+        accepted in between and rolled back (v1/structured_output/__init__.py, grammar_bitmask): the same rows. The
+        answer is valid until the next step, as vLLM's own.
+        """
+        hosts: list[HostState] = []
+        states: list[int] = []
+        rows: list[int] = []
+        others: list[str] = []
+        other_rows: list[int] = []
+        may_reason, row = compat.may_reason(manager), 0
+        for request_id in request_ids:
+            structured: Any = requests[request_id].structured_output_request
+            grammar, drafted = structured.grammar, drafts.get(request_id, ())
+            end = row + 1 + len(drafted)
+            if type(grammar) is not StaticGrammar or (may_reason and not structured.reasoning_ended):
+                others.append(request_id)
+                other_rows += range(row, end)
+            elif drafted:
+                hosts += [grammar.host] * (end - row)
+                states += grammar.host.draft_states(drafted)
+                rows += range(row, end)
+            else:
+                hosts.append(grammar.host)
+                states.append(grammar.host.state)
+                rows.append(row)
+            row = end
+        if not rows:
+            return grammar_bitmask(manager, requests, request_ids, drafts)
+        if len(self._bitmask) < row:
+            self._bitmask = self.allocate_token_bitmask(2 * row).numpy()
+        bitmask = self._bitmask[:row]
+        if others:
+            bitmask[other_rows] = grammar_bitmask(manager, requests, others, drafts)
+        fill_bitmasks(hosts, states, rows, bitmask)
+        return bitmask
 
     def destroy(self) -> None:
         if self._xgrammar is not None:

@@ -7,11 +7,13 @@ import copy
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from itemset import config, hooks
+from itemset.answer import after
 from itemset.config import BACKEND
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
@@ -23,13 +25,18 @@ HOOKS = {
     "vllm.config.structured_outputs:StructuredOutputsConfig": "the backend name is a Literal of this class",
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": "the flags --item-set and --guided-decoding-backend",
     "vllm.engine.arg_utils:EngineArgs.from_cli_args": "what these flags mean",
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "adds the device path's logits processor",
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "the device path's logits processor, the sets' versions",
+    "vllm.config.vllm:VllmConfig.compute_hash": "another item set must not compile the model anew",
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": "knows the built-in backends only",
     "vllm.v1.engine.input_processor:InputProcessor.__init__": "item sets are checked before the engine starts",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
-    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded off the event loop",
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded beside the event loop",
+    "vllm.v1.engine.output_processor:OutputProcessor.add_request": "the set, kept until its answer is there",
+    "vllm.v1.engine.output_processor:RequestState._new_completion_output": "which item a finished answer is",
+    "vllm.outputs:RequestOutput.add": "drops what it does not know, the item, where a stream's reader is slow",
     "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": "the rows of all item sets are filled at once",
     "vllm.v1.engine.core:EngineCore": "answers the front end's question for its figures",
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": "an ended request's set may leave the device",
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params": "the field item_set",
@@ -44,8 +51,15 @@ _BEAMS, _OPENAI = "vllm.entrypoints.generate.beam_search", "vllm.entrypoints.ope
 LATER_HOOKS = {
     f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": "ranked lists: vLLM's own loop loses legal candidates",
     f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": "the same, over HTTP",
-    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": "ranks and scores",
-    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": "the same",
+    "starlette.requests:Request.json": "an HTTP body is judged as soon as it is parsed, before anything is dropped",
+    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": "an answer's item",
+    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.completion_stream_generator": "the same, streamed",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": "an answer's item",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": "the same, streamed",
+    f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch": "the same",
+    f"{_OPENAI}.responses.serving:OpenAIServingResponses.responses_full_generator": "the same, streamed or not",
+    "vllm.v1.sample.sampler:Sampler.forward": "chosen tokens' scores take other requests' most likely tokens away",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "with speculation, chosen tokens end the engine (V1)",
 }
 """The same, in modules that not every process imports: checked when they are."""
 
@@ -86,12 +100,12 @@ def wrap_later(hook: str, around: Callable[..., Any]) -> None:
     hooks.after_import(hook.partition(":")[0], apply)
 
 
-MIDDLEWARE = "vllm_static.http.RefuseItemSetElsewhere"
+MIDDLEWARE = "vllm_static.http.ItemSetWords"
 _CONFIG_MODULE = "vllm.config.structured_outputs"
 
 
 def add_backend_name() -> None:
-    """Let StructuredOutputsConfig take our name."""
+    """Let StructuredOutputsConfig take our name, with all that it takes with xgrammar's."""
     from pydantic.dataclasses import rebuild_dataclass
 
     structured = importlib.import_module(_CONFIG_MODULE).StructuredOutputsConfig
@@ -101,7 +115,17 @@ def add_backend_name() -> None:
     names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
     structured.__annotations__["backend"] = names
     structured.__dataclass_fields__["backend"].type = names
+    for validator in structured.__pydantic_decorators__.model_validators.values():
+        validator.func = partial(_validated, validator.func)
     rebuild_dataclass(structured, force=True)
+
+
+def _validated(validate: Callable[[Any], Any], structured: Any) -> Any:
+    """Judge the other fields as xgrammar's, which gets them: vLLM allows some with the names it knows alone."""
+    if structured.backend == BACKEND:
+        xgrammar_config(structured)
+        return structured
+    return validate(structured)
 
 
 def add_backend_name_at_import() -> None:
@@ -115,11 +139,23 @@ def xgrammar_config(structured: Any) -> Any:
     return dataclasses.replace(structured, backend="xgrammar")
 
 
-def hide_llvmlite(scan: Callable[..., Any], *args: Any) -> Any:
+def beams_by_xgrammar(params: Any) -> Any:
+    """BeamSearchParams without a set: vLLM's own beam search knows the built-in backends only (beam_search/offline.py,
+    _init_beam_search_structured_output)."""
+    structured = params.structured_outputs
+    if structured is None or structured._backend not in (None, BACKEND):
+        return params
+    params = copy.copy(params)
+    params.structured_outputs = copy.copy(structured)
+    params.structured_outputs._backend = "xgrammar"
+    return params
+
+
+def hide_llvmlite(scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the kernel scan with llvmlite out of its sight."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
     try:
-        return scan(*args)
+        return scan(*args, **kwargs)
     finally:
         sys.modules.update(hidden)
 
@@ -158,6 +194,12 @@ def why_host_path(vllm_config: Any) -> str | None:
     return None
 
 
+def can_draft_on_device(vllm_config: Any) -> bool:
+    """Whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
+    platform = importlib.import_module("vllm.platforms").current_platform
+    return bool(vllm_config.use_v2_model_runner or not platform.is_cpu())
+
+
 def on_device_path(vllm_config: Any) -> bool:
     """Whether `create_engine_config` has chosen the device path: all processes read it off the same list."""
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
@@ -176,6 +218,12 @@ def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
     request.sampling_params.structured_outputs = None
     request.structured_output_request = None
     request.status = RequestStatus.WAITING
+
+
+def may_reason(manager: Any) -> bool:
+    """Whether a constraint may begin later than its request, which vLLM marks by `reasoning_ended` once it has begun
+    (v1/structured_output/__init__.py, _get_constraint_bounds)."""
+    return manager.reasoner_cls is not None and not manager.enable_in_reasoning
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
@@ -197,6 +245,26 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
         return None
     token: int | None = reasoner.vocab.get(reasoner.reasoning_end_str)
     return token
+
+
+def content_after_reasoning(
+    vllm_config: Any, tokenizer: Any, request: Any
+) -> Callable[[Sequence[int]], Sequence[int]] | None:
+    """What takes the reasoning off a request's output, None where it has none: the rule of `reasoning_end_token`, in
+    the front end. request: an EngineCoreRequest."""
+    from vllm.reasoning import ReasoningParserManager
+
+    given = vllm_config.structured_outputs_config
+    if not given.reasoning_parser or given.enable_in_reasoning or request.reasoning_ended:
+        return None
+    if given.reasoning_parser not in ReasoningParserManager.list_registered():
+        ReasoningParserManager.import_reasoning_parser(given.reasoning_parser_plugin)  # offline nobody else has
+    parser = ReasoningParserManager.get_reasoning_parser(given.reasoning_parser)
+    reasoner = parser(tokenizer=tokenizer, **(request.reasoning_parser_kwargs or {}))
+    if request.reasoning_ended is None and reasoner.is_reasoning_end(request.prompt_token_ids or []):
+        return None
+    mark = reasoner.vocab.get(reasoner.reasoning_end_str)
+    return reasoner.extract_content_ids if mark is None else partial(after, [mark])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -221,8 +289,31 @@ def apply_flags(args: argparse.Namespace) -> None:
     if getattr(args, "item_set_path", None):
         args.additional_config = {**(args.additional_config or {}), "item_set_path": args.item_set_path}
     if getattr(args, "item_set", None):
-        configured = getattr(args, "structured_outputs_config", None)
-        backend = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
-        if backend != BACKEND:
+        if chosen_backend(args) != BACKEND:
             raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
         args.additional_config = config.with_sets(getattr(args, "additional_config", None) or {}, args.item_set)
+        args.item_set = None  # with several API servers, each reads the same flags again
+
+
+def chosen_backend(args: argparse.Namespace) -> str | None:
+    """The structured-output backend that the flags name."""
+    configured = getattr(args, "structured_outputs_config", None)
+    return configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
+
+
+def add_versions(config: Any) -> None:
+    """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes.
+
+    Opens the sets where they are not there yet; raises ItemSetError as `Catalogue` does.
+    """
+    from itemset.catalogue import with_versions
+
+    if isinstance(config.additional_config, dict):
+        config.additional_config = with_versions(config.additional_config)
+
+
+def without_options(vllm_config: Any) -> Any:
+    """The same configuration without the plugin's options."""
+    plain, ours = copy.copy(vllm_config), [option.name for option in dataclasses.fields(config.StaticConfig)]
+    plain.additional_config = {key: value for key, value in plain.additional_config.items() if key not in ours}
+    return plain

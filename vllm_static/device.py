@@ -63,10 +63,16 @@ class DevicePath:
             self.plan.release(number)
 
 
-def refuse_synthetic_verification(vllm_config: Any) -> None:
-    """Raises ItemSetError where vLLM accepts drafts by a fixed rate, whatever the mask says."""
+def refuse_speculation(vllm_config: Any) -> None:
+    """Raises ItemSetError if vLLM accepts drafts by a fixed rate, whatever the mask says, or could not start."""
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.rejection_sample_method == "synthetic":
+    if speculative is None:
+        return
+    if speculative.method == "ngram_gpu" and not compat.can_draft_on_device(vllm_config):
+        raise ItemSetError(
+            "the speculative method ngram_gpu needs model runner V2 or a GPU, and this is V1 on a CPU: choose ngram"
+        )
+    if speculative.rejection_sample_method == "synthetic":
         raise ItemSetError(
             "rejection_sample_method=synthetic accepts drafts without looking at them, so no item set can hold: "
             "leave it out"

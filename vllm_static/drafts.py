@@ -68,7 +68,7 @@ def _sample_draft(
     original: Callable[..., torch.Tensor],
     self: Any,
     hidden_states: Any,
-    positions: Any,
+    sample_src_positions: Any,
     idx_mapping: torch.Tensor,
     temperature: Any,
     seeds: Any,
@@ -78,7 +78,8 @@ def _sample_draft(
 ) -> torch.Tensor:
     """Remember which rows are being drafted, for `_compute_draft_logits`, which it calls."""
     self.static_rows = (idx_mapping, draft_step)
-    return original(self, hidden_states, positions, idx_mapping, temperature, seeds, draft_step, *args, **kwargs)
+    at = (sample_src_positions, idx_mapping)
+    return original(self, hidden_states, *at, temperature, seeds, draft_step, *args, **kwargs)
 
 
 def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

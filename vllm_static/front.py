@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset import ItemSet
+from itemset.answer import Expected
+from itemset.best import Search
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
-from vllm_static import compat
+from itemset.lists import Lists
+from vllm_static import compat, metrics
 from vllm_static.device import PLACE
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+Params = TypeVar("Params")
 BEHIND = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 
 
@@ -34,18 +40,45 @@ class FrontEnd:
             vocab_size=model.get_vocab_size(),
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
+            on_encoded=metrics.ENCODED.inc,
         )
-        self.v2 = bool(vllm_config.use_v2_model_runner)
+        self._vllm_config, self._tokenizer = vllm_config, tokenizer
+        self._seats: int = vllm_config.scheduler_config.max_num_seqs
+        self._lists: Lists | None = None
+        self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
             as_configured = "as configured" if config.item_set_path == "host" else None
             path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
         logger.info("Structured output backend static, %s. Item sets: %s", path, self._checks.summary())
+        if vllm_config.speculative_config is not None and not compat.on_device_path(vllm_config):
+            logger.warning(
+                "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
+                "they leave it, and most of them do.",
+                vllm_config.speculative_config.method,
+            )
+
+    async def prepare(self, params: Params) -> Params:
+        """The same parameters, in which an inline set stands in place of its texts: SamplingParams or BeamSearchParams.
+
+        After this, `find` is immediate with them. Await it on the event loop before anything is done with a request; if
+        it is cancelled, encoding stops. Raises as `find` does.
+        """
+        structured = getattr(params, "structured_outputs", None)
+        named = (getattr(params, "extra_args", None) or {}).get(REFERENCE)
+        if structured is None or structured.choice is None or named is not None:
+            return params
+        inline_set = await self._checks.prepare(structured.choice)
+        params, structured = copy.copy(params), copy.copy(structured)
+        structured.choice = inline_set
+        params.structured_outputs = structured  # type: ignore[attr-defined]
+        return params
 
     def find(self, params: SamplingParams) -> str | None:
         """The reference of the item set that `params` name or bring along, None where they do neither.
 
-        An inline set (`structured_outputs.choice`) is encoded and built here, unless it was not long ago.
+        An inline set (`structured_outputs.choice`) is encoded and built here, unless it was not long ago or `prepare`
+        has done so.
         Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
         """
         extra = params.extra_args or {}
@@ -84,22 +117,50 @@ class FrontEnd:
         inline = self._checks.catalogue.inline(reference)
         params.extra_args = {**(params.extra_args or {}), REFERENCE: reference}
         if inline:
-            params.extra_args[INDEX] = inline[1]
+            params.extra_args[INDEX] = inline.index
         params.structured_outputs = StructuredOutputsParams(choice=[reference])
 
-    def ranked(self, reference: str, params: Any, prompt_tokens: int, end_token: int) -> ItemSet:
-        """The set of a request for a ranked list, whose `params` are BeamSearchParams.
+    def expecting(self, reference: str) -> Callable[[Any], Expected]:
+        """A function of an EngineCoreRequest: what names the item of its answers.
 
-        Raises RefusedError where some of its items could not be scored.
+        To be called when vLLM has completed the request: whether it begins with reasoning is told last.
         """
+        item_set = self._checks.catalogue[reference]
+
+        def expected(request: Any) -> Expected:
+            content = compat.content_after_reasoning(self._vllm_config, self._tokenizer, request)
+            return Expected(item_set, frozenset(request.sampling_params.all_stop_token_ids), content)
+
+        return expected
+
+    def ranked(
+        self, reference: str, given: dict[str, Any], params: Any, prompt_tokens: int, end_token: int
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list, whose `params` are BeamSearchParams, and the search for the list.
+
+        given: its options. Raises RefusedError if some of the items could not be scored.
+        """
+        if self._logprobs_mode.endswith("logits"):
+            raise RefusedError(
+                "beam search",
+                f"this server gives logits for log-probabilities (--logprobs-mode {self._logprobs_mode}), and a ranked "
+                "list adds log-probabilities up: start it with raw_logprobs",
+            )
         return self._checks.ranked(
             reference,
-            beams=params.beam_width,
+            given,
+            k=params.beam_width,
             prompt_tokens=prompt_tokens,
             max_tokens=params.max_tokens,
             end_token=end_token,
             behind=BEHIND + self.v2,
         )
+
+    def lists(self, client: Any) -> Lists:
+        """What runs the ranked lists of the server whose engine `client` talks to."""
+        if self._lists is None:
+            self._lists = Lists(self._seats, client.output_processor.get_num_unfinished_requests)
+        return self._lists
 
 
 def _end_tokens(vllm_config: VllmConfig, tokenizer: Any) -> set[int]:

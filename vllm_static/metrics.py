@@ -18,6 +18,7 @@ PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in 
 
 REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set"])
 REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])
+ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were encoded.")
 ANSWERED = Gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode="max")
 FORCED = Gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode="max")
 BY_PATH = Gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode="max")

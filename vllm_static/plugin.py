@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
-from itemset import hooks
+from itemset import hooks, startup
 from itemset.config import BACKEND, REFERENCE, StaticConfig
-from vllm_static import compat, metrics
+from vllm_static import answers, compat, metrics
 
 
 def register_early() -> None:
@@ -41,24 +41,36 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
-    compat.apply_flags(args)
+    startup.on_command_line()
+    with startup.start_up():
+        compat.apply_flags(args)
+        if compat.chosen_backend(args) == BACKEND:
+            compat.add_versions(args)
     return original(cls, args)
 
 
 def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Choose the path, once, where every process will read it."""
+    """Choose the path and the sets' versions, once, where every process will read them."""
     config = original(self, *args, **kwargs)
     if not is_ours(config):
         return config
-    from vllm_static.device import refuse_synthetic_verification
+    from vllm_static.device import refuse_speculation
 
-    wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
-    refuse_synthetic_verification(config)
-    if wanted == "device" and reason is not None:
-        raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+    with startup.start_up():
+        wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
+        refuse_speculation(config)
+        if wanted == "device" and reason is not None:
+            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        compat.add_versions(config)
     if wanted != "host" and reason is None and not compat.on_device_path(config):
         config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]
     return config
+
+
+def _compute_hash(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The name of vLLM's cache of compiled graphs: none of them depends on an item set."""
+    ours = is_ours(self) and isinstance(self.additional_config, dict)
+    return original(compat.without_options(self) if ours else self, *args, **kwargs)
 
 
 def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,19 +80,32 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     if is_ours(vllm_config):
         from vllm_static.front import FrontEnd
 
-        if self.tokenizer is None:
-            raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
-        self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
+        with startup.start_up():
+            if self.tokenizer is None:
+                raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
+            self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
 
 
-def _checked(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it; what is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400."""
+@contextlib.contextmanager
+def _refusals(params: Any = None) -> Iterator[None]:
+    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400.
+
+    params: the request's, if they say which parameter brought the set.
+    """
     from itemset import ItemSetError
 
     try:
-        return function(*args)
+        yield
     except ItemSetError as error:
-        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
+        named = (getattr(params, "extra_args", None) or {}).get(REFERENCE) is not None
+        brought = not named and getattr(params, "structured_outputs", None) is not None
+        parameter = "structured_outputs" if brought else REFERENCE
+        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error), parameter) from error
+
+
+def _checked(function: Callable[..., Any], *args: Any) -> Any:
+    with _refusals():
+        return function(*args)
 
 
 def _process_inputs(
@@ -90,11 +115,17 @@ def _process_inputs(
 
     front_end, reference = self.static_front_end, None
     if isinstance(params, SamplingParams):
-        reference = _checked(front_end.find if front_end else _refuse_item_set, params)
+        with _refusals(params):
+            if front_end:
+                reference = front_end.find(params)
+            else:
+                _refuse_item_set(params)
     request = original(self, request_id, prompt, params, *args, **kwargs)
     if reference is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
-        _checked(front_end.attach, reference, request.sampling_params, prompt_tokens)
+        with _refusals(params):
+            front_end.attach(reference, request.sampling_params, prompt_tokens)
+            setattr(request.sampling_params, answers.EXPECTED, front_end.expecting(reference))
         metrics.REQUESTS.labels(metrics.label(reference)).inc()
     return request
 
@@ -113,9 +144,10 @@ async def _add_request(
     original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     front_end = self.input_processor.static_front_end
-    if front_end and getattr(params, "structured_outputs", None) is not None:
+    if front_end:
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
-        await asyncio.to_thread(_checked, front_end.find, params)
+        with _refusals(params):
+            params = await front_end.prepare(params)
     return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
@@ -151,6 +183,21 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
             compat.without_thread_pool(original, self, request)
             return
     original(self, request)
+
+
+def _grammar_bitmask(
+    original: Callable[..., Any],
+    self: Any,
+    requests: Any,
+    structured_output_request_ids: list[str],
+    scheduled_spec_decode_tokens: Any,
+) -> Any:
+    from vllm_static.backend import StaticBackend
+
+    step = (requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+    if isinstance(self.backend, StaticBackend) and structured_output_request_ids:
+        return self.backend.fill(original, self, *step)
+    return original(self, *step)
 
 
 def _figures(engine_core: Any) -> dict[str, Any]:
@@ -191,10 +238,16 @@ def _beam_search(
     """Offline. Prompts are scored in rounds together, whatever concurrency vLLM's own loop is told."""
     from vllm_static import ranking
 
-    if not ranking.has_set(params) or self.llm_engine.input_processor.static_front_end is None:
+    if self.llm_engine.input_processor.static_front_end is None:
         return original(self, prompts, params, lora_request, *args, **kwargs)
+    if not ranking.has_set(params):
+        return original(self, prompts, compat.beams_by_xgrammar(params), lora_request, *args, **kwargs)
     inputs = self._preprocess_cmpl(prompts)
-    return _checked(ranking.offline, self, inputs, params, self._lora_request_to_seq(lora_request, len(inputs)))
+    loras = self._lora_request_to_seq(lora_request, len(inputs))
+    priority = kwargs.get("priority", args[2] if len(args) > 2 else None)  # since vLLM 0.33
+    priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
+    with _refusals(params):
+        return ranking.offline(self, inputs, params, loras, priorities)
 
 
 async def _beam_search_online(
@@ -205,47 +258,23 @@ async def _beam_search_online(
     way: Any = original
     if ranking.has_set(params) and self.engine_client.input_processor.static_front_end is not None:
         way = ranking.online
-    from itemset import ItemSetError
-
-    try:
+    with _refusals(params):
         async for output in way(self, prompt, request_id, params, *args, **kwargs):
             yield output
-    except ItemSetError as error:
-        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error)) from error
 
 
-def _completion_response(
-    original: Callable[..., Any], self: Any, results: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    from vllm_static.http import add_ranks
+def _parse_body(original: Callable[..., Any], self: Any) -> Any:
+    from itemset import asgi
 
-    response = original(self, results, request, *args, **kwargs)
-    add_ranks(getattr(response, "choices", []), [output for result in results for output in result.outputs])
-    return response
+    return asgi.judged(original, self)
 
 
-async def _chat_response(
-    original: Callable[..., Any], self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
-) -> Any:
-    from vllm_static.http import add_ranks
-
-    outputs: list[Any] = []
-
-    async def seen() -> AsyncGenerator[Any, None]:
-        async for result in results:
-            outputs[:] = result.outputs
-            yield result
-
-    response = await original(self, request, seen(), *args, **kwargs)
-    add_ranks(getattr(response, "choices", []), outputs)
-    return response
-
-
-_ARGUMENTS, _REQUESTS, _MANAGER, _INPUT = (
+_ARGUMENTS, _REQUESTS, _MANAGER, _INPUT, _OUTPUTS = (
     "vllm.engine.arg_utils:EngineArgs",
     "vllm.entrypoints.openai",
     "vllm.v1.structured_output:StructuredOutputManager",
     "vllm.v1.engine.input_processor:InputProcessor",
+    "vllm.v1.engine.output_processor",
 )
 
 AROUND: dict[str, Callable[..., Any]] = {
@@ -253,12 +282,17 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
     f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
     f"{_ARGUMENTS}.create_engine_config": _create_engine_config,
+    "vllm.config.vllm:VllmConfig.compute_hash": _compute_hash,
     "vllm.sampling_params:SamplingParams._validate_structured_outputs": _validate_structured_outputs,
     f"{_INPUT}.__init__": _input_processor_init,
     f"{_INPUT}.process_inputs": _process_inputs,
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": _add_request,
+    f"{_OUTPUTS}:OutputProcessor.add_request": answers.add_request,
+    f"{_OUTPUTS}:RequestState._new_completion_output": answers.new_completion_output,
+    "vllm.outputs:RequestOutput.add": answers.merge,
     f"{_MANAGER}.__init__": _manager_init,
     f"{_MANAGER}.grammar_init": _grammar_init,
+    f"{_MANAGER}.grammar_bitmask": _grammar_bitmask,
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": _free_request,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_sampling_params": _to_sampling_params,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_beam_search_params": _to_beam_search_params,
@@ -269,12 +303,23 @@ AROUND: dict[str, Callable[..., Any]] = {
 """What runs around each of vLLM's functions in `compat.HOOKS`."""
 
 _BEAMS = "vllm.entrypoints.generate.beam_search"
+_COMPLETIONS, _CHAT = (
+    f"{_REQUESTS}.completion.serving:OpenAIServingCompletion",
+    f"{_REQUESTS}.chat_completion.serving:OpenAIServingChat",
+)
 AROUND_LATER: dict[str, Callable[..., Any]] = {
     f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": _beam_search,
     f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": _beam_search_online,
-    f"{_REQUESTS}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": (
-        _completion_response
+    "starlette.requests:Request.json": _parse_body,
+    f"{_COMPLETIONS}.request_output_to_completion_response": answers.completion_response,
+    f"{_COMPLETIONS}.completion_stream_generator": answers.completion_stream,
+    f"{_CHAT}.chat_completion_full_generator": answers.chat_response,
+    f"{_CHAT}.chat_completion_stream_generator": answers.chat_stream,
+    f"{_REQUESTS}.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch": (
+        answers.chat_batch_response
     ),
-    f"{_REQUESTS}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": _chat_response,
+    f"{_REQUESTS}.responses.serving:OpenAIServingResponses.responses_full_generator": answers.responses_response,
+    "vllm.v1.sample.sampler:Sampler.forward": hooks.later("vllm_static.chosen", "sample"),
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": hooks.later("vllm_static.chosen", "verify"),
 }
 """What runs around each of vLLM's functions in `compat.LATER_HOOKS`."""

@@ -16,16 +16,17 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
-from itemset import ItemSet
-from itemset.best import Answer, Best, Pass, Rounds, described, search
-from itemset.checks import found_some, ranking_options
+from itemset.best import Answer, Best, Pass, described
 from itemset.config import REFERENCE
+from itemset.lists import found_some
 from vllm_static import metrics
+
+SLICE = 32  # items of an answer that are written out in one turn of the event loop
 
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
-    `itemset.checks.RANKING`."""
+    `itemset.lists.RANKING`."""
 
     extra_args: dict[str, Any] | None = None
 
@@ -45,14 +46,8 @@ class Ranking:
         extra = dict(getattr(params, "extra_args", None) or {})
         given = SimpleNamespace(extra_args=extra, structured_outputs=params.structured_outputs)
         reference = front_end.find(given)
-        self._item_set: ItemSet = front_end.ranked(reference, params, len(prompt), end_token)
+        self._item_set, self.search = front_end.ranked(reference, extra, params, len(prompt), end_token)
         self._prompt, self._end, self._v2 = prompt, end_token, front_end.v2
-        self.rounds: Rounds = search(
-            self._item_set,
-            params.beam_width,
-            end_token=end_token,
-            **ranking_options(extra),
-        )
         metrics.REQUESTS.labels(metrics.label(reference)).inc()
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
@@ -61,13 +56,21 @@ class Ranking:
         cached: whether it may use the prefix cache. Where the row of a wanted token lies in a cached block, the answer
         is missing, and it has to be asked again without.
         """
-        common: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        common: dict[str, Any] = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "detokenize": False,
+            "flat_logprobs": True,  # columns, not an object a token
+            "skip_clone": True,  # no other request has these parameters
+        }
         tokens, run = [*self._prompt, *one.tokens], one.tokens[one.known :]
         if not self._v2:
             # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
             after = one.after.tolist()
             own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
-            return tokens, ScoringParams(logprobs=len(after), logprob_token_ids=after, **common, **own)
+            # Without `logprobs`: vLLM would look for as many most likely tokens besides.
+            chosen = {"logprob_token_ids": after} if after else {"logprobs": 0}
+            return tokens, ScoringParams(**chosen, **common, **own)
         wanted = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
         wanted[: len(run), 0] = run
         wanted[-1, : len(one.after)] = one.after
@@ -80,49 +83,47 @@ class Ranking:
         # The last row scores what would follow; a prompt's rows end one before its last token.
         return [*tokens, self._end], params
 
-    def answer(self, one: Pass, output: Any) -> Answer | None:
-        """What vLLM has scored, None where it has to be asked again."""
+    def missing(self, one: Pass, output: Any) -> bool:
+        """Whether the output lacks what was asked, so that it has to be asked again."""
+        if self._v2:
+            return output.prompt_token_id_logprobs is None
+        # V1 fills in rows that it has computed, and leaves what was in memory for the others.
+        return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= len(self._prompt) + one.known
+
+    def answer(self, one: Pass, output: Any) -> Answer:
+        """What vLLM has scored."""
         run = one.tokens[one.known :]
-        if not self._v2:
-            first = len(self._prompt) + one.known
-            if run and (output.num_cached_tokens or 0) >= first:
-                return None  # V1 fills in rows that it has computed, and leaves what was in memory for the others
-            own = [output.prompt_logprobs[first + i][token].logprob for i, token in enumerate(run)]
-            (after,) = output.outputs[0].logprobs
-            return np.array(own), np.array([after[token].logprob for token in one.after.tolist()])
-        if output.prompt_token_id_logprobs is None:
-            return None
-        table = np.asarray(output.prompt_token_id_logprobs, np.float64)
-        return table[: len(run), 0], table[len(run), : len(one.after)]
+        if self._v2:
+            table = np.asarray(output.prompt_token_id_logprobs, np.float64)
+            return table[: len(run), 0], table[len(run), : len(one.after)]
+        own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
+        first = len(self._prompt) + one.known
+        scores = [own.logprobs[own.start_indices[i]] for i in range(first, first + len(run))]
+        return np.array(scores), np.array(after.logprobs[1:])  # the first is the sampled token's
 
     def described(self, best: Best) -> list[dict[str, Any]]:
         """What an answer says of each of the items found."""
         return described(best, self._item_set)
 
 
-def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any]) -> list[Any]:
+def offline(
+    llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any], priorities: Sequence[int] | None = None
+) -> list[Any]:
     """`LLM.beam_search` of prompts that vLLM has tokenized, all of them round by round together."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 
     tokenizer = llm.get_tokenizer()
     front_end = llm.llm_engine.input_processor.static_front_end
     rankings = [Ranking(front_end, params, list(one["prompt_token_ids"]), tokenizer.eos_token_id) for one in inputs]
-    waiting = {i: next(ranking.rounds) for i, ranking in enumerate(rankings)}
-    best: dict[int, Best] = {}
-    while waiting:
-        asked = [(i, one) for i, passes in waiting.items() for one in passes]
-        answers = _scored(llm, rankings, asked, lora_requests)
-        for i, passes in list(waiting.items()):
-            mine, answers = answers[: len(passes)], answers[len(passes) :]
-            try:
-                waiting[i] = rankings[i].rounds.send(mine)
-            except StopIteration as end:
-                best[i] = found_some(end.value)
-                del waiting[i]
+    while waiting := [(i, ranking) for i, ranking in enumerate(rankings) if ranking.search.passes]:
+        asked = [(i, one) for i, ranking in waiting for one in ranking.search.passes]
+        answers = iter(_scored(llm, rankings, asked, lora_requests, priorities))
+        for _, ranking in waiting:
+            ranking.search.take([next(answers) for _ in ranking.search.passes])
     outputs = []
     for i, ranking in enumerate(rankings):
-        sequences = []
-        for item, entry in zip(best[i].items, ranking.described(best[i]), strict=True):
+        sequences, best = [], found_some(ranking.search.result)
+        for item, entry in zip(best.items, ranking.described(best), strict=True):
             tokens = [*inputs[i]["prompt_token_ids"], *item.tokens, tokenizer.eos_token_id]
             sequence = BeamSearchSequence(
                 inputs[i],
@@ -137,72 +138,68 @@ def offline(llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequenc
             sequence.key = entry["key"]
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
-        output.proven, output.passes, output.rounds = best[i].proven, best[i].passes, best[i].rounds
+        output.proven, output.passes, output.rounds = best.proven, best.passes, best.rounds
         outputs.append(output)
     return outputs
 
 
 def _scored(
-    llm: Any, rankings: Sequence[Ranking], asked: Sequence[tuple[int, Pass]], lora_requests: Sequence[Any]
+    llm: Any,
+    rankings: Sequence[Ranking],
+    asked: Sequence[tuple[int, Pass]],
+    lora_requests: Sequence[Any],
+    priorities: Sequence[int] | None,
 ) -> list[Answer]:
     answers: dict[int, Answer] = {}
     for cached in (True, False):
-        missing = [n for n in range(len(asked)) if n not in answers]
-        if not missing:
+        left = [n for n in range(len(asked)) if n not in answers]
+        if not left:
             break
-        requests = [rankings[asked[n][0]].ask(asked[n][1], cached=cached) for n in missing]
+        requests = [rankings[asked[n][0]].ask(asked[n][1], cached=cached) for n in left]
         outputs = llm.generate(
             [{"prompt_token_ids": tokens} for tokens, _ in requests],
             [params for _, params in requests],
             use_tqdm=False,
-            lora_request=[lora_requests[asked[n][0]] for n in missing] if any(lora_requests) else None,
+            lora_request=[lora_requests[asked[n][0]] for n in left] if any(lora_requests) else None,
+            priority=None if priorities is None else [priorities[asked[n][0]] for n in left],
         )
-        for n, output in zip(missing, outputs, strict=True):
-            answer = rankings[asked[n][0]].answer(asked[n][1], output)
-            if answer is not None:
-                answers[n] = answer
+        for n, output in zip(left, outputs, strict=True):
+            ranking, one = rankings[asked[n][0]], asked[n][1]
+            if not ranking.missing(one, output):
+                answers[n] = ranking.answer(one, output)
     return [answers[n] for n in range(len(asked))]
 
 
 async def online(
     serving: Any, prompt: Any, request_id: str, params: Any, lora_request: Any = None, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The beam search of vLLM's server. Where the client goes, all its requests are aborted."""
+    """The beam search of vLLM's server. When the client goes, all its requests are aborted."""
     tokenizer = serving.renderer.get_tokenizer()
     client = serving.engine_client
     tokens = list(prompt["prompt_token_ids"])
     front_end = client.input_processor.static_front_end
-    # On a thread, because it encodes an inline set.
-    ranking = await asyncio.to_thread(Ranking, front_end, params, tokens, tokenizer.eos_token_id)
+    params = await front_end.prepare(params)
+    ranking = Ranking(front_end, params, tokens, tokenizer.eos_token_id)
+    lists = front_end.lists(client)
 
-    async def one_answer(one: Pass) -> Answer:
+    async def ask(one: Pass) -> Any:
         for cached in (True, False):
             asked, scoring = ranking.ask(one, cached=cached)
             output = None
             name = f"{request_id}-{random_uuid()}"
-            given = {"prompt_token_ids": asked}
+            given = {"type": "token", "prompt_token_ids": asked}  # vLLM has nothing left to render
             async for part in client.generate(given, scoring, name, lora_request=lora_request, **options):
                 output = part
-            answer = ranking.answer(one, output)
-            if answer is not None:
-                return answer
+            if not ranking.missing(one, output):
+                return output
         raise RuntimeError("vLLM gave no scores")
 
-    passes = next(ranking.rounds)
-    while True:
-        tasks = [asyncio.ensure_future(one_answer(one)) for one in passes]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        try:
-            passes = ranking.rounds.send(answers)
-        except StopIteration as end:
-            best = found_some(end.value)
-            break
+    best = await lists.run(ranking.search, ask, ranking.answer)
+    entries = await lists.on_thread(ranking.described, best)
     outputs = []
-    for i, (item, entry) in enumerate(zip(best.items, ranking.described(best), strict=True)):
+    for i, (item, entry) in enumerate(zip(best.items, entries, strict=True)):
+        if i % SLICE == 0:
+            await asyncio.sleep(0)
         ids = [*item.tokens, tokenizer.eos_token_id]
         output = CompletionOutput(
             index=i,

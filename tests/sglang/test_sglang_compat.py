@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 
+import hooked_names
 import pytest
 from sglang_engines import environment
 
@@ -14,6 +15,10 @@ from sglang_static import compat, plugin
 
 def test_every_hook_is_used_and_said_why():
     assert set(plugin.AROUND) == set(compat.HOOKS)
+
+
+def test_every_hook_takes_what_runs_around_it():
+    assert hooked_names.problems(hooked_names.installed("sglang"), hooked_names.hooks_of("sglang")) == []
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "1.0"])

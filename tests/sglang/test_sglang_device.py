@@ -110,7 +110,7 @@ def _abort_some(engine, long, short) -> list[dict]:
 
 
 def test_slots_are_used_again_by_requests_with_and_without_sets(static, named_sets):
-    engine = static("device", max_running_requests=4)
+    engine = static("device", max_running_requests=4, item_set_kernels="triton")
     kinds = list(itertools.islice(itertools.cycle([*named_sets, None, None]), 60))
     params = [{"max_new_tokens": 5} if name is None else named(name) for name in kinds]
     free = 0
@@ -120,6 +120,17 @@ def test_slots_are_used_again_by_requests_with_and_without_sets(static, named_se
         else:
             assert answer(output) in named_sets[name].items
     assert free > 5
+
+
+def test_free_requests_go_on_when_the_last_set_has_ended(static, named_sets):
+    """Without the overlap scheduler, SGLang keeps what it knows of a batch from step to step."""
+    engine = static("device", disable_overlap_schedule=True, item_set_kernels="triton")
+    free = [{"temperature": 0, "max_new_tokens": 25, "ignore_eos": True}] * 3
+    alone = engine.generate(input_ids=prompts(5)[2:], sampling_params=free)
+    mixed = engine.generate(input_ids=prompts(5), sampling_params=[named("labels"), named("one"), *free])
+    assert [output["output_ids"] for output in mixed[2:]] == [output["output_ids"] for output in alone]
+    assert answer(mixed[0]) in named_sets["labels"].items
+    assert answer(mixed[1]) in named_sets["one"].items
 
 
 def test_the_log_names_the_path_and_its_reason(static):

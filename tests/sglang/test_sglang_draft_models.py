@@ -13,6 +13,7 @@ from pools import Pool
 from sets import FIRST, LAST, NamedSet
 from sglang_draft_models import EVEN, cached_sglang_eagle, cached_sglang_eagle3, token_map
 from sglang_engines import draft_model
+from test_sglang_ranking import check_lists, lists_of
 
 import itemset
 
@@ -84,14 +85,19 @@ def asked() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def without(start: Start) -> list[list[int]]:
-    """The answers without speculation."""
-    return [output["output_ids"] for output in start().generate(**asked())]
+def without(start: Start) -> tuple[list[list[int]], list[Any]]:
+    """The answers and the ranked lists without speculation."""
+    engine = start()
+    return [output["output_ids"] for output in engine.generate(**asked())], lists_of(engine)
 
 
 @every_kind
-def test_answers_are_those_without_speculation(without: list[list[int]], speculating: Any) -> None:
-    assert [output["output_ids"] for output in speculating.generate(**asked())] == without
+def test_answers_and_lists_are_those_without_speculation(
+    without: tuple[list[list[int]], list[Any]], speculating: Any
+) -> None:
+    answers, lists = without
+    assert [output["output_ids"] for output in speculating.generate(**asked())] == answers
+    check_lists(lists_of(speculating), lists)
 
 
 @every_kind

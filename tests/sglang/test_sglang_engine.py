@@ -157,9 +157,10 @@ def test_retraction_and_resumption(engines, tiny_model, path, tmp_path):
     items = np.random.default_rng(3).integers(100, 104, (3_000, 60))
     itemset.build(items).save(tmp_path / "long.itemset")
     options = {"grammar_backend": "static", "item_sets": {"long": str(tmp_path / "long.itemset")}}
+    short = {"max_total_tokens": 700, "schedule_conservativeness": 0.01, "item_set_kernels": "triton"}
     answers = []
-    for memory in ({}, {"max_total_tokens": 700, "schedule_conservativeness": 0.01}):
-        engine = engines(tiny_model, item_set_path=path, **options, **memory)
+    for more in ({}, short):
+        engine = engines(tiny_model, item_set_path=path, **options, **more)
         params = named("long", temperature=0, max_new_tokens=100)
         answers.append([answer(output) for output in engine.generate(input_ids=prompts(16), sampling_params=params)])
     assert answers[0] == answers[1]

@@ -10,6 +10,8 @@ from asking import CITIES, inline, named
 from ranking import EOS, PROMPT, oracle_of
 from sglang_engines import FAST
 
+SCHEMA = {"name": "answer", "schema": {"type": "object"}}
+
 
 @pytest.fixture(scope="module")
 def oracle(tiny_model):
@@ -35,6 +37,22 @@ def test_a_beam_as_wide_as_the_set_ranks_all_of_it(engine, oracle, named_sets, n
     output = engine.generate(input_ids=PROMPT, sampling_params=named(name, beam_width=width, max_new_tokens=40))
     check(output, oracle(named_sets[name].items))
     assert output["meta_info"]["proven"]
+
+
+def lists_of(engine) -> list[list[tuple[list[int], float]]]:
+    """Ranked lists by a beam, proven, and of what the request brings."""
+    asked = [named("prefixes", beam_width=7), named("ragged", beam_width=3, exact=True), inline(CITIES, beam_width=9)]
+    lists = []
+    for params in asked:
+        found = engine.generate(input_ids=PROMPT, sampling_params=params)["meta_info"]["beam_results"]
+        lists.append([(one["output_ids"], one["meta_info"]["sequence_score"]) for one in found])
+    return lists
+
+
+def check_lists(found: list, expected: list) -> None:
+    assert [[ids for ids, _ in one] for one in found] == [[ids for ids, _ in one] for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose([score for _, score in one], [score for _, score in other], atol=2e-3)
 
 
 def test_the_proven_best_of_several_prompts(static, oracle, named_sets):
@@ -63,6 +81,14 @@ def test_n_of_the_beam_and_an_inline_set(static):
     assert sorted(one["text"] for one in output["meta_info"]["beam_results"]) == sorted(CITIES)  # no filler
     output = engine.generate("p", inline(CITIES, beam_width=9, n=2))
     assert len(output["meta_info"]["beam_results"]) == 2
+    with pytest.raises(ValueError, match="beam_width is the width of a list here: leave width out"):
+        engine.generate("p", inline(CITIES, beam_width=9, width=9))
+
+
+def test_a_batch_of_which_only_some_prompts_have_a_set_is_refused(static):
+    asked = [named("ragged", beam_width=4), {"beam_width": 4, "max_new_tokens": 8}]
+    with pytest.raises(ValueError, match=r"sampling_params\[1\] has no item set, and others of this batch have one"):
+        static("device").generate(["p", "q"], asked)
 
 
 def test_over_http(server, named_sets, oracle):
@@ -96,6 +122,11 @@ def test_over_http(server, named_sets, oracle):
         assert [item["rank"] for item in items] == list(range(1, 8))
         assert len({item["key"] for item in items}) == 7
         assert all(item["proven"] and item["passes"] >= 3 for item in items)
+        status, answer = server.post(path, {**openai, **prompt, "item_set": "prefixes", "n": 2, "width": 9})
+        assert status == 200, answer
+        assert [choice["item"]["score"] for choice in answer["choices"]] == pytest.approx(
+            [item["score"] for item in items[:2]], abs=2e-3
+        )
         if path == "/v1/completions":
             expected = [score for score, _ in oracle(named_sets["prefixes"].items)]
             np.testing.assert_allclose([item["score"] for item in items], expected, atol=2e-3)
@@ -110,6 +141,9 @@ def test_over_http(server, named_sets, oracle):
             ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
             ({"exact": True, "use_beam_search": False}, "exact is for ranked lists: add use_beam_search and n"),
             ({"logprobs": 1 if path == "/v1/completions" else True}, "no logprobs of single tokens"),
+            ({"width": 8}, "width=8 finds no 9 items: set it to at least 9"),
+            ({"max_passes": 10_001}, "max_passes=10,001 is more than this engine's limit of 10,000"),
+            ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, "exclude each other"),
         ):
             status, answer = server.post(path, {**openai, **prompt, "item_set": "prefixes", **bad})
             assert status == 400, answer

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from asking import answer, inline, named, prompts
+from request_fields import fields_of
 
 import itemset
 
@@ -26,15 +27,17 @@ import itemset
         (named("one", beam_width=2, max_passes=0), "max_passes must be a number of forward passes, at least 1, not 0"),
         (named("ragged", beam_width=2, max_passes=1), "no item was found before the limit"),
         (inline([]), "at least one text"),
-        (inline(["red", ""]), "item 1 .* is empty"),
-        (inline(["red", "\ud800"]), "item 1 .* surrogate"),
+        (inline(["red", ""]), r"choice\[1\] \(''\) is empty"),
+        (inline(["red", "\ud800"]), r"choice\[1\] .* surrogate"),
         (inline([str(i) for i in range(1_001)]), "choice has 1,001 items, the limit of an inline set is 1,000"),
-        (inline(["a</s>b"]), "item 0 .* holds the end-of-sequence token"),
-        (inline(["a b " * 200]), "has an item of .* tokens, longer than context_length=256"),
+        (inline(["a</s>b"]), r"choice\[0\] \('a</s>b'\) holds the end-of-sequence token"),
+        (inline(["red", "ab" * 2_000]), r"choice\[1\] \('abab.* has 4,000 characters. An item .* may have 2,286"),
+        (inline(["a b c"] * 201), r"more than 1,000 characters, .* \(passed at choice\[200\]\): .* inline_text_limit"),
+        (inline(["a b " * 200]), r"choice\[0\] .* has \d+ tokens, longer than context_length=256"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_engine_goes_on(static, path, named_sets, params, message):
-    engine = static(path, inline_item_limit=1_000)
+    engine = static(path, inline_item_limit=1_000, inline_text_limit=1_000)
     with pytest.raises(ValueError, match=message):
         engine.generate(input_ids=[7, 8], sampling_params=params)
     output = engine.generate(input_ids=[7, 8], sampling_params=named("ragged"))
@@ -125,3 +128,13 @@ def test_the_server_goes_on_after_many_bad_requests(engine, named_sets):
             engine.generate(input_ids=[7], sampling_params=named(f"none {i}"))
     outputs = engine.generate(input_ids=prompts(6), sampling_params=[named(name) for name in named_sets])
     assert all(answer(o) in named_sets[name].items for name, o in zip(named_sets, outputs, strict=True))
+
+
+def test_no_field_of_sglangs_own_is_taken_for_a_misspelled_word():
+    from sglang_static.http import SURFACE
+
+    fields = fields_of("sglang.srt.entrypoints") | fields_of("sglang.srt.managers")
+    assert {"custom_params", "sampling_params", "temperature", "messages", "items"} <= fields
+    for path in (*SURFACE.served, "/v1/score"):
+        SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
+        SURFACE.check(path, {"sampling_params": dict.fromkeys(fields, 1)}, ours=True)

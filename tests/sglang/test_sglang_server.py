@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import changes
+import hostile
 import pytest
 import zstandard
 from sglang_servers import start_expecting_failure
+
+import itemset
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 COLOURS = ["red", "green", "blue"]
@@ -20,7 +26,7 @@ def server(servers, tiny_model, files):
     sets = ["--item-set", *(f"{name}={file}" for name, file in files.items())]
     return servers(
         tiny_model,
-        arguments=("--grammar-backend", "static", *sets),
+        arguments=("--grammar-backend", "static", "--constrained-json-disable-any-whitespace", *sets),
         env={"SGLANG_ENABLE_REQUEST_DECOMPRESSION": "1"},
     )
 
@@ -70,7 +76,7 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
         if "item_set" in body:
             assert item_of(choice) in named_sets[body["item_set"]].items
         elif "response_format" in body:
-            assert json.loads(text)["n"] in (1, 2)
+            assert text in ('{"n":1}', '{"n":2}')  # no whitespace: xgrammar has the flag
         elif body:
             kind = next(iter(body))
             assert {
@@ -136,15 +142,35 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
         ({"item_set": "ragged", "choice": ["a"]}, "exclude each other"),
         ({"item_set": "ragged", "regex": "a"}, "exclude each other"),
         ({"item_set": "ragged", "item_sets": "one"}, "there is no field item_sets: name the item set in item_set"),
+        *(
+            ({word: "labels"}, f"there is no field {word}: name")
+            for word in ("items_set", "ITEM_SET", "itemSet", "item_sett")
+        ),
         ({"choices": ["a"]}, "there is no field choices: send the texts as choice"),
-        ({"guided_choice": ["a"]}, "there is no field guided_choice: send the texts as choice"),
-        ({"structured_outputs": {"item_set": "one"}}, "of structured_outputs SGLang knows choice alone: send item_set"),
+        ({"choise": ["a"]}, "there is no field choise: send the texts as choice"),
+        ({"custom_params": {"item_sets": "one"}}, "there is no field item_sets in custom_params: name the item set"),
+        ({"custom_params": {"choices": ["a"]}}, "there is no field choices in custom_params: send the texts as choice"),
+        ({"vllm_xargs": {"item_set": "one"}}, "there is no field item_set in vllm_xargs"),
+        ({"extra_body": {"choice": ["a"]}}, "there is no field choice in extra_body"),
+        ({"sampling_params": {"item_set": "one"}}, "there is no field item_set in sampling_params"),
+        ({"structured_outputs": {"item_set": "one"}}, "there is no field item_set in structured_outputs: name"),
+        ({"structured_outputs": {"choices": ["a"]}}, "there is no field choices in structured_outputs: send"),
+        ({"guided_choice": ["a"], "choice": ["a"]}, "guided_choice is the older word for choice: give one of them"),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "choice": ["b"]},
+            "choice is given twice, also in structured_outputs",
+        ),
+        ({"guided_choice": ["a"], "item_set": "one"}, "exclude each other"),
+        ({"item_set": "one", "guided_regex": "a"}, "an item set and guided_regex exclude each other"),
+        ({"item_set": "x" * 1_000_000}, f"no item set is called '{'x' * 60}'...: it has fixed"),
+        ({"item_set": {"a": "x" * 1_000}}, "a string, not an object"),
         ({"structured_outputs": {"regex": "[0-9]"}}, "of structured_outputs SGLang knows choice alone: send item_set"),
         ({"item_set": "ragged", "beam_width": 5}, "beam_width belongs into the sampling_params of /generate"),
         ({"choice": []}, "at least one text"),
         ({"choice": [""]}, "is empty"),
         ({"choice": "red"}, "choice must be a list"),
-        ({"choice": [1, 2]}, "item 0"),
+        ({"choice": ["red", 2]}, "choice[1] is no text, but of the type int"),
+        ({"choice": ["ab" * 5_000_000]}, "has 10,000,000 characters"),
         ({"custom_params": {"item_set_index": "AAAA"}}, "item_set_index is not for requests"),
         (
             {"item_set": "ragged", "min_tokens": 2},
@@ -163,18 +189,136 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
     assert item_of(complete(server, item_set="one")) in named_sets["one"].items
 
 
+def test_encoding_stops_when_the_client_leaves(server):
+    texts = [f"a label of many words, whose encoding takes its time {i}" for i in range(100_000)]
+    stopped = server.log().count("its encoding stops")
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    body = json.dumps({"text": "p", "choice": texts})
+    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+    time.sleep(1)  # it has been read, and encoding has begun
+    connection.close()
+    assert generate(server, choice=["yes", "no"])["text"] in ("yes", "no")
+    until = time.monotonic() + 60
+    while server.log().count("its encoding stops") == stopped:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("change", changes.IN_PLACE.values(), ids=changes.IN_PLACE.keys())
+def test_a_file_that_is_changed_in_place_changes_nothing_that_is_served(server, named_sets, change):
+    path = Path(named_sets["large"].path)
+    with changes.undone(path), ThreadPoolExecutor(8) as pool:
+        change(path)
+        for choice in pool.map(lambda _: complete(server, item_set="large"), range(10)):
+            assert choice["finish_reason"] == "stop"
+            assert item_of(choice) in named_sets["large"].items
+
+
 def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
-    for path in ("/v1/messages", "/v1/embeddings", "/v1/score", "/classify", "/api/generate"):
-        status, answer = server.post(path, {"model": "tiny", "input": "p", "item_set": "one"})
+    named = json.dumps({"model": "tiny", "input": "p", "item_set": "one"})
+    for path in ("/v1/messages", "/v1/embeddings", "/v1/score", "/classify", "/api/generate", "/invocations"):
+        for data, *content_types in (
+            (named.encode(),),
+            (named.encode(), "Application/JSON; charset=utf-8"),
+            (named.encode(), "application/json", "text/plain"),
+            (named.replace("item_set", "item\\u005fset").encode(),),
+        ):
+            status, answer = server.send(path, data, *content_types)
+            assert status == 400
+            assert f"{path} takes no item_set: send it to one of /generate" in json.dumps(answer)
+    # Where an endpoint reads no custom_params, a set in them would be lost as well.
+    for path, body in (("/v1/responses", {"model": "tiny", "input": "p"}), ("/generate", {"text": "p"})):
+        status, answer = server.post(path, {**body, "custom_params": {"item_set": "one"}})
         assert status == 400
-        assert f"{path} takes no item_set: send it to one of /generate" in answer["error"]["message"]
+        assert "there is no field item_set in custom_params" in json.dumps(answer)
+
+
+def test_the_older_word_for_an_inline_list(server):
+    assert complete(server, guided_choice=COLOURS)["text"] in COLOURS
+    assert chat(server, guided_choice=COLOURS)["message"]["content"] in COLOURS
+    assert generate(server, guided_choice=COLOURS)["text"] in COLOURS
+    assert generate(server, sampling_params={"guided_choice": COLOURS})["text"] in COLOURS
+
+
+def test_a_forced_tool_is_no_item(server):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "p"}], "tools": [tool]}
+    for word in ({"choice": COLOURS}, {"custom_params": {"item_set": "one"}}, {"item_set": "one"}):
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            status, answer = server.post("/v1/chat/completions", {**body, **word, "tool_choice": choice})
+            assert status == 400, answer
+            assert "a tool_choice that forces a tool exclude each other" in answer["message"]
+        assert chat(server, tools=[tool], tool_choice="none", **word)["item"] is not None
+
+
+def test_every_answer_names_its_items_key(server, named_sets):
+    ragged, item = itemset.load(named_sets["ragged"].path), {"item_set": "ragged", "return_token_ids": True}
+    prompts = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 40}
+    messages = {"model": "tiny", "messages": [{"role": "user", "content": "p"}], "n": 3}
+
+    def expected(choice: dict) -> dict:
+        return {"key": ragged.lookup([item_of(choice)])[0]}
+
+    for path, body in (("/v1/completions", prompts), ("/v1/chat/completions", messages)):
+        for choice in server.post(path, {**body, **item})[1]["choices"]:
+            assert choice["item"] == expected(choice)
+        for choice in server.post(path, {**body, "choice": COLOURS})[1]["choices"]:
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            assert choice["item"] == {"key": COLOURS.index(text)}
+        texts: dict[int, str] = {}
+        items = {}
+        for event in server.events(path, {**body, "choice": COLOURS, "stream": True}):
+            for choice in event["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content")
+                texts[choice["index"]] = texts.get(choice["index"], "") + (text or "")
+                assert ("item" in choice) == (choice["finish_reason"] is not None)
+                if "item" in choice:
+                    items[choice["index"]] = choice["item"]
+        assert len(items) >= 3
+        assert items == {index: {"key": COLOURS.index(text)} for index, text in texts.items()}
+    for answer in server.post("/generate", {"text": ["p", "q"], "sampling_params": {"n": 2}, "item_set": "ragged"})[1]:
+        assert answer["meta_info"]["item"] == expected(answer)
+    *_, last = server.events("/generate", {"text": "p", "item_set": "ragged", "stream": True})
+    assert last["meta_info"]["item"] == expected(last)
+    assert "item" not in complete(server)
+
+
+def test_an_answer_that_is_no_item_names_none(server):
+    words = {"choice": ["red and green", "red and blue"]}
+    assert complete(server, **words, max_tokens=2)["item"] is None
+    assert complete(server, **words, stop="and")["item"] is None
+    assert complete(server, **words, ignore_eos=True, max_tokens=60)["item"]["key"] in (0, 1)
+    assert complete(server, item_set="labels", max_tokens=1)["item"] is not None
+    one = complete(server, item_set="prefixes", max_tokens=1)
+    assert (one["item"] is None) == (one["token_ids"] == [100])
+
+
+def test_hostile_bodies_end_in_an_error_of_their_own(server):
+    messages = [{"role": "user", "content": "p"}]
+    few = {"model": "tiny", "max_tokens": 2}
+    for path, base in {
+        "/generate": {"text": "p"},
+        "/v1/completions": {**few, "prompt": "p"},
+        "/v1/chat/completions": {**few, "messages": messages},
+        "/v1/responses": {"model": "tiny", "input": "p", "max_output_tokens": 16},
+        "/v1/messages": {**few, "messages": messages},
+        "/v1/score": {"model": "tiny", "query": "p"},
+        "/invocations": {**few, "messages": messages},
+        "/v1/nothing": {},
+    }.items():
+        for meant, body in hostile.bodies(base):
+            status, answer = server.send(path, body)
+            assert 200 <= status < 500, (path, body[:200], status, answer)
+            assert not meant or status >= 400, (path, body[:200], answer)
+    assert complete(server, item_set="one")["item"] == {"key": 0}
 
 
 def test_a_server_with_a_bad_set_does_not_start(tiny_model):
     log = start_expecting_failure(
         tiny_model, arguments=("--guided-decoding-backend", "static", "--item-set", "films=missing.itemset")
     )
-    assert "missing.itemset: no such file: build it with `itemset build`" in log
+    last = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
+    assert log.splitlines()[-1].startswith(last)
 
 
 def test_another_backend_refuses_item_sets(tiny_model, servers):

@@ -11,6 +11,7 @@ from asking import CITIES, answer, inline, named, prompts
 from models import cached_tiny_llama
 from samples import FEW, SAMPLES, TEMPERATURE, exact
 from sglang_engines import NGRAM, draft_model
+from test_sglang_ranking import check_lists, lists_of
 
 import itemset
 from sglang_static.processor import parents_of
@@ -39,11 +40,13 @@ def test_answers_are_those_without_speculation(static, path, named_sets, specula
     asked += prompts(4)
     params += [inline(CITIES, temperature=0), {"regex": "[0-9]{3}", "temperature": 0}, named("one", temperature=0)]
     params += [{"temperature": 0, "max_new_tokens": 10}]
-    plain = static(path).generate(input_ids=asked, sampling_params=params)
-    engine = static(path, env={"TESTS_SGLANG_OVERLAP": overlap}, **speculation[kind])
+    plain, lists = static(path).generate(input_ids=asked, sampling_params=params), lists_of(static(path))
+    kernels = "triton" if overlap == "1" else "torch"
+    engine = static(path, env={"TESTS_SGLANG_OVERLAP": overlap}, item_set_kernels=kernels, **speculation[kind])
     for _ in range(2):  # the second time, the n-grams of the first answers propose them
         outputs = engine.generate(input_ids=asked, sampling_params=params)
         assert [output["output_ids"] for output in outputs] == [output["output_ids"] for output in plain]
+    check_lists(lists_of(engine), lists)
     steps = sum(len(output["output_ids"]) - 1 for output in outputs)  # that no accepted draft would spare
     if kind == "ngram" or (kind, path) == ("chain", "device"):
         assert 0 < verifications(outputs) < steps

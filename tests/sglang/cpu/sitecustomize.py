@@ -5,6 +5,7 @@ Nothing happens unless SGLANG_USE_CPU_ENGINE is 1, and then only when the module
 
 - triton: the stub that SGLang itself uses on a Mac, unless there is a real one;
 - torchvision: the declarations of two operators, unless its extension can be loaded;
+- itemset.triton_kernels: Triton's interpreter, where bootstrap.py has put it;
 - sgl_kernel: a module whose functions are those of `cpu_kernels`, and raise when called where that has none;
 - some places in SGLang: what a CPU lacks for speculation with draft trees and sampling.
 
@@ -157,9 +158,21 @@ def report_unnamed_reads(module: ModuleType) -> None:
     module.Slots.step, module.Slots.walk = watched(module.Slots.step), watched(module.Slots.walk)
 
 
+def report_fills(module: ModuleType) -> None:
+    """Write to the log how many rows of a bitmask each compiled call fills."""
+    fill = module._fill_rows
+
+    def fill_and_report(addresses: Any, states: Any, rows: Any, bitmask: Any) -> None:
+        fill(addresses, states, rows, bitmask)
+        print(f"rows of item sets filled at once: {len(rows)}", flush=True)
+
+    module._fill_rows = fill_and_report
+
+
 BEFORE: dict[str, Callable[[], None]] = {"sglang.srt.utils": stub_triton, "torchvision": declare_torchvision_operators}
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "itemset.host": report_fills,
     "sglang.kernels.ops.sampling.murmur_hash": use_cpu_kernels("murmur_hash32"),
     "sglang.kernels.ops.sampling.renorm": use_cpu_kernels("top_k_renorm_prob", "top_p_renorm_prob"),
     "sglang.kernels.ops.speculative.gather_spec_extras": use_cpu_kernels("gather_spec_extras"),
@@ -176,6 +189,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
 }
 
 # Other submodules must not be found: SGLang asks for some of them to learn what this build of the kernels can do.
+OUR_KERNELS = ("itemset.triton_tables", "itemset.triton_kernels")
 KERNEL_MODULES = ("sgl_kernel", "sgl_kernel.speculative")
 
 
@@ -189,6 +203,13 @@ class OnImport(MetaPathFinder):
             spec = PathFinder.find_spec(fullname, path)
             if spec is not None and spec.loader is not None:
                 spec.loader = ThenLoader(spec.loader, AFTER[fullname])
+            return spec
+        if fullname in OUR_KERNELS:
+            import interpreted_triton
+
+            spec = PathFinder.find_spec(fullname, path)
+            if spec is not None and interpreted_triton.FOLDER.exists():
+                spec.loader = WithRealTriton(spec.loader)
             return spec
         if fullname in BEFORE and PathFinder.find_spec(fullname, path) is not None:
             BEFORE.pop(fullname)()
@@ -210,6 +231,19 @@ class ThenLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         self._then(module)
+
+
+class WithRealTriton(ThenLoader):
+    """Loads a module for which `triton` is the real one."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, lambda module: None)
+
+    def exec_module(self, module: ModuleType) -> None:
+        import interpreted_triton
+
+        with interpreted_triton.real_triton():
+            super().exec_module(module)
 
 
 class KernelLoader(Loader):
@@ -234,6 +268,7 @@ class KernelModule(ModuleType):
         return getattr(cpu_kernels, name, missing)
 
 
-installed = any(type(finder).__name__ == OnImport.__name__ for finder in sys.meta_path)
-if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not installed:
+# The environment may have installed another checkout's as Python started: the last one counts.
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != OnImport.__name__]
     sys.meta_path.insert(0, OnImport())

@@ -1,0 +1,47 @@
+"""Which item an answer is: what a front end keeps of a request with a set, and reads the answer's tokens with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from itemset.item_set import ItemSet
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One request's set.
+
+    stop_tokens: at which the request ends; none of them occurs in an item. content: what of the output comes after the
+    reasoning, None where there is none.
+    """
+
+    item_set: ItemSet
+    stop_tokens: frozenset[int]
+    content: Callable[[Sequence[int]], Sequence[int]] | None = None
+
+    def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
+        """What an answer says of its item, {"key": ...}; None where it ended elsewhere.
+
+        tokens: the whole output. It ended at an item's end if a stop token follows, or if nothing else could: an item
+        that a limit cut might have become a longer one. One walk; with `ignore_eos` all stop tokens at the end go.
+        """
+        tokens = tokens if self.content is None else self.content(tokens)
+        end = len(tokens)
+        while end and tokens[end - 1] in self.stop_tokens:
+            end -= 1
+        found = self.item_set.find(tokens[:end]) if end else None
+        if found is None:
+            return None
+        key, is_prefix = found
+        return None if is_prefix and end == len(tokens) else {"key": key}
+
+
+def after(mark: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens after the first occurrence of `mark`, none where it does not occur."""
+    mark, length = list(mark), len(mark)
+    for start in range(len(tokens) - length + 1):
+        if list(tokens[start : start + length]) == mark:
+            return tokens[start + length :]
+    return ()

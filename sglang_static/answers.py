@@ -1,0 +1,55 @@
+"""The item of every answer: found where SGLang hands a finished output to its endpoints, put into their bodies.
+
+Functions that run around SGLang's own (`plugin`). An output's item is `meta_info["item"]`: {"key": ...}, or None if the
+answer did not end at an item's end. Outputs of requests without a set have no such entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+EXPECTED = "expected_item"
+"""Attribute of a `GenerateReqInput` of one prompt: an `itemset.answer.Expected`. Copies for `n` keep it."""
+
+ITEMS = "item_set_items"
+"""Attribute of the `GenerateReqInput` of an endpoint: the items found so far, by the index of their choice."""
+
+
+async def stream_one_response(
+    original: Callable[..., Any], self: Any, obj: Any, state: Any, request: Any = None
+) -> AsyncGenerator[Any, None]:
+    """Around `TokenizerManager._stream_one_response`, through which every output passes, and whose state has all of its
+    tokens."""
+    expected = getattr(obj, EXPECTED, None)
+    async with aclosing(original(self, obj=obj, state=state, request=request)) as parts:
+        async for part in parts:
+            finish = part["meta_info"].get("finish_reason")
+            if expected is not None and finish:
+                cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
+                part["meta_info"]["item"] = None if cut else expected.item(state.output_ids)
+            yield part
+
+
+def note(request: Any, part: Any) -> None:
+    """Keep the item of a streamed output for the event that its endpoint makes of it."""
+    if isinstance(part, dict) and "item" in part.get("meta_info", ()):
+        vars(request).setdefault(ITEMS, {})[part.get("index", 0)] = part["meta_info"]["item"]
+
+
+async def openai_stream(
+    original: Callable[..., Any], self: Any, adapted_request: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[str, None]:
+    from itemset import asgi
+
+    async with aclosing(original(self, adapted_request, *args, **kwargs)) as events:
+        async for event in events:
+            yield asgi.with_items(event, getattr(adapted_request, ITEMS, {}))
+
+
+def openai_response(original: Callable[..., Any], self: Any, request: Any, ret: Any, *args: Any, **kwargs: Any) -> Any:
+    """Each answer's item in its choice; a ranked list's says more of it."""
+    from sglang_static import ranking
+
+    return ranking.with_items(original(self, request, ret, *args, **kwargs), ret)

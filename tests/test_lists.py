@@ -1,0 +1,143 @@
+"""How ranked lists share a server: few requests at a time, in turn, beside others fewer still."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import itemset
+from itemset.best import Answer, Best, Pass, Search
+from itemset.catalogue import RefusedError
+from itemset.checks import Words
+from itemset.config import StaticConfig
+from itemset.lists import Lists, options
+
+END = 50
+ITEMS = itemset.build(np.random.default_rng(0).integers(0, END, (4_000, 3)))
+WORDS = Words("context", "--context", "min_tokens", "max_tokens", "--options")
+
+
+class Engine:
+    """Answers one request in a turn of the loop: how many it has at a time, and whose in which order."""
+
+    def __init__(self, seats: int) -> None:
+        self.lists = Lists(seats, lambda: self.unfinished + self.others)
+        self.unfinished, self.most, self.others = 0, 0, 0
+        self.order: list[str] = []
+        self.readers: set[str] = set()
+
+    async def ask(self, name: str, one: Pass) -> Pass:
+        self.order.append(name)
+        self.unfinished += 1
+        self.most = max(self.most, self.unfinished)
+        try:
+            for _ in range(100):
+                await asyncio.sleep(0)
+        finally:
+            self.unfinished -= 1
+        return one
+
+    def read(self, one: Pass, output: Pass) -> Answer:
+        assert output is one
+        self.readers.add(threading.current_thread().name)
+        scores = -1.0 - np.modf(np.arange(len(one.tokens) + len(one.after)) * 0.7548776662 + sum(one.tokens) * 0.57)[0]
+        return scores[: len(one.tokens) - one.known], scores[len(one.tokens) :]
+
+    async def run(self, name: str, k: int, **more: Any) -> Best:
+        search = Search(ITEMS, k, end_token=END, **more)
+        return await self.lists.run(search, lambda one: self.ask(name, one), self.read)
+
+
+def test_few_requests_at_a_time():
+    async def lists() -> list[Best]:
+        return await asyncio.gather(*(engine.run(str(i), 200) for i in range(3)))
+
+    engine = Engine(64)
+    found = asyncio.run(lists())
+    assert len(found[0].items) == 200
+    assert found[0] == found[1] == found[2]
+    assert engine.most == 32  # half of the seats
+    assert {name.rpartition("_")[0] for name in engine.readers} == {"ranked-lists"}  # none on the event loop
+
+
+def test_fewer_beside_other_requests():
+    engine = Engine(64)
+    engine.others = 1
+    asyncio.run(engine.run("one", 200))
+    assert engine.most == 2
+
+
+def test_lists_take_turns():
+    """A short list is not kept waiting by a long one that came first."""
+
+    async def lists() -> None:
+        long = asyncio.ensure_future(engine.run("long", 900))
+        while engine.order.count("long") < 100:
+            await asyncio.sleep(0)
+        before = len(engine.order)
+        await engine.run("short", 5)
+        during.extend(engine.order[before:])
+        await long
+
+    engine, during = Engine(8), list[str]()
+    asyncio.run(lists())
+    assert "slslsls" in "".join(name[0] for name in during)
+
+
+def test_a_list_that_is_cancelled_leaves_nothing_behind():
+    async def lists() -> Best:
+        left = asyncio.ensure_future(engine.run("left", 900))
+        while engine.order.count("left") < 100:
+            await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        before = len(engine.order)
+        found = await engine.run("next", 5)
+        assert set(engine.order[before:]) == {"next"}
+        return found
+
+    engine = Engine(8)
+    assert len(asyncio.run(lists()).items) == 5
+    assert engine.unfinished == 0
+
+
+def test_what_a_request_raises_ends_its_list_alone():
+    class FailedError(Exception):
+        pass
+
+    async def failing(one: Pass) -> Pass:
+        raise FailedError
+
+    async def lists() -> Best:
+        with pytest.raises(FailedError):
+            await engine.lists.run(Search(ITEMS, 20, end_token=END), failing, engine.read)
+        return await engine.run("next", 5)
+
+    engine = Engine(8)
+    assert len(asyncio.run(lists()).items) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"width": 9}, "width=9 finds no 10 items: set it to at least 10"),
+        ({"width": 101}, "a beam of width 101 is longer than this engine's limit of 100: .*ranked_list_limit"),
+        ({"width": True}, "width must be a number of beams, at least 1, not True"),
+        ({"max_passes": 501}, "max_passes=501 is more than this engine's limit of 500: .*ranked_list_passes"),
+        ({"exact": 1}, "exact must be true or false, not 1"),
+    ],
+)
+def test_bad_options_are_refused(given, message):
+    config = StaticConfig(ranked_list_limit=100, ranked_list_passes=500)
+    with pytest.raises(RefusedError, match=message):
+        options(given, 10, config, WORDS)
+    assert options({"width": 100, "max_passes": 500, "item_set": "x"}, 10, config, WORDS) == {
+        "width": 100,
+        "max_passes": 500,
+        "proof_passes": 500,
+    }

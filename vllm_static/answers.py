@@ -1,0 +1,165 @@
+"""The item of every answer: found where vLLM's front end finishes an output, put into the bodies of its endpoints.
+
+Functions that run around vLLM's own (`plugin`). An output's item is `CompletionOutput.item`: {"key": ...}, or None if
+the answer did not end at an item's end. Outputs of requests without a set have no such attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+EXPECTED = "expected_item"
+"""Attribute of a request's parameters: what makes an `itemset.answer.Expected` of the request. Of its state in vLLM's
+output processor: that. Parameters take attributes and do not send them to the engine; copies made for `n` have none."""
+
+
+def add_request(
+    original: Callable[..., Any], self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kw: Any
+) -> None:
+    """Around `OutputProcessor.add_request`: its state of a request is told the request's set."""
+    original(self, request, prompt, parent_req, *args, **kw)
+    expecting = getattr((parent_req or request).sampling_params, EXPECTED, None)
+    if expecting is not None and request.request_id in self.request_states:
+        setattr(self.request_states[request.request_id], EXPECTED, expecting(request))
+
+
+def new_completion_output(
+    original: Callable[..., Any], self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any
+) -> Any:
+    """Around `RequestState._new_completion_output`: the one place where all tokens of a finished answer are known."""
+    output = original(self, token_ids, finish_reason, stop_reason)
+    expected = getattr(self, EXPECTED, None)
+    if expected is not None and finish_reason is not None:
+        # By a stop string, or aborted.
+        cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
+        output.item = None if cut else expected.item(self.detokenizer.output_token_ids)
+    return output
+
+
+def merge(original: Callable[..., Any], self: Any, next_output: Any, aggregate: bool) -> None:
+    """Around `RequestOutput.add`, which copies known fields only where a stream's reader is slow."""
+    original(self, next_output, aggregate)
+    for done in next_output.outputs:
+        for output in self.outputs:
+            if hasattr(done, "item") and output.index == done.index:
+                output.item = done.item
+
+
+def completion_response(
+    original: Callable[..., Any], self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    response = original(self, final_res_batch, request, *args, **kwargs)
+    _add(response, [output for result in final_res_batch for output in result.outputs])
+    return response
+
+
+async def chat_response(
+    original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+) -> Any:
+    outputs: list[Any] = []
+
+    def note(result: Any) -> None:
+        outputs[:] = result.outputs
+
+    response = await original(self, request, _noted(result_generator, note), *args, **kwargs)
+    _add(response, outputs)
+    return response
+
+
+async def chat_batch_response(
+    original: Callable[..., Any], self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
+) -> Any:
+    outputs: dict[int, Any] = {}
+
+    def noting(i: int) -> Callable[[Any], None]:
+        return lambda result: outputs.update({i: result.outputs[0]})
+
+    seen = [_noted(results, noting(i)) for i, results in enumerate(generators)]
+    response = await original(self, request, seen, *args, **kwargs)
+    _add(response, [outputs[i] for i in sorted(outputs)])
+    return response
+
+
+async def responses_response(
+    original: Callable[..., Any],
+    self: Any,
+    request: Any,
+    sampling_params: Any,
+    result_generator: Any,
+    context: Any,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """Streams end with the same object. A response has no choices: `item` stands beside its `output`."""
+    response = await original(self, request, sampling_params, result_generator, context, *args, **kw)
+    outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
+    for output in outputs[:1]:
+        if hasattr(output, "item") and hasattr(response, "output"):
+            response.item = output.item
+    return response
+
+
+async def completion_stream(
+    original: Callable[..., Any],
+    self: Any,
+    request: Any,
+    engine_inputs: Any,
+    result_generator: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[str, None]:
+    items: dict[int, Any] = {}
+
+    def note(part: Any) -> None:
+        prompt, result = part
+        items.update({prompt * (request.n or 1) + i: item for i, item in _items(result.outputs)})
+
+    results = _noted(result_generator, note)
+    async with aclosing(original(self, request, engine_inputs, results, *args, **kwargs)) as events:
+        async for event in _with_items(events, items):
+            yield event
+
+
+async def chat_stream(
+    original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[str, None]:
+    items: dict[int, Any] = {}
+
+    def note(result: Any) -> None:
+        items.update(_items(result.outputs))
+
+    async with aclosing(original(self, request, _noted(result_generator, note), *args, **kwargs)) as events:
+        async for event in _with_items(events, items):
+            yield event
+
+
+def _items(outputs: list[Any]) -> list[tuple[int, Any]]:
+    return [(output.index, output.item) for output in outputs if hasattr(output, "item")]
+
+
+async def _noted(results: AsyncIterator[Any], note: Callable[[Any], None]) -> AsyncGenerator[Any, None]:
+    """The same results, each noted before vLLM makes an event of it; closed where its reader is."""
+    try:
+        async for result in results:
+            note(result)
+            yield result
+    finally:
+        if hasattr(results, "aclose"):
+            await results.aclose()
+
+
+async def _with_items(events: AsyncIterator[str], items: dict[int, Any]) -> AsyncGenerator[str, None]:
+    from itemset import asgi
+
+    async for event in events:
+        yield asgi.with_items(event, items)
+
+
+def _add(response: Any, outputs: list[Any]) -> None:
+    """Put each answer's item into its choice; a ranked list's says more of it."""
+    for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
+        for name in ("item", "ranked"):
+            if hasattr(output, name):
+                choice.item = getattr(output, name)

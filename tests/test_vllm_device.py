@@ -17,6 +17,8 @@ from test_vllm_engine import CITIES, EOS, answer, check_answers, inline, named, 
 from vllm import SamplingParams
 
 import itemset
+from itemset.batch import LOCAL
+from itemset.walk import FREE
 
 PARSER = Path(__file__).parent / "tiny_reasoning.py"
 
@@ -194,10 +196,39 @@ def test_inline_sets_come_and_go(engines, tiny_model, device):
     config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 12_000}}
     engine = engines("v2", tiny_model, **config)
     lists = [[f"{word} {n}" for n in range(40)] for word in ("red", "green", "blue", "black", "white", "grey")]
+    engine.call(watch_reads)
     for i in range(6):
         outputs = engine.generate(["p"] * 4, [inline(lists[(i + k) % 6]) for k in range(2)] + [inline(lists[i])] * 2)
         for k, output in enumerate(outputs):
             assert output.outputs[0].text in lists[(i + k) % 6 if k < 2 else i]
+    read, unnamed = engine.call(reads)
+    assert (read > 100, unnamed) == (True, 0)
+
+
+def watch_reads(llm: Any) -> None:
+    """Note, from now on, the sets that steps read, and those that they have not named to the arena before. On a GPU
+    such a step could be ahead of the copy of its set."""
+    processor = processor_of(llm)
+    use, step = processor._arena.use, processor._slots.step
+    processor.named, processor.reads = set(), []
+
+    def named_use(numbers: Any) -> None:
+        processor.named = set(np.asarray(numbers).tolist())
+        use(numbers)
+
+    def watched_step(batch: Any, *args: Any, **kwargs: Any) -> None:
+        step(batch, *args, **kwargs)
+        states = processor._slots.row_states[: len(batch.slots)]
+        sets = (states[states & LOCAL != FREE] >> 32).tolist()
+        processor.reads += [number in processor.named for number in sets]
+
+    processor._arena.use, processor._slots.step = named_use, watched_step
+
+
+def reads(llm: Any) -> tuple[int, int]:
+    """How many sets steps have read, and how many of them unnamed."""
+    found = processor_of(llm).reads
+    return len(found), found.count(False)
 
 
 def test_a_slot_forgets_its_set(engines, tiny_model, device):

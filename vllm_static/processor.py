@@ -160,3 +160,7 @@ class ItemSetProcessor(LogitsProcessor):
         logits = torch.zeros(1, self._req_states.vocab_size, device=device)
         batch = self._batch(zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32))
         self._slots.step(batch, logits, most=1)
+        if self._drafts:  # as `force_drafts`
+            states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)
+            proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)
+            self._slots.forced(states, zeros(torch.int64), proposed, guess=True)

@@ -15,6 +15,8 @@ from sglang_engines import NGRAM, draft_model
 import itemset
 from sglang_static.processor import parents_of
 
+COMPILES = "a GPU would compile"  # cpu/interpreted_triton.py
+
 
 def repetitive(items: list[tuple[int, ...]], count: int) -> list[list[int]]:
     """Prompts that hold items twice over: their n-grams propose some drafts inside the set, and some outside."""
@@ -42,9 +44,12 @@ def test_answers_are_those_without_speculation(static, path, named_sets, specula
     plain = static(path).generate(input_ids=asked, sampling_params=params)
     kernels = "triton" if overlap == "1" else "torch"
     engine = static(path, env={"TESTS_SGLANG_OVERLAP": overlap}, item_set_kernels=kernels, **speculation[kind])
+    compiled = engine.log().count(COMPILES)
     for _ in range(2):  # the second time, the n-grams of the first answers propose them
         outputs = engine.generate(input_ids=asked, sampling_params=params)
         assert [output["output_ids"] for output in outputs] == [output["output_ids"] for output in plain]
+    if (path, kernels) == ("device", "triton"):
+        assert engine.log().count(COMPILES) == compiled > 0  # all at the start
     steps = sum(len(output["output_ids"]) - 1 for output in outputs)  # that no accepted draft would spare
     if kind == "ngram" or (kind, path) == ("chain", "device"):
         assert 0 < verifications(outputs) < steps

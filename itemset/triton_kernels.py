@@ -144,6 +144,7 @@ def _advance_kernel(
     i = tl.program_id(0).to(tl.int64)
     state = tl.load(states + i)
     token = tl.load(tokens + i).to(tl.int64)
+    tl.debug_barrier()  # `out` may be `states`: all threads read before one writes
     row_marks = marks
     if marks is not None:
         row_marks = marks + i * marks_stride

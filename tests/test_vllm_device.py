@@ -178,6 +178,30 @@ def apply_under_guard(llm: Any) -> dict[str, int]:
     return counts
 
 
+def test_nothing_is_compiled_while_serving(engines, tiny_model, static, named_sets):
+    """On a GPU, each form of a kernel that is launched first by a request would make it wait for the compiler."""
+    forced = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}
+    engine = engines("v2", tiny_model, **on_path(static, "device"), speculative_config=forced)
+    known = engine.call(forms_at_the_start)
+    assert known >= 3
+    params = [named(name) for name in named_sets] + [inline(CITIES), SamplingParams(max_tokens=5)]
+    for count in (1, 3, len(params)):
+        engine.generate([f"prompt {i}" for i in range(count)], params[-count:])
+    assert engine.call(lambda llm: len(llm.forms)) == known
+
+
+def forms_at_the_start(llm: Any) -> int:
+    from specialisations import Recorded
+
+    from itemset import triton_kernels
+
+    llm.forms = set()
+    for name in ("_walk_kernel", "_mask_kernel", "_forced_kernel", "_advance_kernel"):
+        setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), llm.forms))
+    processor_of(llm)._warm_up()
+    return len(llm.forms)
+
+
 def test_a_full_arena_sends_requests_to_the_host_path(engines, tiny_model, device, named_sets):
     config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 5_000}}
     engine = engines("v2", tiny_model, **config)

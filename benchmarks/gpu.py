@@ -204,6 +204,9 @@ def main() -> None:
         deadline=time.time() + args.minutes * 60 if args.minutes else float("inf"),
     )
 
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+
     def save(report: Record) -> None:
         if args.json:
             temporary = Path(args.json + ".tmp")

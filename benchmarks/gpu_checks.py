@@ -85,7 +85,8 @@ def checks(device: str, factor: float = 1) -> None:
     """
     schedule, kernels = load_schedule(), kernels_for(device, "triton")
     slow = device == "cpu"  # Triton's interpreter takes milliseconds for each row of a launch
-    small = {"CHUNK": 16, "CHUNKS": 2, "LANES": 4}  # few tokens are many chunks, and a node is read in many parts
+    # Few tokens are many chunks, and a node is read in many parts.
+    small = {"WHOLE": 16, "CHUNK": 16, "CHUNKS": 2, "LANES": 4}
     for vocabulary, values, steps in (
         (48, {}, 15 if slow else 200),
         (48, small, 15 if slow else 200),

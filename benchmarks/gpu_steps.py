@@ -313,9 +313,9 @@ def alternatives(bench: Bench, loaded: Loaded, walks: Walks, vocabulary: int, em
     kernels, rows = kernels_for(bench.device, bench.kernels), walks.levels.shape[1]
     logits = bench.buffers(STEPS, rows, vocabulary)
     ours = Ours.at(loaded.arena, loaded.number, walks, bench.kernels)
-    one_chunk = vocabulary <= kernels.CHUNK
+    one_chunk = vocabulary <= kernels.WHOLE
     # Logits of one chunk meet the same kernels whatever larger chunk is set.
-    chunks = [] if one_chunk else [{"CHUNK": chunk} for chunk in (2_048, 4_096, 8_192)]
+    chunks = [] if one_chunk else [{"CHUNK": chunk} for chunk in (512, 1_024, 2_048)]
     for values in [*chunks, *({"LANES": lanes} for lanes in (128, 256, 1_024))]:
         with constants(kernels, **values):
             record = {"vocabulary": vocabulary, "rows": rows, "CHUNK": kernels.CHUNK, "LANES": kernels.LANES}

@@ -20,6 +20,8 @@ _REMEMBERED = 4  # steps whose ends are told apart
 class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
 
+    All steps belong to one stream, the current one of each `use`.
+
     streams: what offers Stream, Event, current_stream and stream as `torch.cuda` does. `torch.cpu`'s do nothing, so the
     bookkeeping is the same on every device.
     """
@@ -45,7 +47,7 @@ class Copies:
         All that the stream does from now until the next call may read them. It waits for copies of these sets, and no
         copy overwrites them before it is done.
         """
-        numbers = np.asarray(numbers)
+        numbers = np.asarray(numbers, np.int64)
         steps = self._streams.current_stream(self._device)
         self._step += 1
         self._before[self._step % _REMEMBERED].record(steps)
@@ -56,8 +58,7 @@ class Copies:
                 if copied.query():
                     del self._pending[number]
                 elif number in wanted:
-                    # It stays pending: another stream may use the set, too.
-                    steps.wait_event(copied)
+                    steps.wait_event(copied)  # and stays pending: `acquire` may have run on another stream
 
     def copy(self, number: int, overwritten: Iterable[int], parts: Iterable[tuple[torch.Tensor, NDArray[Any]]]) -> None:
         """Copy a set's parts, each to its [bytes] uint8 on the device, over those of the overwritten sets."""

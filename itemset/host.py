@@ -87,6 +87,10 @@ class HostState:
     def reset(self) -> None:
         del self._states[1:]
 
+    def __reduce__(self) -> Any:
+        """Raise TypeError: a copy would read at addresses that another object keeps, or of another process."""
+        raise TypeError("a HostState holds addresses, so that it cannot be copied or pickled: make a new one")
+
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Bit t of `row` [ceil(vocabulary / 32)] says whether token t may follow; every word is written."""
         _fill_row(self._address, self._states[-1], row)

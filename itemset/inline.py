@@ -167,13 +167,16 @@ class InlineTexts:
 
 
 def _warm_up() -> None:
-    """Load the compiled parts of `build`, for both widths of token ids: no list should wait for another's first use."""
+    """Load the compiled parts of `build`, and of naming an answer's item, for both widths of token ids: no list should
+    wait for another's first use."""
     for high in (1, 2**16):
         alike = [high] * 40  # more than sorting compares at once
         for items in ([[*alike, 1], [*alike, 0], [0], [0]], [[0], [0], [1, high]]):
             offsets = np.cumsum([0, *map(len, items)])
             built = build(Rows(np.array([token for item in items for token in item], np.int32), offsets))
             _ = InlineSet.opened("", built.to_bytes(), token_ids=True)
+            for token in (0, 1 << 16):
+                built.find([token])
 
 
 def _slices(texts: list[str]) -> Iterator[tuple[int, list[str]]]:

@@ -103,15 +103,19 @@ def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tenso
     )
     vocabulary = 0 if logits is None else logits.shape[1]
     chunk = _power_of_2(vocabulary)
-    mask_warps = min(max(chunk // 512, 1), MASK_WARPS)
     _walk_kernel[(len(batch.slots),)](
         arena.words, arena.sets, cells, marks, marks.stride(0),
         batch.slots, batch.history, batch.history.stride(0), batch.begin, batch.end,
         batch.above, batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
         BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=chunk,
-        num_warps=WALK_WARPS if logits is None else mask_warps,
+        num_warps=WALK_WARPS if logits is None else step_warps(chunk),
     )
+
+
+def step_warps(chunk: int) -> int:
+    """With these no register spills."""
+    return min(max(chunk // 512, 1), MASK_WARPS)
 
 
 def _refuse_strides(**tensors: Tensor | None) -> None:
@@ -140,6 +144,7 @@ def _advance_kernel(
     i = tl.program_id(0).to(tl.int64)
     state = tl.load(states + i)
     token = tl.load(tokens + i).to(tl.int64)
+    tl.debug_barrier()  # `out` may be `states`: all threads read before one writes
     row_marks = marks
     if marks is not None:
         row_marks = marks + i * marks_stride

@@ -18,6 +18,8 @@ from sglang_static.device import Admitted
 
 logger = logging.getLogger(__name__)
 
+PADDED = 64  # columns of which SGLang's logits are a multiple (layers/vocab_parallel_embedding.py)
+
 _current: list[ItemSetSampler] = []
 
 
@@ -81,6 +83,23 @@ class ItemSetSampler:
         self._constrained = [False] * slots
         self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
         self._one = torch.ones(slots * drafts, dtype=torch.int64, device=self.arena.device)
+        self._warm_up(drafts)
+
+    def _warm_up(self, drafts: int) -> None:
+        """Compile the kernels now, in each form that a step launches: a first request should not wait for them. All
+        integers are of 64 bits, and SGLang's logits float32, with or without the padding of the vocabulary."""
+        nobody, one = torch.full_like(self._one[:1], -1), self._one[:1]
+        plain = Batch(nobody, nobody[:, None], one, one, by_slot=False)
+        tree = plain._replace(above=nobody, tokens=nobody, layout=TREE, max_drafts=1)
+        states = self.slots.walk(plain, most=1)
+        for columns in {self.vocab_size, -(-self.vocab_size // PADDED) * PADDED}:
+            logits = torch.zeros(1, columns, device=self.arena.device)[:, : self.vocab_size]
+            self.slots.step(plain, logits, most=1)
+            if drafts > 1:
+                self.slots.step(tree, logits, most=1)
+                self.slots.mask(states, nobody, logits)
+        if drafts > 1:
+            self.advance(states, nobody, nobody)
 
     def stage(self, batch: Any) -> None:
         """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
@@ -93,7 +112,7 @@ class ItemSetSampler:
         elif not mode.is_decode():
             return
         if info is not None and (numbers := self.numbers(batch)):
-            last = batch.input_ids
+            last = batch.input_ids.long()
             if not mode.is_decode():
                 lengths = torch.tensor(batch.extend_lens)
                 last = last[self._moved(lengths.cumsum(0) - 1)]
@@ -121,7 +140,7 @@ class ItemSetSampler:
         the set leaves its row unmasked: its parent's row gives it no chance.
         """
         drafts = verify.draft_token_num
-        tokens = verify.draft_token.reshape(-1, drafts)
+        tokens = verify.draft_token.reshape(-1, drafts).long()
         parents = parents_of(verify.retrieve_next_token, verify.retrieve_next_sibling)
         slots = batch.req_pool_indices.long()
         first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
@@ -151,7 +170,7 @@ class ItemSetSampler:
         """
         slots = batch.req_pool_indices.long()
         begin = self._prompt[slots] - batch.seq_lens - walked
-        self.slots.walk(Batch(slots, tokens, begin, lengths, by_slot=False), most=tokens.shape[1])
+        self.slots.walk(Batch(slots, tokens.long(), begin, lengths.long(), by_slot=False), most=tokens.shape[1])
 
     def committed(self, slots: Tensor) -> Tensor:
         """The state of each of these slots, with its set: [n] int64. END where the tokens have left the set."""
@@ -161,7 +180,8 @@ class ItemSetSampler:
     def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """The states after one more token each; tensors of [n]."""
         marks = self.slots.marks[slots]
-        result: Tensor = self.slots.kernels.advance(self.arena, states, tokens, marks, torch.empty_like(states))
+        kernels = self.slots.kernels
+        result: Tensor = kernels.advance(self.arena, states, tokens.long(), marks, torch.empty_like(states))
         return result
 
     def _assign(self, requests: list[Any]) -> None:

@@ -15,15 +15,15 @@ MEANT: list[dict[str, Any]] = [
     *({"guided_choice": texts} for texts in NO_TEXTS),
     *({place: {"item_set": []}} for place in ("vllm_xargs", "custom_params", "extra_body", "sampling_params")),
     {"vllm_xargs": {"item_set": {}}},
+]
+"""What stands in a body beside what its endpoint needs: a set is meant, and none is there to be had."""
+
+NOISE: list[dict[str, Any]] = [
     {"item_set": "one", "tool_choice": 7},
     {"item_set": "one", "use_beam_search": True, "max_passes": []},
     {"item_set": "one", "use_beam_search": True, "exact": {}},
     {"item_set": "one", "max_tokens": "many"},
     {"item_set": "one", "structured_outputs": "red"},
-]
-"""What stands in a body beside what its endpoint needs: a set is meant, and none is there to be had."""
-
-NOISE: list[dict[str, Any]] = [
     {"item_set": None},
     {"guided_choice": None, "structured_outputs": None},
     {"vllm_xargs": []},
@@ -34,7 +34,7 @@ NOISE: list[dict[str, Any]] = [
     {"extra_body": 7},
     {f"key{i}": i for i in range(5_000)},
 ]
-"""The same, but no set is meant."""
+"""The same, but no set is meant, or there is one."""
 
 RAW: list[bytes] = [
     b"",

@@ -21,8 +21,8 @@ ACCESSES = ("create_load", "create_store", "create_masked_load", "create_masked_
 
 
 @contextmanager
-def interleaved(seed: int, chance: float = 0.5) -> Iterator[None]:
-    """chance: how likely a program hands over before an access."""
+def interleaved(seed: int, chance: float = 0.1) -> Iterator[None]:
+    """chance: how likely a program hands over before an access. Seldom, so that others overtake the one that waits."""
     draw = random.Random(seed)
     turns = _Turns(draw, chance)
     builder = interpreter.interpreter_builder

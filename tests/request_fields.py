@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 
 def fields_of(package: str) -> set[str]:
-    """The names and aliases of all fields of a package's request models and data classes, by their modules' names."""
+    """The names and aliases of the fields of all request classes, by their names, in a package's protocol modules."""
     found: set[str] = set()
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         if module.name.rpartition(".")[2] not in ("protocol", "io_struct"):

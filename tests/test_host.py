@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -155,6 +158,12 @@ def test_every_width_of_the_tables(top: int, tail: int) -> None:
         assert bits(state, 70_016) == sorted({66, 69} | ({5} if item == [top] else set()))
         assert not state.accept([68])
         state.reset()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copy_reads_what_another_state_keeps(copied: Callable[[HostState], object]) -> None:
+    with pytest.raises(TypeError, match="holds addresses, so that it cannot be copied or pickled: make a new one"):
+        copied(HostState(itemset.build([[1]]), ()))
 
 
 def test_rows_that_are_not_there() -> None:

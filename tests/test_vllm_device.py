@@ -17,6 +17,8 @@ from test_vllm_engine import CITIES, EOS, answer, check_answers, inline, named, 
 from vllm import SamplingParams
 
 import itemset
+from itemset.batch import LOCAL
+from itemset.walk import FREE
 
 PARSER = Path(__file__).parent / "tiny_reasoning.py"
 
@@ -176,6 +178,30 @@ def apply_under_guard(llm: Any) -> dict[str, int]:
     return counts
 
 
+def test_nothing_is_compiled_while_serving(engines, tiny_model, static, named_sets):
+    """On a GPU, each form of a kernel that is launched first by a request would make it wait for the compiler."""
+    forced = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}
+    engine = engines("v2", tiny_model, **on_path(static, "device"), speculative_config=forced)
+    known = engine.call(forms_at_the_start)
+    assert known >= 3
+    params = [named(name) for name in named_sets] + [inline(CITIES), SamplingParams(max_tokens=5)]
+    for count in (1, 3, len(params)):
+        engine.generate([f"prompt {i}" for i in range(count)], params[-count:])
+    assert engine.call(lambda llm: len(llm.forms)) == known
+
+
+def forms_at_the_start(llm: Any) -> int:
+    from specialisations import Recorded
+
+    from itemset import triton_kernels
+
+    llm.forms = set()
+    for name in ("_walk_kernel", "_mask_kernel", "_forced_kernel", "_advance_kernel"):
+        setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), llm.forms))
+    processor_of(llm)._warm_up()
+    return len(llm.forms)
+
+
 def test_a_full_arena_sends_requests_to_the_host_path(engines, tiny_model, device, named_sets):
     config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 5_000}}
     engine = engines("v2", tiny_model, **config)
@@ -194,10 +220,39 @@ def test_inline_sets_come_and_go(engines, tiny_model, device):
     config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 12_000}}
     engine = engines("v2", tiny_model, **config)
     lists = [[f"{word} {n}" for n in range(40)] for word in ("red", "green", "blue", "black", "white", "grey")]
+    engine.call(watch_reads)
     for i in range(6):
         outputs = engine.generate(["p"] * 4, [inline(lists[(i + k) % 6]) for k in range(2)] + [inline(lists[i])] * 2)
         for k, output in enumerate(outputs):
             assert output.outputs[0].text in lists[(i + k) % 6 if k < 2 else i]
+    read, unnamed = engine.call(reads)
+    assert (read > 100, unnamed) == (True, 0)
+
+
+def watch_reads(llm: Any) -> None:
+    """Note, from now on, the sets that steps read, and those that they have not named to the arena before. On a GPU
+    such a step could be ahead of the copy of its set."""
+    processor = processor_of(llm)
+    use, step = processor._arena.use, processor._slots.step
+    processor.named, processor.reads = set(), []
+
+    def named_use(numbers: Any) -> None:
+        processor.named = set(np.asarray(numbers).tolist())
+        use(numbers)
+
+    def watched_step(batch: Any, *args: Any, **kwargs: Any) -> None:
+        step(batch, *args, **kwargs)
+        states = processor._slots.row_states[: len(batch.slots)]
+        sets = (states[states & LOCAL != FREE] >> 32).tolist()
+        processor.reads += [number in processor.named for number in sets]
+
+    processor._arena.use, processor._slots.step = named_use, watched_step
+
+
+def reads(llm: Any) -> tuple[int, int]:
+    """How many sets steps have read, and how many of them unnamed."""
+    found = processor_of(llm).reads
+    return len(found), found.count(False)
 
 
 def test_a_slot_forgets_its_set(engines, tiny_model, device):
@@ -289,20 +344,22 @@ def test_the_set_begins_behind_the_reasoning(engines, tiny_model, device, host, 
     config = {"device": device, "host": host}[path]
     engine = engines("v2", tiny_model, **(config | {"structured_outputs_config": {"backend": "static"} | REASONING}))
     (end,) = engine.call(lambda llm: llm.get_tokenizer().encode("station", add_special_tokens=False))
-    params = named("fixed", logit_bias={end: 6}, max_tokens=200)
+    params, fixed = named("fixed", logit_bias={end: 6}, max_tokens=200), itemset.load(named_sets["fixed"].path)
     thoughts = 0
     for i, output in enumerate(engine.generate([f"p {i}" for i in range(8)], params)):
         tokens = list(output.outputs[0].token_ids)
         if end not in tokens:
             assert output.outputs[0].finish_reason == "length" or tokens[-1] == EOS, i
+            assert output.outputs[0].item is None
             continue
         begin = tokens.index(end) + 1
         thoughts += begin > 1
         assert tuple(tokens[begin:-1]) in named_sets["fixed"].items
+        assert output.outputs[0].item == {"key": fixed.lookup([tokens[begin:-1]])[0]}
     assert thoughts >= 3
     # Where the prompt has ended the reasoning already, the set holds from the first token on.
     (output,) = engine.generate([{"prompt_token_ids": [50, end]}], params)
-    assert answer(output) in named_sets["fixed"].items
+    assert output.outputs[0].item == {"key": fixed.lookup([answer(output)])[0]}
 
 
 def test_the_log_names_the_path_and_its_reason(engines, tiny_model, device, host):

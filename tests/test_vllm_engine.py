@@ -91,7 +91,7 @@ def test_a_step_is_filled_at_once_and_as_vllm_would(engine, way, named_sets):
     params = [named(name) for name in named_sets] + [inline(CITIES), SamplingParams(max_tokens=8)]
     params.append(SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{12}")))
     counted = engine.call(count_fills, ["p"] * len(params), params)
-    assert counted["rows"] > 2 * counted["steps"]
+    assert counted["rows"] > counted["steps"]
     assert counted["mixed"]
     assert counted["calls"] == counted["steps"] > 0
     assert counted["different"] == 0

@@ -313,7 +313,7 @@ def add_versions(config: Any) -> None:
     """
     from itemset.catalogue import with_versions
 
-    if isinstance(config.additional_config, dict):
+    if isinstance(getattr(config, "additional_config", None), dict):
         config.additional_config = with_versions(config.additional_config)
 
 

@@ -76,6 +76,8 @@ def _judge(scope: Any, body: Any) -> None:
 def _take_choice(body: dict[str, Any]) -> None:
     if body.get(GUIDED) is not None and body.get(STRUCTURED) is not None:
         raise RefusedError("two constraints", f"{GUIDED} is an older word for {STRUCTURED}: give one of them")
+    if body.get(STRUCTURED) is not None and not isinstance(body[STRUCTURED], dict):  # vLLM would answer 500
+        raise RefusedError("wrong type", f"{STRUCTURED} must be an object, not {shown(body[STRUCTURED])}")
     choice: dict[str, Any] = {}
     rename_guided(body, choice)
     if choice:

@@ -69,8 +69,8 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
 
 def _compute_hash(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """The name of vLLM's cache of compiled graphs: none of them depends on an item set."""
-    ours = is_ours(self) and isinstance(self.additional_config, dict)
-    return original(compat.without_options(self) if ours else self, *args, **kwargs)
+    options = isinstance(self.additional_config, dict)
+    return original(compat.without_options(self) if options else self, *args, **kwargs)
 
 
 def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

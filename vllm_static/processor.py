@@ -44,7 +44,7 @@ class ItemSetProcessor(LogitsProcessor):
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._behind = np.zeros(req_states.max_num_reqs, np.int64)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
-        self._drafts = 0
+        self._drafts, self._dtype = 0, vllm_config.model_config.dtype
         if vllm_config.speculative_config is not None:
             self._drafts = vllm_config.speculative_config.num_speculative_tokens
         if get_pp_group().is_last_rank:
@@ -161,3 +161,9 @@ class ItemSetProcessor(LogitsProcessor):
         logits = torch.zeros(1, self._req_states.vocab_size, device=device)
         batch = self._batch(zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32))
         self._slots.step(batch, logits, most=1)
+        if self._drafts:  # as `force_drafts` and `mask_drafts`
+            states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)
+            proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)
+            self._slots.forced(states, zeros(torch.int64), proposed, guess=True)
+            logits = torch.zeros(1, self._req_states.vocab_size, dtype=self._dtype, device=device)
+            self.mask_drafts(logits, zeros(torch.int64), zeros(torch.int64), proposed)

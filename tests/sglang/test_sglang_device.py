@@ -8,6 +8,8 @@ import threading
 import pytest
 from asking import CITIES, EOS, answer, inline, named, prompts
 
+import itemset
+
 DELAYED = "a sampling was delayed"  # cpu/sitecustomize.py
 
 
@@ -54,14 +56,17 @@ def test_inline_sets_take_turns_in_the_room_there_is(engines, tiny_model):
     engine = engines(tiny_model, grammar_backend="static", inline_set_memory=3 << 12)
     for choice in choices * 2:
         assert engine.generate("p", inline(choice))["text"] in choice
-    assert "takes the host path" not in engine.log()
+    log = engine.log()
+    assert "takes the host path" not in log
+    assert log.count("sets were read named") > 40  # cpu/sitecustomize.py
+    assert "sets were read UNNAMED" not in log
 
 
 @pytest.mark.parametrize("path", ["device", "host"])
 @pytest.mark.parametrize("parser", ["tiny", "qwen3"])
 def test_the_set_begins_behind_the_reasoning(static, named_sets, path, parser):
     """The end of reasoning is one token of the tiny model, or several: these take the host path."""
-    mark = {"tiny": "station", "qwen3": "</think>"}[parser]
+    mark, fixed = {"tiny": "station", "qwen3": "</think>"}[parser], itemset.load(named_sets["fixed"].path)
     engine = static(path, reasoning_parser=parser)
     ends = engine.call(lambda engine, mark: engine.tokenizer_manager.tokenizer.encode(mark), mark)[-1:]
     if parser == "tiny":
@@ -74,7 +79,9 @@ def test_the_set_begins_behind_the_reasoning(static, named_sets, path, parser):
             if ends[0] in tokens:
                 begin = tokens.index(ends[0]) + 1
                 thoughts += begin > 1
-                assert tuple(tokens[begin:-1]) in named_sets["fixed"].items
+                assert output["meta_info"]["item"] == {"key": fixed.lookup([tokens[begin:-1]])[0]}
+            else:
+                assert output["meta_info"]["item"] is None
         assert thoughts >= 3
     else:
         # A random model never says all of it: nothing holds before.

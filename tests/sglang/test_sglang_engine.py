@@ -11,6 +11,7 @@ from asking import CITIES, EOS, answer, inline, named, prompts
 
 import itemset
 
+FILLED = "rows of item sets filled at once: "  # cpu/sitecustomize.py
 SCHEMA = json.dumps(
     {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 )
@@ -51,6 +52,20 @@ def test_a_batch_mixes_sets_other_grammars_and_none(engine, named_sets, turned):
             assert answer(output) in named_sets[what].items
         else:
             assert GRAMMARS[what][1](output["text"]), (what, output["text"])
+
+
+def test_a_step_of_the_host_path_fills_its_rows_at_once(engine, path, named_sets):
+    params = [named(name) for name in named_sets] + [{"regex": "[0-9]{12}", "max_new_tokens": 40}]
+    before = len(engine.log())
+    outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
+    tokens = sum(len(output["output_ids"]) for output in outputs[:-1])
+    rows = [int(line.split()[0]) for line in engine.log()[before:].split(FILLED)[1:]]
+    if path == "device":
+        assert not rows
+        return
+    assert max(rows) == len(named_sets)
+    assert len(rows) <= tokens / 2
+    assert sum(rows) >= tokens  # no row went another way
 
 
 def test_an_item_may_be_a_prefix_of_another(engine):

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from asking import named, prompts
 from models import cached_tiny_llama
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
@@ -21,7 +20,6 @@ from sglang_static import plugin
 from sglang_static.backend import StaticGrammar
 
 VOCABULARY = 2112
-FILLED = "rows of item sets filled at once: "  # cpu/sitecustomize.py
 FILL = "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched"
 
 
@@ -70,16 +68,3 @@ def test_the_rows_of_sets_are_filled_by_one_call(monkeypatch, compiled, first):
         if grammar is not None:
             grammar.fill_vocab_mask(expected, row)
     assert torch.equal(info.grammar_mask.vocab_mask, expected)
-
-
-def test_one_call_a_step_in_the_engine(static, named_sets):
-    engine = static("host")
-    before = engine.log()
-    params = [named(name) for name in named_sets] + [{"regex": "[0-9]{12}", "max_new_tokens": 40}]
-    outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
-    tokens = sum(len(output["output_ids"]) for output in outputs[:-1])
-    filled = engine.log()[len(before) :].split(FILLED)[1:]
-    rows = [int(line.split()[0]) for line in filled]
-    assert max(rows) == len(named_sets)
-    assert len(rows) <= tokens / 2
-    assert sum(rows) >= tokens  # no row went another way

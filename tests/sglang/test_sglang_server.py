@@ -295,7 +295,7 @@ def test_an_answer_that_is_no_item_names_none(server):
 
 def test_hostile_bodies_end_in_an_error_of_their_own(server):
     messages = [{"role": "user", "content": "p"}]
-    few = {"model": "tiny", "max_tokens": 2}
+    few, wrong = {"model": "tiny", "max_tokens": 2}, []
     for path, base in {
         "/generate": {"text": "p"},
         "/v1/completions": {**few, "prompt": "p"},
@@ -308,8 +308,9 @@ def test_hostile_bodies_end_in_an_error_of_their_own(server):
     }.items():
         for meant, body in hostile.bodies(base):
             status, answer = server.send(path, body)
-            assert 200 <= status < 500, (path, body[:200], status, answer)
-            assert not meant or status >= 400, (path, body[:200], answer)
+            if status >= 500 or (meant and status < 400):
+                wrong.append((path, body[:100], status, str(answer)[:200]))
+    assert not wrong
     assert complete(server, item_set="one")["item"] == {"key": 0}
 
 

@@ -1,7 +1,8 @@
 """Triton's own interpreter for the kernels of item sets, beside the stub that SGLang's kernels keep.
 
 The stub has the name `triton`. The real one lies in a folder of the environment where nothing else finds it, and its
-modules have their names while ours are imported and while one of our kernels runs.
+modules have their names while ours are imported and while one of our kernels runs. The log names each form of a kernel
+that a GPU would have to compile.
 """
 
 from __future__ import annotations
@@ -56,9 +57,16 @@ def _wrap_launches() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     run: Callable[..., Any] = InterpretedFunction.run
+    compiled: set[str] = set()
 
-    def run_in_real(*args: Any, **kwargs: Any) -> Any:
+    def run_in_real(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        import specialisations
+
         with real_triton():
-            return run(*args, **kwargs)
+            key = specialisations.key(self, *args, **kwargs)
+            if key not in compiled:
+                compiled.add(key)
+                print("a GPU would compile", key, flush=True)
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     InterpretedFunction.run = run_in_real

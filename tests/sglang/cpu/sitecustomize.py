@@ -132,6 +132,32 @@ def report_delays(module: ModuleType) -> None:
     module.TpModelWorker.forward_batch_generation = forward_and_report
 
 
+def report_unnamed_reads(module: ModuleType) -> None:
+    """Write to the log when a step reads an item set that it has not named to the arena before. On a GPU such a step
+    could be ahead of the copy of its set."""
+    use, named = module.Arena.use, set()
+
+    def named_use(arena: Any, numbers: Any) -> None:
+        named.clear()
+        named.update(numbers)
+        use(arena, numbers)
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(slots: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(slots, batch, *args, **kwargs)
+            states = slots.row_states[: len(batch.slots)]
+            sets = states[states & module.LOCAL != FREE] >> 32
+            print("sets were read", "named" if named.issuperset(sets.tolist()) else "UNNAMED", flush=True)
+            return result
+
+        return call
+
+    from itemset.walk import FREE
+
+    module.Arena.use = named_use
+    module.Slots.step, module.Slots.walk = watched(module.Slots.step), watched(module.Slots.walk)
+
+
 def report_fills(module: ModuleType) -> None:
     """Write to the log how many rows of a bitmask each compiled call fills."""
     fill = module._fill_rows
@@ -159,6 +185,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.parser.reasoning_parser": add_reasoning_parser,
     "sglang.srt.speculative.draft_utils": patch_draft_utils,
     "sglang.srt.speculative.eagle_utils": patch_eagle_utils,
+    "sglang_static.processor": report_unnamed_reads,
 }
 
 # Other submodules must not be found: SGLang asks for some of them to learn what this build of the kernels can do.

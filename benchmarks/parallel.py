@@ -105,7 +105,10 @@ def main() -> int:
                 continue
             try:
                 with start(asked.engine, runner, flags, sets) as server:
-                    said = served(server, named)
+                    try:
+                        said = served(server, named)
+                    except OSError as error:
+                        wrong, said = 1, f"ENDED: {(ERROR.findall(server.log()) or [str(error)])[-1]:.300}"
             except EngineError as error:
                 said = f"does not start: {(ERROR.findall(str(error)) or [str(error)[-200:]])[-1]}"
             except AssertionError as error:

@@ -76,7 +76,7 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
         if "item_set" in body:
             assert item_of(choice) in named_sets[body["item_set"]].items
         elif "response_format" in body:
-            assert text in ('{"n":1}', '{"n":2}')  # no whitespace: xgrammar has the flag
+            assert text in ('{"n": 1}', '{"n": 2}')  # the one way to space it: xgrammar has the flag
         elif body:
             kind = next(iter(body))
             assert {

@@ -1,0 +1,121 @@
+"""Item sets and ranked lists over HTTP with several ranks, engines or front ends, on a CPU.
+
+python benchmarks/parallel.py                     in vLLM's environment
+python benchmarks/parallel.py --engine sglang     in SGLang's
+
+Starts a server with a tiny model for each configuration, asks it for items and lists at once, and looks every answer
+up. Prints a row of a table for each: what was served, or in which words the engine itself refuses. `--only WORD` runs
+the configurations whose name has the word in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "sglang")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+VLLM = (
+    ("--tensor-parallel-size", "2"),
+    ("--pipeline-parallel-size", "2"),
+    ("--data-parallel-size", "2"),
+    ("--api-server-count", "2"),
+)
+SGLANG = (("--tp-size", "2"), ("--pp-size", "2"), ("--dp-size", "2"), ("--tokenizer-worker-num", "2"))
+COLOURS = ["red", "green", "blue"]
+REQUESTS = 48
+EOS = 1
+ERROR = re.compile(r"^.*?((?:\w+Error|AssertionError|Exception)\b.*)$", re.MULTILINE)
+
+
+def start(engine: str, runner: str, flags: tuple[str, ...], sets: list[str]) -> Any:
+    """A server. Raises EngineError with the end of its log if it does not start."""
+    from models import cached_tiny_llama
+
+    given = (*flags, "--item-set", *sets)
+    if engine == "sglang":
+        from sglang_servers import Server as SGLangServer
+
+        arguments = ("--grammar-backend", "static", *given)
+        cores = {} if flags[0] == "--tokenizer-worker-num" else {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+        return SGLangServer(cached_tiny_llama(), arguments=arguments, env=cores, forked=False, timeout=300)
+    from servers import Server
+
+    # A core each, on one NUMA node; and no torch.compile, which looks for a Triton that compiles.
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    arguments = ("--guided-decoding-backend", "static", *given)
+    return Server(runner, cached_tiny_llama(), arguments=arguments, env=env, timeout=300)
+
+
+def served(server: Any, named: dict[str, Any]) -> str:
+    """What it answers to requests of all kinds at once. Raises AssertionError for an answer outside its set."""
+    ranked = {"item_set": "prefixes", "use_beam_search": True, "n": 7}
+    kinds = [*({"item_set": name} for name in named), {"structured_outputs": {"choice": COLOURS}}, ranked]
+
+    def ask(i: int) -> tuple[dict[str, Any], list[Any]]:
+        body = kinds[i % len(kinds)]
+        more = {"model": server.model_name, "prompt": f"request {i}", "max_tokens": 40, "return_token_ids": True}
+        status, answer = server.post("/v1/completions", {**more, **body}, timeout=200)
+        assert status == 200, (body, answer)
+        return body, answer["choices"]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(REQUESTS)))
+    lists = 0
+    for body, choices in answers:
+        if "use_beam_search" in body:
+            lists += 1
+            assert len(choices) == 7, choices
+            assert len({choice["item"]["key"] for choice in choices}) == 7
+        elif "item_set" in body:
+            (choice,) = choices
+            item = tuple(token for token in choice["token_ids"] if token != EOS)
+            assert item in named[body["item_set"]].items, (body, choice)
+        else:
+            assert choices[0]["text"] in COLOURS, choices
+    return f"{len(answers) - lists} items and {lists} lists, all in their sets"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--only", default="", help="a word in the names of the configurations to run")
+    asked = parser.parse_args()
+    from engines import EngineError
+    from sets import token_sets
+
+    every = [(runner, flags) for runner in ("v1", "v2") for flags in VLLM]
+    if asked.engine == "sglang":
+        every = [("", flags) for flags in SGLANG]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        named = token_sets(Path(folder))
+        sets = [f"{name}={one.path}" for name, one in named.items()]
+        for runner, flags in every:
+            name = " ".join(filter(None, [f"`{' '.join(flags)}`", runner.upper()]))
+            if asked.only not in name:
+                continue
+            try:
+                with start(asked.engine, runner, flags, sets) as server:
+                    try:
+                        said = served(server, named)
+                    except OSError as error:
+                        wrong, said = 1, f"ENDED: {(ERROR.findall(server.log()) or [str(error)])[-1]:.300}"
+            except EngineError as error:
+                said = f"does not start: {(ERROR.findall(str(error)) or [str(error)[-200:]])[-1]}"
+            except AssertionError as error:
+                wrong, said = 1, f"WRONG: {str(error)[:300]}"
+            print(f"| {name} | {said} |", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,7 +69,7 @@ def wrong_steps(device: str, *, ordered: bool) -> tuple[int, int]:
     arena = Arena(4 * max(map(room_for, sets)), device)
     if not ordered:
         arena._copies = Unordered(arena.device, 1024)
-    slots = Slots(arena, 1, max_rows=1, kernels="torch" if device == "cpu" else "triton")
+    slots = Slots(arena, 1, max_rows=1, kernels="triton")
     one = torch.zeros(1, dtype=torch.int32, device=device)
     batch = Batch(one, one[:, None], begin=one, end=one)
     marks = torch.full_like(slots.marks[:1], -1)

@@ -313,13 +313,18 @@ def alternatives(bench: Bench, loaded: Loaded, walks: Walks, vocabulary: int, em
     kernels, rows = kernels_for(bench.device, bench.kernels), walks.levels.shape[1]
     logits = bench.buffers(STEPS, rows, vocabulary)
     ours = Ours.at(loaded.arena, loaded.number, walks, bench.kernels)
-    one_chunk = vocabulary <= kernels.WHOLE
-    # Logits of one chunk meet the same kernels whatever larger chunk is set.
-    chunks = [] if one_chunk else [{"CHUNK": chunk} for chunk in (512, 1_024, 2_048)]
-    for values in [*chunks, *({"LANES": lanes} for lanes in (128, 256, 1_024))]:
-        with constants(kernels, **values):
-            record = {"vocabulary": vocabulary, "rows": rows, "CHUNK": kernels.CHUNK, "LANES": kernels.LANES}
-            if one_chunk:
+    for name, value in [
+        ("CHUNK", 512),
+        ("CHUNK", 2_048),
+        ("CHUNKS", 8),
+        ("CHUNKS", 64),
+        ("LANES", 128),
+        ("LANES", 512),
+    ]:
+        with constants(kernels, **{name: value}):
+            record = {"vocabulary": vocabulary, "rows": rows}
+            record |= {constant: getattr(kernels, constant) for constant in ("CHUNK", "CHUNKS", "LANES")}
+            if vocabulary <= kernels.WHOLE:
                 record["one launch"] = bench.step(ours.steps(logits), ours.reset)
             emit("constants", record | {"two launches": bench.step(ours.steps_in_two(logits), ours.reset)})
 

@@ -38,6 +38,8 @@ class Resident:
     """One set in the arena.
 
     number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
+    sent: whether those whose arenas are planned here have been given the tables. A set that comes back after it was
+        forgotten is another Resident.
     """
 
     number: int
@@ -45,6 +47,7 @@ class Resident:
     start: int
     nbytes: int
     users: int = 0
+    sent: bool = False
 
 
 class Plan:

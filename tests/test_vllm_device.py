@@ -18,6 +18,7 @@ from vllm import SamplingParams
 
 import itemset
 from itemset.batch import LOCAL
+from itemset.config import INDEX
 from itemset.walk import FREE
 
 PARSER = Path(__file__).parent / "tiny_reasoning.py"
@@ -227,6 +228,39 @@ def test_inline_sets_come_and_go(engines, tiny_model, device):
             assert output.outputs[0].text in lists[(i + k) % 6 if k < 2 else i]
     read, unnamed = engine.call(reads)
     assert (read > 100, unnamed) == (True, 0)
+
+
+def test_an_index_goes_to_the_worker_once(engines, tiny_model, device):
+    """Again only after other sets have taken its place."""
+    config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 12_000}}
+    engine = engines("v2", tiny_model, **config)
+    lists = [[f"{word} {n}" for n in range(40)] for word in ("plain", "spotted", "striped", "checked", "dotted", "faded", "painted", "woven")]
+    engine.call(watch_indexes)
+
+    def sent(asked: list[list[str]]) -> int:
+        before = engine.call(indexes)
+        for output, texts in zip(engine.generate(["p"] * len(asked), list(map(inline, asked))), asked, strict=True):
+            assert output.outputs[0].text in texts
+        return engine.call(indexes) - before
+
+    assert [sent(lists[:1] * 4), sent(lists[:1] * 4), sent(lists[:2] * 2)] == [1, 0, 1]
+    assert sent(lists[2:]) == 6
+    assert sent(lists[:1] * 2) == 1
+
+
+def watch_indexes(llm: Any) -> None:
+    processor = processor_of(llm)
+    processor.indexes, add_request = 0, processor.add_request
+
+    def watched(req_idx: int, sampling_params: Any) -> bool:
+        processor.indexes += INDEX in (sampling_params.extra_args or {})
+        return add_request(req_idx, sampling_params)
+
+    processor.add_request = watched
+
+
+def indexes(llm: Any) -> int:
+    return processor_of(llm).indexes
 
 
 def watch_reads(llm: Any) -> None:

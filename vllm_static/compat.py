@@ -38,6 +38,7 @@ HOOKS = {
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
     "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": "the rows of all item sets are filled at once",
     "vllm.v1.engine.core:EngineCore": "answers the front end's question for its figures",
+    "vllm.v1.core.sched.output:NewRequestData.from_request": "an inline set's index goes to the workers once",
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": "an ended request's set may leave the device",
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params": "the field item_set",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "the field item_set",

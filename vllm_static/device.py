@@ -6,14 +6,15 @@ can still take the host path. Workers do what they are told and refuse nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
-from itemset.arena import ArenaFullError, Plan, arena_bytes
-from itemset.config import StaticConfig
+from itemset.arena import ArenaFullError, Plan, Resident, arena_bytes
+from itemset.config import INDEX, StaticConfig
 from itemset.slots import MAX_STOP_TOKENS
 from vllm_static import compat
 
@@ -26,6 +27,9 @@ PLACE = "item_set_place"
 """Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
 byte there, its digest, the token behind which the constraint begins or -1]."""
 
+RESIDENT = "item_set_resident"
+"""Attribute of a request in the engine core: the Resident that it holds, until it ends."""
+
 
 class DevicePath:
     """Admits requests to the device path. Called by vLLM's input thread and by its engine loop."""
@@ -34,7 +38,6 @@ class DevicePath:
         self.plan = Plan(arena_bytes(registered, config.inline_set_memory))
         for item_set in registered:
             self.plan.acquire(item_set)
-        self._numbers: dict[str, int] = {}  # of the sets that requests have acquired, by request id
 
     def admit(self, manager: Any, request: Request, item_set: ItemSet) -> bool:
         """Make the request an ordinary one for vLLM's scheduler, with its set named to the workers.
@@ -51,16 +54,33 @@ class DevicePath:
         except ArenaFullError as error:
             logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
             return False
-        self._numbers[request.request_id] = resident.number
+        setattr(request, RESIDENT, resident)
         place = [resident.number, resident.start, resident.digest, start]
         compat.make_ordinary(request, {**params.extra_args, PLACE: place})
         return True
 
     def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""
-        number = self._numbers.pop(request.request_id, None)
-        if number is not None:
-            self.plan.release(number)
+        resident = vars(request).pop(RESIDENT, None)
+        if resident is not None:
+            self.plan.release(resident.number)
+
+
+def send_index_once(request: Request, data: Any) -> None:
+    """Take an inline set's index out of what is about to be sent to the workers, if they have been given it before.
+
+    data: the NewRequestData of a request that is being scheduled (v1/core/sched/output.py). All workers get all of them
+    in order, and keep a set where it lies for as long as it is this Resident: only another set that the plan puts into
+    its place, after it has forgotten this one, overwrites it. A request that ends before it is scheduled sends nothing.
+    """
+    resident: Resident | None = getattr(request, RESIDENT, None)
+    if resident is None:
+        return
+    if resident.sent and INDEX in data.sampling_params.extra_args:
+        data.sampling_params = copy.copy(data.sampling_params)
+        extra = data.sampling_params.extra_args
+        data.sampling_params.extra_args = {key: value for key, value in extra.items() if key != INDEX}
+    resident.sent = True
 
 
 def refuse_speculation(vllm_config: Any) -> None:

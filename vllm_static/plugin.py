@@ -214,6 +214,14 @@ def _free_request(original: Callable[..., Any], self: Any, request: Any, *args: 
     return original(self, request, *args, **kwargs)
 
 
+def _new_request_data(original: Callable[..., Any], cls: type, request: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm_static.device import send_index_once
+
+    data = original(cls, request, *args, **kwargs)
+    send_index_once(request, data)
+    return data
+
+
 def _to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_static.http import add_item_set
 
@@ -293,6 +301,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.__init__": _manager_init,
     f"{_MANAGER}.grammar_init": _grammar_init,
     f"{_MANAGER}.grammar_bitmask": _grammar_bitmask,
+    "vllm.v1.core.sched.output:NewRequestData.from_request": _new_request_data,
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": _free_request,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_sampling_params": _to_sampling_params,
     f"{_REQUESTS}.completion.protocol:CompletionRequest.to_beam_search_params": _to_beam_search_params,

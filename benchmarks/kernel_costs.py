@@ -1,6 +1,6 @@
 """Reads Triton's compiled kernels without a GPU: registers, spills, programs an SM, and how long a step should take.
 
-python benchmarks/kernels.py --architectures 80 90
+python benchmarks/kernel_costs.py --architectures 80 90
 
 The time is an estimate for an H200: the longest chain of loads of which each needs the one before, each at the latency
 of the memory it reads, and the bytes at the memory's bandwidth. The chain is that of an ordinary row: one new token, no

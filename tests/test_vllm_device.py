@@ -234,7 +234,10 @@ def test_an_index_goes_to_the_worker_once(engines, tiny_model, device):
     """Again only after other sets have taken its place."""
     config = device | {"additional_config": device["additional_config"] | {"inline_set_memory": 6_000}}
     engine = engines("v2", tiny_model, **config)
-    lists = [[f"{word} {n}" for n in range(40)] for word in ("plain", "spotted", "striped", "checked", "dotted", "faded", "painted", "woven")]
+    lists = [
+        [f"{word} {n}" for n in range(40)]
+        for word in ("plain", "spotted", "striped", "checked", "dotted", "faded", "painted", "woven")
+    ]
     engine.call(watch_indexes)
 
     def sent(asked: list[list[str]]) -> int:

@@ -45,7 +45,7 @@ def engine(engines, tiny_model, static):
         (choice(*map(str, range(1_001))), "choice has 1,001 items, the limit of an inline set is 1,000"),
         (choice("a</s>b"), r"choice\[0\] \('a</s>b'\) holds the end-of-sequence token"),
         (choice("red", "ab" * 2_000), r"choice\[1\] \('abab.* has 4,000 characters. An item .* may have 2,304"),
-        (choice(*["a b c"] * 201), r"more than 1,000 characters, .* \(passed at choice\[200\]\): .* inline_text_limit"),
+        (choice(*["a b c"] * 201), r"more than 1,000 characters, .* \(passed at choice\[200\]\): .*inline_text_limit"),
         (choice("a b " * 200), r"choice\[0\] .* has \d+ tokens, longer than max_model_len=256"),
     ],
 )

@@ -22,7 +22,10 @@ import itemset
         (named("ragged", regex="a"), "item_set, choice and regex .* exclude each other"),
         (named("ragged", min_new_tokens=2), "min_new_tokens=2 forbids the shortest item of the item set 'ragged'"),
         (named("one", stop_token_ids=[302]), "the stop token 302 occurs inside an item"),
-        (named("one", beam_width=2, max_new_tokens=4), "max_new_tokens=4 is less than the longest item has: set it to"),
+        (
+            named("one", beam_width=2, max_new_tokens=4),
+            "max_new_tokens=4 is less than the longest item has with its end token: set it to",
+        ),
         (named("one", beam_width=2, exact=1), "exact must be true or false, not 1"),
         (named("one", beam_width=2, max_passes=0), "max_passes must be a number of forward passes, at least 1, not 0"),
         (named("ragged", beam_width=2, max_passes=1), "no item was found before the limit"),
@@ -32,7 +35,7 @@ import itemset
         (inline([str(i) for i in range(1_001)]), "choice has 1,001 items, the limit of an inline set is 1,000"),
         (inline(["a</s>b"]), r"choice\[0\] \('a</s>b'\) holds the end-of-sequence token"),
         (inline(["red", "ab" * 2_000]), r"choice\[1\] \('abab.* has 4,000 characters. An item .* may have 2,286"),
-        (inline(["a b c"] * 201), r"more than 1,000 characters, .* \(passed at choice\[200\]\): .* inline_text_limit"),
+        (inline(["a b c"] * 201), r"more than 1,000 characters, .* \(passed at choice\[200\]\): .*inline_text_limit"),
         (inline(["a b " * 200]), r"choice\[0\] .* has \d+ tokens, longer than context_length=256"),
     ],
 )

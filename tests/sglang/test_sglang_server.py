@@ -295,7 +295,9 @@ def test_an_answer_that_is_no_item_names_none(server):
 
 # Its chat request's validators expect an object, with any grammar backend.
 SGLANGS_OWN_FAULTS = {
-    ("/v1/chat/completions", body) for body in (b"null", b"[]", b"[[]]", b'"item_set"', b"7", b"[null, {}]")
+    (path, body)
+    for path in ("/v1/chat/completions", "/invocations")
+    for body in (b"null", b"[]", b"[[]]", b'"item_set"', b"7", b"[null, {}]")
 }
 
 

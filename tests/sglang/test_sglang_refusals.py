@@ -24,7 +24,7 @@ import itemset
         (named("one", stop_token_ids=[302]), "the stop token 302 occurs inside an item"),
         (
             named("one", beam_width=2, max_new_tokens=4),
-            "max_new_tokens=4 is less than the longest item has with its end token: set it to",
+            "less than the longest item has with its end token: set it to",
         ),
         (named("one", beam_width=2, exact=1), "exact must be true or false, not 1"),
         (named("one", beam_width=2, max_passes=0), "max_passes must be a number of forward passes, at least 1, not 0"),

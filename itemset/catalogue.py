@@ -82,7 +82,7 @@ class Catalogue:
         item_set = self.get(reference)
         if item_set is not None:
             return item_set
-        raise RefusedError("unknown set", f"no item set is called {shown(reference)}: {self._known(reference)}")
+        raise self.unknown(reference)
 
     def get(self, reference: str) -> ItemSet | None:
         if reference in self.registered:
@@ -108,6 +108,10 @@ class Catalogue:
                 _, dropped = self._inline.popitem(last=False)
                 self._inline_bytes -= dropped.nbytes
             return inline_set
+
+    def unknown(self, reference: str) -> RefusedError:
+        """What to say of a name that no registered set has. Its work does not grow with the name."""
+        return RefusedError("unknown set", f"no item set is called {shown(reference)}: {self._known(reference)}")
 
     def _known(self, reference: str) -> str:
         if not self.registered:

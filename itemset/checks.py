@@ -99,8 +99,10 @@ class Checks:
             raise RefusedError(
                 "wrong type", f"item_set must be the name of an item set, a string, not {shown(reference)}"
             )
-        if reference not in self.catalogue.registered:
-            self.catalogue[reference if not reference.startswith(INLINE) else ""]  # raises, naming what there is
+        registered = self.catalogue.registered
+        # To look a name up takes its time, of a name of megabytes too long.
+        if len(reference) > max(map(len, registered), default=0) or reference not in registered:
+            raise self.catalogue.unknown(reference)
         return reference
 
     def inline(self, choice: Any) -> str:

@@ -139,6 +139,14 @@ def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
 
 
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
+@pytest.mark.parametrize(("name", "steps"), [("torch", 500), ("triton", 100)])
+def test_schedules_of_equal_rows_and_told_tokens(name: Any, steps: int, window: bool) -> None:
+    schedule = Schedule(seed=steps + window, kernels=name, device=DEVICE, window=window, each=True, positions=True)
+    schedule.run(steps)
+    assert schedule.checked > 5 * steps
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
 def test_rows_of_a_slot_run_in_any_order_and_in_turns(window: bool) -> None:
     """One row's program reads the slot's cell before, between or after the writes of the others."""
     schedule = Schedule(seed=window, kernels="triton", device=DEVICE, window=window)
@@ -395,7 +403,8 @@ def test_kernels_are_chosen_by_device() -> None:
     assert kernels_for("cuda", "torch") is torch_kernels
 
 
-NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "mask", "step", "walk", "walk_columns", "walk_tree"]
+NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "mask", "step", "walk", "walk_columns"]
+NAMED += ["walk_each", "walk_positions", "walk_tree"]
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -85,8 +85,9 @@ class Schedule:
         positions: bool = False,
     ) -> None:
         """window: give the kernels the newest tokens only, a row of them a logits row, as an engine without a history
-        on the device would. each: in most steps all requests have as many rows, and
-        slots and windows have one row a request. positions: chains tell one token of each request's history, which is not in the history then."""
+        on the device would. each: in most steps all requests have as many rows, and slots and windows have one row a
+        request. positions: chains tell one token of each request, and the history does not hold it.
+        """
         self.random = random.Random(seed)
         self.device, self.window, self.each, self.positions = device, window, each, positions
         self.pool = [self._items() for _ in range(12)]

@@ -168,7 +168,7 @@ def test_the_checks_for_a_gpu_compare_no_memory_that_nothing_wrote(monkeypatch: 
     assert schedule.checked > 6
 
 
-STEP = ["cells", "marks", "slots", "history", "begin", "end", "above", "tokens", "out"]
+STEP = ["cells", "marks", "slots", "history", "begin", "end", "above", "tokens", "positions", "out"]
 READ = {
     "advance": ["states", "tokens", "marks", "out"],
     "walk": STEP,
@@ -182,6 +182,7 @@ READ = {
 def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> None:
     """They would be read, or written, where another row lies."""
     slots, batch, logits = plain_step("triton")
+    batch = batch._replace(positions=tensor([0, 1, 2, -1, -1]))
     states = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     given = {"cells": slots.cells, "marks": slots.marks, "logits": logits, "states": states, "tokens": batch.tokens}
     given |= {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}

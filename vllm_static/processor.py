@@ -161,7 +161,9 @@ class ItemSetProcessor(LogitsProcessor):
             return torch.zeros(1, dtype=dtype, device=device)
 
         logits = torch.zeros(1, self._req_states.vocab_size, device=device)
-        batch = self._batch(zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64))
+        batch = self._batch(
+            zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
+        )
         self._slots.step(batch, logits, most=1)
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)

@@ -86,7 +86,7 @@ class Schedule:
     ) -> None:
         """window: give the kernels the newest tokens only, a row of them a logits row, as an engine without a history
         on the device would. each: in most steps all requests have as many rows, and slots and windows have one row a
-        request. positions: chains tell one token of each request, and the history does not hold it.
+        request. positions: most chains tell one token of each request, and the history does not hold it.
         """
         self.random = random.Random(seed)
         self.device, self.window, self.each, self.positions = device, window, each, positions
@@ -162,7 +162,7 @@ class Schedule:
             max_drafts=self.random.choice([3, None]),
             rows_each=each,
         )
-        if self.positions and not tree:
+        if self.positions and not tree and self.random.random() < 0.7:
             batch = self._tell(batch, above)
         dtype = self.random.choice([torch.float32, torch.float16, torch.bfloat16])
         logits = torch.randn(batch.rows, PADDED + 3, device=self.device).to(dtype)[:, :PADDED]

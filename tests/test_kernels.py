@@ -149,7 +149,7 @@ def test_schedules_of_equal_rows_and_told_tokens(name: Any, steps: int, window: 
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
 def test_rows_of_a_slot_run_in_any_order_and_in_turns(window: bool) -> None:
     """One row's program reads the slot's cell before, between or after the writes of the others."""
-    schedule = Schedule(seed=window, kernels="triton", device=DEVICE, window=window)
+    schedule = Schedule(seed=window, kernels="triton", device=DEVICE, window=window, each=True, positions=True)
     with interleaved(seed=window):
         schedule.run(40)
     assert schedule.checked > 5 * 40

@@ -38,10 +38,11 @@ RARE = (tables.narrowed, tables.first_from, tables.is_stop)  # what an ordinary 
 
 POINTERS = {
     "logits": "*fp32",
-    **dict.fromkeys(["sets", "states", "cells", "out"], "*i64"),
+    **dict.fromkeys(["sets", "states", "cells", "positions", "out"], "*i64"),
     **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
 }
 ALIGNED = ("words", "sets", "logits", "logits_stride", "vocabulary")  # as Triton finds them: multiples of 16
+GIVEN = object()  # not constant
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
 NO_MASK = {"logits": None, "CHUNK": 1}
 
@@ -55,6 +56,8 @@ def variants() -> dict[str, tuple[Any, dict[str, Any], int]]:
         "forced": (kernels._forced_kernel, {"GUESS": True}, walk_warps),
         "walk": (walk, NO_DRAFTS | NO_MASK, walk_warps),
         "walk, chain": (walk, {"LAYOUT": CHAIN} | NO_MASK, walk_warps),
+        "walk, chain, positions": (walk, {"LAYOUT": CHAIN, "positions": GIVEN} | NO_MASK, walk_warps),
+        "walk, chain, rows each": (walk, {"LAYOUT": CHAIN, "above": None, "rows_each": GIVEN} | NO_MASK, walk_warps),
         "walk, tree": (walk, {"LAYOUT": TREE} | NO_MASK, walk_warps),
         "walk, columns": (walk, {"LAYOUT": COLUMNS} | NO_MASK, walk_warps),
         "mask": (kernels._mask_kernel, mask, kernels.MASK_WARPS),
@@ -79,7 +82,9 @@ class Compiled(NamedTuple):
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: int) -> Compiled:
     common = {"STOPS": 128, "STOP_LANES": 128, "LANES": kernels.LANES, "BY_SLOT": True}
+    common |= {"rows_each": None, "positions": None}
     constants = {name: value for name, value in (common | constants).items() if name in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if value is not GIVEN}
     types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]

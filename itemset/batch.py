@@ -21,18 +21,23 @@ CHAIN, TREE, COLUMNS = range(3)
 class Batch(NamedTuple):
     """The layout of one step. All tensors are integers on the device; their contents may change between replays.
 
-    slots: [rows]. Each logits row's slot; -1 for padding.
-    history: [slots or rows, width]. Committed tokens: a request's output begins at column `begin` and ends before
-        column `end`.
-    begin, end: [slots or rows]. begin may be negative where history is a window on the newest tokens, as long as no
-        token left of it has not been walked yet.
-    by_slot: whether history, begin and end have one row a slot, or one a logits row.
+    slots: [rows], or [requests] with `rows_each`. Each logits row's slot; -1 for padding.
+    history: [slots, width], or as many rows as `slots` has. Committed tokens: a request's output begins at column
+        `begin` and ends before column `end`.
+    begin, end: as many as history has rows. begin may be negative where history is a window on the newest tokens, as
+        long as no token left of it has not been walked yet.
+    by_slot: whether history, begin and end have one row a slot, or one for each of `slots`.
     above, tokens: the drafts that lead to each row, or None and None. Laid out as a
         CHAIN: a request's rows are neighbours. above [rows]: how many drafts lead to this row, 0 for a request's first.
-            tokens [rows]: the last of them; not read for a request's first row.
+            tokens [rows]: the last of them; for a request's first row see `positions`.
+            above may be None with `rows_each`: row after row, one draft more leads to it.
         TREE: above [rows]: the parent's row, -1 for a request's first. tokens as in a chain.
         COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
     max_drafts: most drafts that lead to a row, if the host knows; fewer steps for `torch_kernels`, no more.
+    rows_each: logits rows of a request, if all have as many: [requests x rows_each] rows. None: see `slots`.
+    positions: [rows], or None. Of a CHAIN with tokens. At a request's first row, tokens holds what history holds in
+        this column, and is read in its place: history may lie in the host's memory. Not read for other rows. Any column
+        outside begin .. end says nothing.
     """
 
     slots: Tensor
@@ -44,3 +49,10 @@ class Batch(NamedTuple):
     tokens: Tensor | None = None
     layout: int = CHAIN
     max_drafts: int | None = None
+    rows_each: int | None = None
+    positions: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Logits rows."""
+        return len(self.slots) * (self.rows_each or 1)

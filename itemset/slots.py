@@ -124,9 +124,9 @@ class Slots:
         self.kernels.step(self.arena, self.cells, self.marks, batch, out, logits, most)
 
     def _out(self, batch: Batch) -> Tensor:
-        if len(batch.slots) > len(self.row_states):
-            raise ValueError(f"a step of {len(batch.slots)} rows, but max_rows is {len(self.row_states)}")
-        return self.row_states[: len(batch.slots)]
+        if batch.rows > len(self.row_states):
+            raise ValueError(f"a step of {batch.rows} rows, but max_rows is {len(self.row_states)}")
+        return self.row_states[: batch.rows]
 
     def mask(self, states: Tensor, slots: Tensor, logits: Tensor) -> None:
         """Mask the logits of rows whose states [rows] and slots [rows] are given."""

@@ -43,15 +43,18 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
     where it was committed tokens that left the set, because then nothing but the end of the request is right; and FREE
     where the row has no slot.
 
+    batch: its `rows` are the logits rows.
     cells: [slots + 1] int64 as `slots.Slots` keeps them; written. marks: [slots + 1, 1 + any] as for `advance`.
     out: [rows] int64. most: committed tokens that a request has at most gained since the last call, as the host knows
         it; the width of `history` where None. The work grows with it. Triton looks at each request instead.
     """
     rounds = arena.widest.bit_length()
-    live = batch.slots >= 0
-    slots = torch.where(live, batch.slots, len(cells) - 1).long()
+    row_slots = _of_rows(batch.slots, batch.rows_each)
+    live = row_slots >= 0
+    slots = torch.where(live, row_slots, len(cells) - 1).long()
     cell, row_marks = cells[slots], marks[slots]
-    place = slots if batch.by_slot else torch.arange(len(slots), device=slots.device)
+    rows = torch.arange(len(slots), device=slots.device)
+    place = slots if batch.by_slot else rows // (batch.rows_each or 1)
     begin, end = (bound[torch.where(live, place, 0)].long() for bound in (batch.begin, batch.end))
     total = end - begin
     new = (total - (cell >> CONSUMED)) & CONSUMED_MASK
@@ -59,23 +62,29 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
     constrained = live & (state & LOCAL != FREE)
     # The window does not reach back so far: what was missed may have left the set.
     state = torch.where(constrained & (new > end), state & ~LOCAL | DEAD, state)
+    above = rows % (batch.rows_each or 1) if batch.above is None else batch.above
     last_column = batch.history.shape[1] - 1
     for i in range(batch.history.shape[1] if most is None else most):
         column = (end - new + i).clamp(0, last_column)
         token = batch.history[torch.where(live, place, 0), column].long()
+        if batch.positions is not None and batch.tokens is not None:
+            first = rows - torch.where(live, above, 0)
+            token = torch.where(column == batch.positions[first], batch.tokens[first].long(), token)
         after = _Tables(arena, state).after(state, token, row_marks, rounds)
         state = torch.where(constrained & (i < new), after, state)
     cells[torch.where(constrained, slots, len(cells) - 1)] = state | (total & CONSUMED_MASK) << CONSUMED
     state = torch.where(state & LOCAL == DEAD, state - DEAD + END, state)
     state = torch.where(constrained, state, FREE)
-    if batch.above is not None and batch.tokens is not None:
-        for token, draft in _draft_steps(batch, batch.above, batch.tokens):
+    if batch.tokens is not None:
+        for token, draft in _draft_steps(batch, above, batch.tokens):
             after = _Tables(arena, state).after(state, token, row_marks, rounds)
             state = torch.where(draft, after, state)
     return out.copy_(state)
 
 
-def mask(arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor) -> Tensor:
+def mask(
+    arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None = None
+) -> Tensor:
     """Set to -inf, in place, what may not follow each row's state: all but the children of its node, or its tail's
     token, and where an item may end the stop tokens. Rows whose state is FREE, WAITING or DEAD are left as they are.
 
@@ -83,9 +92,10 @@ def mask(arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Ten
     a sampler would take any token of it.
 
     logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. marks: [slots + 1, 1 + any] as
-    for `advance`. slots: [rows], -1 where the row has none; then no stop token is allowed.
+    for `advance`. slots: [rows], or [rows / rows_each] with `rows_each` as in `Batch`, -1 where the row has none; then
+    no stop token is allowed.
     """
-    vocabulary = logits.shape[1]
+    slots, vocabulary = _of_rows(slots, rows_each), logits.shape[1]
     tables = _Tables(arena, states)
     local = states & LOCAL
     first, end = tables.row(local)
@@ -111,7 +121,7 @@ def step(
 ) -> Tensor:
     """`walk`, then `mask`."""
     walk(arena, cells, marks, batch, out, most)
-    return mask(arena, logits, out, marks, batch.slots)
+    return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
 
 
 def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False) -> Tensor:
@@ -150,11 +160,16 @@ def may_end(arena: Arena, states: Tensor) -> Tensor:
     return _Tables(arena, states).may_end(states & LOCAL)
 
 
+def _of_rows(slots: Tensor, rows_each: int | None) -> Tensor:
+    """Each logits row's slot."""
+    return slots if rows_each is None else slots.repeat_interleave(rows_each)
+
+
 def _draft_steps(batch: Batch, above: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
     """For each step down from the committed state: the token that each row takes, and whether it takes one."""
     if batch.layout == COLUMNS:
         return [(tokens[:, i].long(), above > i) for i in range(tokens.shape[1])]
-    most = len(tokens) - 1 if batch.max_drafts is None else batch.max_drafts
+    most = (batch.rows_each or len(tokens)) - 1 if batch.max_drafts is None else batch.max_drafts
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def at(row: Tensor) -> Tensor:

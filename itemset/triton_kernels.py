@@ -29,8 +29,8 @@ CHUNK, CHUNKS = 1024, 32  # logits that are masked at once, and how many times t
 WALK_WARPS, MASK_WARPS = 1, 8  # a walk waits for memory, and one warp for no other
 
 # What may differ from step to step: a value or an alignment that a kernel were compiled for would compile it again.
-_ANY_VALUE = ["marks_stride", "history_stride", "tokens_stride", "out_stride", "columns"]
-_ANY_ADDRESS = ["cells", "states", "tokens", "marks", "slots", "history", "begins", "ends", "above", "out"]
+_ANY_VALUE = ["marks_stride", "history_stride", "tokens_stride", "out_stride", "columns", "rows_each"]
+_ANY_ADDRESS = ["cells", "states", "tokens", "marks", "slots", "history", "begins", "ends", "above", "positions", "out"]
 
 _STATE = tl.constexpr(batch_module.STATE)
 _CONSUMED = tl.constexpr(batch_module.CONSUMED)
@@ -61,13 +61,16 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
     return out
 
 
-def mask(arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor) -> Tensor:
+def mask(
+    arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None = None
+) -> Tensor:
     _refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
     rows, vocabulary = logits.shape
     chunk = min(CHUNK, _power_of_2(vocabulary))
     chunks = min(CHUNKS, -(-vocabulary // chunk))
     _mask_kernel[(rows, -(-vocabulary // (chunk * chunks)))](
-        arena.words, arena.sets, states, slots, marks, marks.stride(0), logits, logits.stride(0), vocabulary,
+        arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
+        logits, logits.stride(0), vocabulary,
         **_stop_lanes(marks), LANES=LANES, CHUNK=chunk, CHUNKS=chunks, num_warps=MASK_WARPS,
     )
     return logits
@@ -82,7 +85,7 @@ def step(
         _launch(arena, cells, marks, batch, out, logits)
         return logits
     walk(arena, cells, marks, batch, out)
-    return mask(arena, logits, out, marks, batch.slots)
+    return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
 
 
 def forced(
@@ -99,14 +102,14 @@ def forced(
 def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
     _refuse_strides(
         cells=cells, marks=marks, slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end,
-        above=batch.above, tokens=batch.tokens, out=out, logits=logits,
+        above=batch.above, tokens=batch.tokens, positions=batch.positions, out=out, logits=logits,
     )
     vocabulary = 0 if logits is None else logits.shape[1]
     chunk = _power_of_2(vocabulary)
-    _walk_kernel[(len(batch.slots),)](
+    _walk_kernel[(batch.rows,)](
         arena.words, arena.sets, cells, marks, marks.stride(0),
-        batch.slots, batch.history, batch.history.stride(0), batch.begin, batch.end,
-        batch.above, batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), out,
+        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end,
+        batch.above, batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
         BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=chunk,
         num_warps=WALK_WARPS if logits is None else step_warps(chunk),
@@ -155,17 +158,21 @@ def _advance_kernel(
 @_jit
 def _walk_kernel(
     words, sets, cells, marks, marks_stride,
-    slots, history, history_stride, begins, ends, above, tokens, tokens_stride, out,
+    slots, rows_each, history, history_stride, begins, ends, above, tokens, tokens_stride, positions, out,
     logits, logits_stride, vocabulary,
     BY_SLOT: tl.constexpr, LAYOUT: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
+    request = _request(rows_each)
+    slot = tl.load(slots + request).to(tl.int64)
     if slot < 0:
         tl.store(out + row, tables.FREE)
     else:
-        place = slot if BY_SLOT else row
+        place = slot if BY_SLOT else request
+        depth = row - request * rows_each if rows_each is not None else row * 0
+        if above is not None:
+            depth = _depth(above, row, LAYOUT)
         begin = tl.load(begins + place).to(tl.int64)
         end = tl.load(ends + place).to(tl.int64)
         row_marks = marks + slot * marks_stride
@@ -173,21 +180,27 @@ def _walk_kernel(
         cell = tl.atomic_or(cells + slot, 0, sem="relaxed")
         state = cell & _STATE
         fields = tables.set_fields(sets, state)
+        if positions is not None:
+            known = tl.load(positions + row - depth).to(tl.int64)
+            newest = tl.load(tokens + row - depth).to(tl.int64)
         if state & tables.LOCAL != tables.FREE:
             new = (end - begin - (cell >> _CONSUMED)) & _CONSUMED_MASK
             if new > end:  # the window does not reach back so far
                 state = (state & ~tables.LOCAL) | tables.DEAD
             else:
                 for column in range(end - new, end):
-                    token = tl.load(history + place * history_stride + column).to(tl.int64)
+                    at = history + place * history_stride + column
+                    if positions is None:
+                        token = tl.load(at).to(tl.int64)
+                    else:
+                        token = tl.where(column == known, newest, tl.load(at, mask=column != known, other=0))
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
             # Every row of a request writes the same.
             walked = state | (((end - begin) & _CONSUMED_MASK) << _CONSUMED)
             tl.atomic_xchg(cells + slot, walked, sem="relaxed")
             if state & tables.LOCAL == tables.DEAD:
                 state = state - tables.DEAD + tables.END
-            if above is not None:
-                depth = _depth(above, row, LAYOUT)
+            if tokens is not None:
                 for i in range(1, depth + 1):
                     place = row - depth + i
                     if LAYOUT == _TREE:
@@ -206,11 +219,11 @@ def _walk_kernel(
 
 @_jit
 def _mask_kernel(
-    words, sets, states, slots, marks, marks_stride, logits, logits_stride, vocabulary,
+    words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + _request(rows_each)).to(tl.int64)
     state = tl.load(states + row)
     low = tl.program_id(1) * (CHUNK * CHUNKS)
     _mask_span(
@@ -309,6 +322,15 @@ def _keep(
     tl.store(logits + label, kept, mask=stays)
     tl.store(logits + stop, kept_stop, mask=stop_stays)
     return tl.sum(((lane < count) & (edge < high)).to(tl.int32), 0)
+
+
+@triton.jit
+def _request(rows_each):
+    """Which of `slots` is this program's row's."""
+    request = tl.program_id(0)
+    if rows_each is not None:
+        request = request // rows_each
+    return request.to(tl.int64)
 
 
 @triton.jit

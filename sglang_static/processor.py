@@ -82,7 +82,7 @@ class ItemSetSampler:
         )
         self._constrained = [False] * slots
         self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
-        self._one = torch.ones(slots * drafts, dtype=torch.int64, device=self.arena.device)
+        self._one = torch.ones(slots, dtype=torch.int64, device=self.arena.device)
         self._warm_up(drafts)
 
     def _warm_up(self, drafts: int) -> None:
@@ -90,12 +90,14 @@ class ItemSetSampler:
         integers are of 64 bits, and SGLang's logits float32, with or without the padding of the vocabulary."""
         nobody, one = torch.full_like(self._one[:1], -1), self._one[:1]
         plain = Batch(nobody, nobody[:, None], one, one, by_slot=False)
-        tree = plain._replace(above=nobody, tokens=nobody, layout=TREE, max_drafts=1)
+        chain = plain._replace(tokens=nobody, rows_each=1)
+        tree = chain._replace(above=nobody, layout=TREE)
         states = self.slots.walk(plain, most=1)
         for columns in {self.vocab_size, -(-self.vocab_size // PADDED) * PADDED}:
             logits = torch.zeros(1, columns, device=self.arena.device)[:, : self.vocab_size]
             self.slots.step(plain, logits, most=1)
             if drafts > 1:
+                self.slots.step(chain, logits, most=1)
                 self.slots.step(tree, logits, most=1)
                 self.slots.mask(states, nobody, logits)
         if drafts > 1:
@@ -134,33 +136,29 @@ class ItemSetSampler:
         info.grammar_mask = Mask(info.grammar_mask, self, step.numbers, batch)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
-        """The mask of a draft tree's rows, [requests x drafts], for verification.
+        """The mask of the rows of draft chains or trees, [requests x drafts], for verification.
 
         A row stands for the tokens on its path from the root, the request's last committed token. A draft that leaves
-        the set leaves its row unmasked: its parent's row gives it no chance.
+        the set leaves its row unmasked: its parent's row gives it no chance. A chain's rows take no torch operation but
+        for where its requests began: SGLang's own tensors are read.
         """
-        drafts = verify.draft_token_num
-        tokens = verify.draft_token.reshape(-1, drafts).long()
-        parents = parents_of(verify.retrieve_next_token, verify.retrieve_next_sibling)
-        slots = batch.req_pool_indices.long()
-        first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
-        begin = self._prompt[slots] - batch.seq_lens
-        return Mask(
-            other,
-            self,
-            self.numbers(batch),
-            Batch(
-                slots=slots.repeat_interleave(drafts),  # a copy, of stride 1, also where there is one request
-                history=tokens[:, 0].repeat_interleave(drafts)[:, None],
-                begin=begin.repeat_interleave(drafts),
-                end=self._one[: len(slots) * drafts],
-                by_slot=False,
-                above=torch.where(parents >= 0, parents + first_row, -1).reshape(-1),
-                tokens=tokens.reshape(-1),
-                layout=TREE,
-                max_drafts=drafts - 1,
-            ),
+        slots, drafts = batch.req_pool_indices.long(), verify.draft_token_num
+        tokens = verify.draft_token.long().reshape(-1, drafts)
+        rows = Batch(
+            slots=slots,
+            history=tokens,
+            begin=self._prompt[slots] - batch.seq_lens,
+            end=self._one[: len(slots)],
+            by_slot=False,
+            tokens=tokens.reshape(-1),
+            rows_each=drafts,
         )
+        if verify.tree_topk != 1:  # SGLang itself takes 1 for a chain; n-grams make trees of any form
+            parents = parents_of(verify.retrieve_next_token, verify.retrieve_next_sibling)
+            first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
+            above = torch.where(parents >= 0, parents + first_row, -1).reshape(-1)
+            rows = rows._replace(above=above, layout=TREE)
+        return Mask(other, self, self.numbers(batch), rows)
 
     def accept(self, batch: Any, tokens: Tensor, lengths: Tensor, *, walked: int) -> None:
         """Walk what a step has sampled or verified.

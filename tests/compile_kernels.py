@@ -19,9 +19,10 @@ from itemset.batch import CHAIN, COLUMNS, TREE
 
 POINTERS = {
     "logits": "*bf16",
-    **dict.fromkeys(["sets", "states", "cells", "out"], "*i64"),
+    **dict.fromkeys(["sets", "states", "cells", "positions", "out"], "*i64"),
     **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
 }
+GIVEN = object()  # not constant, though COMMON says so
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
 MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -33,15 +34,18 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "step": (kernels._walk_kernel, NO_DRAFTS | MASK),
     "walk": (kernels._walk_kernel, {"LAYOUT": CHAIN, "logits": None} | MASK),
     "walk_columns": (kernels._walk_kernel, {"LAYOUT": COLUMNS, "logits": None} | MASK),
+    "walk_each": (kernels._walk_kernel, {"LAYOUT": CHAIN, "above": None, "rows_each": GIVEN, "logits": None} | MASK),
+    "walk_positions": (kernels._walk_kernel, {"LAYOUT": CHAIN, "positions": GIVEN, "logits": None} | MASK),
     "walk_tree": (kernels._walk_kernel, {"LAYOUT": TREE, "logits": None} | MASK),
 }
-COMMON = {"STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
+COMMON = {"rows_each": None, "positions": None, "STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
 
 
 def compiled(architecture: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name of each kernel, in each variant, and its code in every form: "ptx" and "cubin" among them."""
     for name, (kernel, constants) in VARIANTS.items():
         constants = {key: value for key, value in (COMMON | constants).items() if key in kernel.arg_names}
+        constants = {key: value for key, value in constants.items() if value is not GIVEN}
         types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
         source = ASTSource(kernel, signature=types, constexprs=constants)
         warps = kernels.MASK_WARPS if types.get("logits", "constexpr") != "constexpr" else kernels.WALK_WARPS

@@ -22,7 +22,7 @@ from itemset.slots import NO_SET, Kernels, Slots
 from itemset.walk import DEAD, END, FREE, WAITING
 
 VOCABULARY, PADDED = 48, 53  # tokens that items use, and columns of the logits
-SLOTS, MOST_ROWS, STOPS, WIDTH = 6, 24, 3, 40
+SLOTS, MOST_ROWS, STOPS, WIDTH = 6, 28, 3, 40
 PROMPT = 3
 
 
@@ -74,11 +74,22 @@ class Request:
 class Schedule:
     """Runs steps on `Slots` with these kernels and checks every one; raises AssertionError where a row is wrong."""
 
-    def __init__(self, seed: int, *, kernels: Kernels, device: str, window: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        kernels: Kernels,
+        device: str,
+        window: bool = False,
+        each: bool = False,
+        positions: bool = False,
+    ) -> None:
         """window: give the kernels the newest tokens only, a row of them a logits row, as an engine without a history
-        on the device would."""
+        on the device would. each: in most steps all requests have as many rows, and slots and windows have one row a
+        request. positions: most chains tell one token of each request, and the history does not hold it.
+        """
         self.random = random.Random(seed)
-        self.device, self.window = device, window
+        self.device, self.window, self.each, self.positions = device, window, each, positions
         self.pool = [self._items() for _ in range(12)]
         self.sets = [itemset.build(items) for items in self.pool]
         room = sorted(s.nbytes for s in self.sets)
@@ -125,31 +136,36 @@ class Schedule:
         tree = self.random.random() < 0.4
         rows: list[tuple[int, list[int]]] = []  # slot and drafts that lead to the row
         above, tokens = [], []
+        each = self.random.choice([None, 1, 2, 3, 4]) if self.each else None
         for slot in scheduled:
             first = len(rows)
             rows.append((slot, []))
             above.append(-1 if tree else 0)
             tokens.append(self.random.randrange(VOCABULARY))  # the last committed token, in engines: not read
-            for depth in range(self.random.choice([0, 0, 1, 2, 3])):
+            for depth in range(self.random.choice([0, 0, 1, 2, 3]) if each is None else each - 1):
                 parent = self.random.randrange(first, len(rows)) if tree else len(rows) - 1
                 token = self._draft(self.running[slot], rows[parent][1])
                 rows.append((slot, [*rows[parent][1], token]))
                 above.append(parent if tree else depth + 1)
                 tokens.append(token)
         padding = self.random.randrange(2)
-        slots = self._tensor([slot for slot, _ in rows] + [-1] * padding)
+        slots = self._tensor([slot for slot, _ in rows][::each] + [-1] * padding)
         if not len(slots):
             return
+        padded = padding * (each or 1)
         batch = Batch(
             slots,
-            *self._committed(rows, padding),
-            above=self._tensor(above + [0] * padding),
-            tokens=self._tensor(tokens + [0] * padding),
+            *self._committed(rows[::each], padding),
+            above=self._tensor(above + [0] * padded) if tree or each is None else None,
+            tokens=self._tensor(tokens + [0] * padded),
             layout=TREE if tree else CHAIN,
             max_drafts=self.random.choice([3, None]),
+            rows_each=each,
         )
+        if self.positions and not tree and self.random.random() < 0.7:
+            batch = self._tell(batch, above)
         dtype = self.random.choice([torch.float32, torch.float16, torch.bfloat16])
-        logits = torch.randn(len(slots), PADDED + 3, device=self.device).to(dtype)[:, :PADDED]
+        logits = torch.randn(batch.rows, PADDED + 3, device=self.device).to(dtype)[:, :PADDED]
         before = logits.clone()
         gained = [len(self.running[slot].output) - self.walked[slot] for slot in scheduled]
         self.slots.step(batch, logits, most=max(gained, default=0))
@@ -245,6 +261,21 @@ class Schedule:
             *(self._tensor(part + more) for part, more in zip((windows, begins, ends), rest, strict=True)),
             False,
         )
+
+    def _tell(self, batch: Batch, above: list[int]) -> Batch:
+        """Move one token of each request, most often the newest, from the history to its first row's `tokens`."""
+        assert batch.tokens is not None
+        history = batch.history.clone()
+        positions = [self.random.randrange(-1, WIDTH + 2) for _ in range(batch.rows)]
+        for row in [row for row, depth in enumerate(above) if depth == 0]:
+            place = row // (batch.rows_each or 1)
+            place = int(batch.slots[place]) if batch.by_slot else place
+            end = int(batch.end[place])
+            positions[row] = self.random.choice([end - 1, end - 1, end - 2, end, -1])
+            if 0 <= positions[row] < end:
+                batch.tokens[row] = history[place, positions[row]]
+                history[place, positions[row]] = VOCABULARY - 1
+        return batch._replace(history=history, positions=self._tensor(positions))
 
     def _items(self) -> list[list[int]]:
         draw = self.random

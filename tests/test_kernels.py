@@ -139,9 +139,17 @@ def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
 
 
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
+@pytest.mark.parametrize(("name", "steps"), [("torch", 500), ("triton", 100)])
+def test_schedules_of_equal_rows_and_told_tokens(name: Any, steps: int, window: bool) -> None:
+    schedule = Schedule(seed=steps + window, kernels=name, device=DEVICE, window=window, each=True, positions=True)
+    schedule.run(steps)
+    assert schedule.checked > 5 * steps
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
 def test_rows_of_a_slot_run_in_any_order_and_in_turns(window: bool) -> None:
     """One row's program reads the slot's cell before, between or after the writes of the others."""
-    schedule = Schedule(seed=window, kernels="triton", device=DEVICE, window=window)
+    schedule = Schedule(seed=window, kernels="triton", device=DEVICE, window=window, each=True, positions=True)
     with interleaved(seed=window):
         schedule.run(40)
     assert schedule.checked > 5 * 40
@@ -160,7 +168,7 @@ def test_the_checks_for_a_gpu_compare_no_memory_that_nothing_wrote(monkeypatch: 
     assert schedule.checked > 6
 
 
-STEP = ["cells", "marks", "slots", "history", "begin", "end", "above", "tokens", "out"]
+STEP = ["cells", "marks", "slots", "history", "begin", "end", "above", "tokens", "positions", "out"]
 READ = {
     "advance": ["states", "tokens", "marks", "out"],
     "walk": STEP,
@@ -174,6 +182,7 @@ READ = {
 def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> None:
     """They would be read, or written, where another row lies."""
     slots, batch, logits = plain_step("triton")
+    batch = batch._replace(positions=tensor([0, 1, 2, -1, -1]))
     states = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     given = {"cells": slots.cells, "marks": slots.marks, "logits": logits, "states": states, "tokens": batch.tokens}
     given |= {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}
@@ -395,7 +404,8 @@ def test_kernels_are_chosen_by_device() -> None:
     assert kernels_for("cuda", "torch") is torch_kernels
 
 
-NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "mask", "step", "walk", "walk_columns", "walk_tree"]
+NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "mask", "step", "walk", "walk_columns"]
+NAMED += ["walk_each", "walk_positions", "walk_tree"]
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -115,7 +115,9 @@ class ItemSetProcessor(LogitsProcessor):
         # What the host knows: one token and the accepted drafts a step, and the output so far of one that comes back.
         most = int(self._behind[slots].max()) + 1 + self._drafts
         self._behind[slots] = 0
-        batch = self._batch(ctx.expanded_idx_mapping, above=ctx.expanded_local_pos, tokens=ctx.input_ids)
+        batch = self._batch(
+            ctx.expanded_idx_mapping, above=ctx.expanded_local_pos, tokens=ctx.input_ids, positions=ctx.pos
+        )
         self._slots.step(batch, logits, most=most)
         return logits
 
@@ -159,7 +161,9 @@ class ItemSetProcessor(LogitsProcessor):
             return torch.zeros(1, dtype=dtype, device=device)
 
         logits = torch.zeros(1, self._req_states.vocab_size, device=device)
-        batch = self._batch(zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32))
+        batch = self._batch(
+            zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
+        )
         self._slots.step(batch, logits, most=1)
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)

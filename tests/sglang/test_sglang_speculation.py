@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,14 @@ from models import cached_tiny_llama
 from samples import FEW, SAMPLES, TEMPERATURE, exact
 from sglang_engines import NGRAM, draft_model
 from test_sglang_ranking import check_lists, lists_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import itemset
-from sglang_static.processor import parents_of
+from itemset import triton_kernels
+from itemset.config import StaticConfig
+from itemset.slots import Slots
+from sglang_static import processor
+from sglang_static.processor import ItemSetSampler, parents_of
 
 COMPILES = "a GPU would compile"  # cpu/interpreted_triton.py
 
@@ -129,3 +135,117 @@ def test_parents_of_a_draft_tree(seed):
             next_sibling[tree, node] = first_child[tree, above[node]]
             first_child[tree, above[node]] = node
     assert parents_of(first_child, next_sibling).tolist() == parents
+
+
+VOCABULARY, DRAFTS = 64, 4
+
+
+@pytest.fixture
+def sampler_of(monkeypatch):
+    """An engine's sampler of item sets, without an engine: of four slots, in each of which a request has begun."""
+    monkeypatch.setattr(processor, "_current", [])
+
+    def make(items: list[list[int]], kernels: str = "torch") -> ItemSetSampler:
+        sampler = ItemSetSampler(StaticConfig(inline_set_memory=1 << 20, item_set_kernels=kernels), "cpu", VOCABULARY)
+        sampler.allocate(5, DRAFTS)
+        number = sampler.arena.acquire(itemset.build(items))
+        marks = torch.full((4, sampler.slots.marks.shape[1]), -1)
+        marks[:, 1] = VOCABULARY - 1
+        sampler.slots.assign(torch.arange(1, 5), torch.tensor([number, number, -1, number]), marks)
+        return sampler
+
+    return make
+
+
+def verification(slots: list[int], tokens: list[list[int]], *, committed: int, topk: int) -> tuple[Any, Any]:
+    """SGLang's input of a verification, and its batch. tokens: each request's last committed one and its drafts."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+    batch = ScheduleBatch(reqs=[], device="cpu")
+    batch.req_pool_indices = torch.tensor(slots)
+    batch.seq_lens = torch.full((len(slots),), committed)
+    nodes = len(tokens[0])
+    chain = torch.tensor([*range(1, nodes), -1]).repeat(len(slots), 1)
+    verify = EagleVerifyInput(
+        draft_token=torch.tensor(tokens).flatten(),
+        custom_mask=None,
+        positions=None,
+        retrieve_index=None,
+        retrieve_next_token=chain,
+        retrieve_next_sibling=torch.full_like(chain, -1),
+        retrieve_cum_len=None,
+        spec_steps=nodes - 1,
+        topk=topk,
+        draft_token_num=nodes,
+        capture_hidden_mode=None,
+        seq_lens_sum=None,
+        seq_lens_cpu=None,
+    )
+    return verify, batch
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_chain_is_verified_like_a_tree(sampler_of, seed):
+    random = np.random.default_rng(seed)
+    items = random.integers(0, 3, (40, 6)).tolist()
+    sampler = sampler_of(items)
+    slots = random.permutation([1, 2, 3, 4])[: random.integers(1, 5)].tolist()
+    paths = [list(items[i]) for i in random.integers(0, 40, len(slots))]
+    committed = int(random.integers(0, 3))
+    drafts = int(random.integers(1, DRAFTS + 1))
+    tokens = [path[committed : committed + drafts] for path in paths]
+    for chain in tokens:
+        if random.random() < 0.5:
+            chain[random.integers(drafts)] = int(random.integers(5))
+    _, batch = verification(slots, tokens, committed=0, topk=1)
+    before = torch.tensor([path[:committed] for path in paths])
+    if committed:
+        sampler.accept(batch, before, torch.full((len(slots),), committed), walked=0)
+    logits = torch.randn(len(slots) * drafts, VOCABULARY)
+    masked = []
+    for topk in (1, 2):
+        verify, batch = verification(slots, tokens, committed=committed, topk=topk)
+        masked.append(logits.clone())
+        sampler.tree_mask(verify, batch, None).apply(masked[-1])
+    assert torch.equal(*masked)
+    constrained = [slot != 3 for slot in slots]
+    assert (masked[0].isneginf().view(len(slots), -1).any(1)).tolist() == constrained
+
+
+class Computed(TorchDispatchMode):
+    """Notes every torch operation that computes something."""
+
+    VIEWS = ("aten.slice.Tensor", "aten.view.default", "aten.detach.default", "aten.alias.default")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) not in self.VIEWS:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Launches(list):
+    """Stands in for a kernel: notes the grid of each launch."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self.append(grid)
+
+
+def test_a_chain_takes_one_launch_and_two_operations(sampler_of, monkeypatch):
+    """The operations: how many tokens each request had before, from SGLang's lengths and ours."""
+    launched = Launches()
+    for name in ("_walk_kernel", "_mask_kernel"):
+        monkeypatch.setattr(triton_kernels, name, launched)
+    monkeypatch.setattr(Slots, "step", Slots.step.__wrapped__)  # cpu/sitecustomize.py looks at what it has done
+    sampler = sampler_of([[1, 2, 3, 4]], "triton")
+    verify, batch = verification([4, 2], [[1, 2, 3, 4]] * 2, committed=0, topk=1)
+    logits = torch.zeros(8, VOCABULARY)
+    launched.clear()
+    with Computed() as computed:
+        sampler.tree_mask(verify, batch, None).apply(logits)
+    assert launched == [(8,)]
+    assert computed.names == ["aten.index.Tensor", "aten.sub.Tensor"]

@@ -15,6 +15,7 @@ speculation it is on anyway.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -143,9 +144,10 @@ def report_unnamed_reads(module: ModuleType) -> None:
         use(arena, numbers)
 
     def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
         def call(slots: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = method(slots, batch, *args, **kwargs)
-            states = slots.row_states[: len(batch.slots)]
+            states = slots.row_states[: batch.rows]
             sets = states[states & module.LOCAL != FREE] >> 32
             print("sets were read", "named" if named.issuperset(sets.tolist()) else "UNNAMED", flush=True)
             return result

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from draft_models import cached_tiny_eagle, cached_tiny_eagle3, cached_tiny_mimo
 from samples import exact
-from test_vllm_drafts import logits_behind, spoken, watch_drafts
+from test_vllm_drafts import logits_behind, spoken, watch_drafts, watched
 from test_vllm_engine import CITIES, answer, inline, named, on_path
 from test_vllm_ranking import same_lists
 from vllm import SamplingParams
@@ -81,7 +81,7 @@ def test_drafts_and_answers_stay_in_their_sets(speculating, named_sets, kind):
     begun = spoken(speculating)
     speculating.call(watch_drafts)
     outputs = speculating.generate(prompts, params)
-    checked, illegal = speculating.call(lambda llm: (llm.drafts_checked, llm.drafts_illegal))
+    checked, illegal, compiled = speculating.call(watched)
     masked = spoken(speculating)
     speculating.call(lift_masks)
     speculating.generate(prompts, params)
@@ -89,7 +89,7 @@ def test_drafts_and_answers_stay_in_their_sets(speculating, named_sets, kind):
     speculating.close()  # its processor is patched
     for name, output in zip(names, outputs, strict=False):
         assert answer(output) in named_sets[name].items
-    assert illegal == 0
+    assert (illegal, compiled) == (0, 0)
     assert checked > 30
     (drafted, accepted), (drafted_without, accepted_without) = np.diff([begun, masked, unmasked], axis=0)
     told = f"{kind}: {accepted} of {drafted} drafts accepted, {accepted_without} of {drafted_without} without masks"

@@ -5,7 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -323,9 +325,10 @@ def test_interrupted_while_python_imports(sids, module):
     """Sent as soon as Python has begun to look for something behind this module."""
     environment = os.environ | {"PYTHONPATH": str(Path(itemset.__file__).parents[1])}
     command = [sys.executable, "-v", "-m", "itemset", "info", sids]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Tests in the background of a shell would hand on that the signal is ignored.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, env=environment, preexec_fn=heeding, **pipes) as process:
         for line in process.stderr:
             if line.startswith(f"import '{module}"):
                 break

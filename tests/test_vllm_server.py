@@ -162,7 +162,8 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         status, answer = server.post(path, {"model": "tiny", **prompt, **body})
         assert status == 400, answer
         assert message in answer["error"]["message"]
-        if set(body) == {"structured_outputs"} and "valid" not in message:
+        judged = "valid" in message or message.startswith("there is no field")  # before vLLM knows parameters
+        if set(body) == {"structured_outputs"} and not judged:
             assert answer["error"]["param"] == "structured_outputs"
     assert item_of(complete(server, item_set="one", return_token_ids=True)) in named_sets["one"].items
 

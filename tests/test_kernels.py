@@ -17,6 +17,7 @@ from devices import DEVICE
 from hypothesis import HealthCheck, given, settings
 from interleaving import interleaved
 from oracle import dict_trie, prefixes
+from samples import SAMPLES
 from schedule import MOST_ROWS, SLOTS, STOPS, Schedule
 from strategies import item_sets
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,8 +131,9 @@ def test_random_sets_in_many_chunks(items: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
-@pytest.mark.parametrize(("name", "steps"), [("torch", 5000), ("triton", 500)])
+@pytest.mark.parametrize(("name", "steps"), [("torch", SAMPLES // 2), ("triton", SAMPLES // 10)])
 def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
+    """5,000 steps in torch and 1,000 in Triton with STATIC_SAMPLES=10000."""
     schedule = Schedule(seed=steps + window, kernels=name, device=DEVICE, window=window)
     schedule.run(steps)
     assert schedule.checked > 5 * steps

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from itemset.catalogue import Catalogue, InlineSet
 
@@ -18,26 +19,27 @@ Steps = Generator[int, None, InlineSet]
 
 @dataclass(eq=False)
 class _List:
-    """A list that is waited for. due: the encoder's clock when it would end if all lists shared the thread equally."""
+    """A list that is waited for. left: what it still costs. turn: the number of the last slice that was its own."""
 
     reference: str
     steps: Steps
-    due: float
+    left: int
+    turn: int
     waiting: list[Future[InlineSet]] = field(default_factory=list)
 
 
 class Encoder:
     """Makes the inline sets of one front end. Safe for threads.
 
-    After each slice the list goes on that would end first if all shared the thread equally (weighted fair queueing): a
-    short list passes long ones, and no stream of short ones holds up a long one for ever. Equal lists are one. A list
-    that nobody waits for any more is dropped after its slice.
+    The list that has least left goes on, so that short lists pass long ones and of equal ones the first ends first.
+    Every third slice is for the list whose last one is longest ago, so that no stream of short lists holds up a long
+    one for ever. Equal lists are one. A list that nobody waits for any more is dropped after its slice.
     """
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._lists: dict[str, _List] = {}
-        self._clock = 0.0
+        self._turns = 0
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -52,7 +54,7 @@ class Encoder:
                 future.set_result(known)
                 return future
             if reference not in self._lists:
-                self._lists[reference] = _List(reference, steps(), self._clock + cost)
+                self._lists[reference] = _List(reference, steps(), cost, self._turns)
             self._lists[reference].waiting.append(future)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="inline-sets", daemon=True)
@@ -62,7 +64,7 @@ class Encoder:
     def _run(self) -> None:
         while (one := self._next()) is not None:
             try:
-                cost = next(one.steps)
+                one.left -= next(one.steps)
             except StopIteration as end:
                 self._catalogue.keep(end.value)
                 for future in self._ended(one):
@@ -70,9 +72,6 @@ class Encoder:
             except BaseException as error:
                 for future in self._ended(one):
                     future.set_exception(error)
-            else:
-                with self._lock:
-                    self._clock += cost / len(self._lists)
 
     def _next(self) -> _List | None:
         """The list whose turn it is. None, and the thread ends, if none is waited for."""
@@ -84,7 +83,11 @@ class Encoder:
             if not self._lists:
                 self._thread = None
                 return None
-            return min(self._lists.values(), key=lambda one: one.due)
+            self._turns += 1
+            by = "left" if self._turns % 3 else "turn"
+            one = min(self._lists.values(), key=attrgetter(by))
+            one.turn = self._turns
+            return one
 
     def _ended(self, one: _List) -> list[Future[InlineSet]]:
         """Those who still wait for it."""

@@ -155,7 +155,7 @@ def test_large_lists_are_read_beside_the_event_loop(tokenizer, monkeypatch):
 
 
 def test_turns_are_fair():
-    """Lists share the thread by cost: a long one is neither first nor put off by a stream of short ones."""
+    """A long list is neither first nor put off by a stream of short ones."""
     sets, order = Catalogue(StaticConfig()), []
     encoder = Encoder(sets)
     begun, opened = threading.Event(), threading.Event()
@@ -181,6 +181,28 @@ def test_turns_are_fair():
     assert len(order) == 103
     assert order[0] == "short"
     assert order.index("middle") < order.index("long") < 60
+
+
+def test_a_short_list_passes_the_last_of_many_equal_ones():
+    order: list[str] = []
+    encoder = Encoder(Catalogue(StaticConfig()))
+    opened = threading.Event()
+    index = itemset.build([[1, 2]]).to_bytes()
+
+    def steps(name: str, slices: int) -> Steps:
+        for _ in range(slices):
+            assert opened.wait(60)
+            yield 1
+        order.append(name)
+        if len(order) == 8:
+            asked.append(encoder.ask("short", 1, lambda: steps("short", 1)))
+        return InlineSet.opened(name, index)
+
+    asked = [encoder.ask(f"long {i}", 20, lambda i=i: steps(f"long {i}", 20)) for i in range(10)]
+    opened.set()
+    for future in Iterating(asked):
+        future.result(timeout=60)
+    assert order.index("short") == 8  # and not after the two that are left
 
 
 class Iterating:

@@ -64,6 +64,8 @@ def served(server: Any, named: dict[str, Any]) -> str:
         body = kinds[i % len(kinds)]
         more = {"model": server.model_name, "prompt": f"request {i}", "max_tokens": 40, "return_token_ids": True}
         status, answer = server.post("/v1/completions", {**more, **body}, timeout=200)
+        if status >= 500:
+            raise OSError(f"HTTP {status}: {answer}")  # the engine has ended; its log says why
         assert status == 200, (body, answer)
         return body, answer["choices"]
 

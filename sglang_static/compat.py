@@ -208,6 +208,10 @@ def refuse_unmasked(server_args: Any) -> None:
     given = resolved(server_args)
     if given.speculative_algorithm == "UNO":
         raise ValueError("UNO speculation takes no grammar, so no item set can hold: choose another algorithm")
+    if given.tokenizer_worker_num > 1:
+        raise ValueError(
+            "--tokenizer-worker-num above 1 takes requests in processes in which item sets would be lost: leave it out"
+        )
     if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0:
         raise ValueError(
             "SGLANG_SIMULATE_ACC_LEN accepts drafts without looking at them, so no item set can hold: unset it"

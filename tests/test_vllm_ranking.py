@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from pathlib import Path
@@ -174,12 +175,18 @@ def test_over_http(server, named_sets, oracle, endpoint):
     assert status == 200, answer
     texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
     assert sorted(texts) == sorted(CITIES)
+    shares = {**asked, "structured_outputs": {"choice": CITIES}, "renormalised": True, "width": 9}
+    status, answer = server.post(endpoint, shares)
+    assert status == 200, answer
+    assert sum(math.exp(choice["item"]["score"]) for choice in answer["choices"]) == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ({"stream": True}, "Streaming is not"),
+        ({"renormalized": True}, "there is no field 'renormalized': did you mean renormalised?"),
+        ({"widht": 64}, "did you mean width?"),
         ({"item_set": "raged"}, "did you mean 'ragged'"),
         ({"max_tokens": 3}, "max_tokens=3 is less than the longest item has"),
         ({"logprobs": 1}, "a ranked list has no logprobs of single tokens"),

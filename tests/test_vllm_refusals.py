@@ -33,6 +33,7 @@ def engine(engines, tiny_model, static):
         ({"extra_args": {"item_set": "films"}}, "no item set is called 'films': it has fixed, labels, large, one"),
         ({"extra_args": {"item_set": "inline:0123"}}, "no item set is called"),
         ({"extra_args": {"item_set": "raged"}}, "did you mean 'ragged'"),
+        ({"extra_args": {"item_sets": "films"}}, "extra_args has no 'item_sets': name the set as item_set"),
         ({"extra_args": {"item_set": 7}}, "item_set must be the name of an item set, a string, not 7"),
         (NAMED | choice("a"), "item_set and structured_outputs .* exclude each other"),
         (NAMED | {"min_tokens": 2}, "min_tokens=2 forbids the shortest item of the item set 'ragged', which has 1"),

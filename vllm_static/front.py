@@ -16,7 +16,9 @@ from itemset.best import Search
 from itemset.catalogue import RefusedError
 from itemset.checks import Checks, Words
 from itemset.config import INDEX, REFERENCE, StaticConfig
+from itemset.errors import shown
 from itemset.lists import Lists
+from itemset.words import nearest
 from vllm_static import compat, metrics
 from vllm_static.device import PLACE
 
@@ -69,10 +71,11 @@ class FrontEnd:
         if structured is None or structured.choice is None or named is not None:
             return params
         inline_set = await self._checks.prepare(structured.choice)
-        params, structured = copy.copy(params), copy.copy(structured)
+        own, structured = copy.copy(params), copy.copy(structured)
+        vars(own).update(vars(params))  # BeamSearchParams have the options of a list there, and copies do not
         structured.choice = inline_set
-        params.structured_outputs = structured  # type: ignore[attr-defined]
-        return params
+        own.structured_outputs = structured  # type: ignore[attr-defined]
+        return own
 
     def find(self, params: SamplingParams) -> str | None:
         """The reference of the item set that `params` name or bring along, None where they do neither.
@@ -88,6 +91,9 @@ class FrontEnd:
             )
         reference = extra.get(REFERENCE)
         if reference is None:
+            for key in extra:
+                if nearest(key, (REFERENCE,)):
+                    raise RefusedError("wrong type", f"extra_args has no {shown(key)}: name the set as {REFERENCE}")
             choice = params.structured_outputs and params.structured_outputs.choice
             return None if choice is None else self._checks.inline(choice)
         if isinstance(reference, str) and params.structured_outputs is not None:

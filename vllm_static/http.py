@@ -13,7 +13,7 @@ from itemset.catalogue import RefusedError
 from itemset.config import REFERENCE
 from itemset.errors import shown
 from itemset.lists import RANKING
-from itemset.words import CHOICE, GUIDED, STRUCTURED, Surface, chooses, refuse_tools, rename_guided
+from itemset.words import CHOICE, GUIDED, STRUCTURED, Surface, chooses, nearest, refuse_tools, rename_guided
 from vllm_static import metrics
 
 BEAMS = "use_beam_search"
@@ -124,7 +124,11 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
 
 
 def _refuse_what_is_ignored(request: Any, extra: dict[str, Any]) -> None:
-    """Words of a ranked list, where none would come."""
+    """Words of a ranked list, where none would come or nearly written."""
+    for key in extra:
+        word = nearest(key, (*RANKING, BEAMS))
+        if word not in (None, key):
+            raise metrics.refusal("wrong type", f"there is no field {shown(key)}: did you mean {word}?", key)
     if extra.get(BEAMS):  # a field that the endpoint does not know
         message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
         raise metrics.refusal("beam search", message, BEAMS)

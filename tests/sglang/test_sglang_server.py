@@ -330,6 +330,10 @@ def test_a_server_with_a_bad_set_does_not_start(tiny_model):
     )
     last = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
     assert log.splitlines()[-1].startswith(last)
+    log = start_expecting_failure(
+        tiny_model, arguments=("--guided-decoding-backend", "static", "--tokenizer-worker-num", "2")
+    )
+    assert log.splitlines()[-1].startswith("static-backend: --tokenizer-worker-num above 1")
 
 
 def test_another_backend_refuses_item_sets(tiny_model, servers):

@@ -225,7 +225,7 @@ def test_identify_names_the_model_or_its_folder(tmp_path, monkeypatch):
     for path, name in [
         ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
         ("/home/alice/models/smol/", "smol"),
-        ("/work/.cache/smol", "smol"),
+        ("/models/.cache/smol", "smol"),
         ("../smol", "smol"),
         ("models/smol", "smol"),
         ("/h/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93efa2f0", "HuggingFaceTB/SmolLM2-135M"),

@@ -14,7 +14,7 @@ LARGE = (512, 151_936)
 
 
 def table(records: list[Record], peers: tuple[str, ...]) -> str:
-    """A line a record; behind each peer's time, ours divided by it. What no record has is left out."""
+    """A line a record; after each peer's time, ours divided by it. Columns that no record has are omitted."""
     columns = list(dict.fromkeys(name for record in records for name in record))
     lines = ["| " + " | ".join(f"{name} (ours / it)" if name in peers else name for name in columns) + " |"]
     lines.append("|" + "--:|" * len(columns))

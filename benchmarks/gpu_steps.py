@@ -137,7 +137,7 @@ class Bench:
         times = []
         for _ in range(replays or self.plan.replays):
             reset()
-            # On the GPU this also takes long enough for the host to queue the replay behind it.
+            # On the GPU this also takes long enough for the host to queue the replay after it.
             self.logits.normal_()
             if not graph:
                 self.wait()  # so that the host's time to launch the steps is not hidden

@@ -117,7 +117,7 @@ def assembled(ptx: str) -> tuple[int, int]:
 
 def chain(ptx: str, table: float, other: float) -> float:
     """The longest chain of loads, each at its cost: `table` for one of the arena's words. Loops count once. A branch
-    waits for what it tests, and all behind it for the branch, because a warp issues in order."""
+    waits for what it tests, and all after it for the branch, because a warp issues in order."""
     blocks, follows = _blocks(ptx)
     order = _topological(follows)
     place = {block: i for i, block in enumerate(order)}
@@ -136,7 +136,7 @@ def chain(ptx: str, table: float, other: float) -> float:
                 latest += table if _calls(where, (tables.word,)) else other
             longest = max(longest, latest)
             if "ld.shared" in text or "bar.sync" in text or "st.shared" in text:
-                # What one thread writes, others read behind a barrier.
+                # What one thread writes, others read after a barrier.
                 latest = known["shared"] = max(latest, known.get("shared", 0.0))
             predicated = text.startswith("@")
             for name in used[predicated : 1 + predicated]:

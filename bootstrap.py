@@ -5,6 +5,7 @@ python3 bootstrap.py setup               make .venv and install everything
 python3 bootstrap.py demo [ARGUMENT...]  set up, then run examples/films.py (which gets the arguments)
 python3 bootstrap.py retrieval [ARG...]  set up, then run examples/retrieval.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
+python3 bootstrap.py test --quick        the same without the tests that start an engine, in the first environment
 
 The engines' requirements exclude each other: vLLM comes into .venv, and SGLang into .venv-sglang.
 """
@@ -58,6 +59,8 @@ EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai", "scikit-learn"]
 EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py"}
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
+# An engine leaves most of a second core idle. Tests of a module share engines; conftest.py says which modules go first.
+IN_PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # what vLLM 0.32 asks for; SGLang sets no upper bound
 
 
@@ -286,7 +289,8 @@ def run_checks(environments: dict[str, Environment], pytest_arguments: list[str]
     first = next(iter(environments.values()))
     runs = [(first, [*tool]) for tool in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])]
     tests = {"vLLM": ["tests", "--ignore=tests/sglang"], "SGLang": ["tests/sglang"]}
-    runs += [(where, ["pytest", *tests[engine], *pytest_arguments]) for engine, where in environments.items()]
+    common = [*IN_PARALLEL, "--durations=10", *pytest_arguments]
+    runs += [(where, ["pytest", *tests[engine], *common]) for engine, where in environments.items()]
     failed = []
     for environment, tool in runs:
         print(f"\n$ {shlex.join(tool)}", flush=True)
@@ -313,6 +317,8 @@ def main() -> int:
     chosen = arguments.engine or ("both" if arguments.command == "test" else "vllm")
     if arguments.command in EXAMPLES and chosen == "both":
         parser.error(f"{arguments.command} serves with one engine: --engine vllm or --engine sglang")
+    if "--quick" in rest and arguments.engine is None:
+        chosen = "vllm"  # what needs no engine is the same in both environments
     directory = arguments.venv.absolute()
     environments = {
         engine: Environment(path)

@@ -44,10 +44,10 @@ ROWS = {  # where it stands in the results, and what to call it
     "peak_mib": ("memory that the set adds, MiB", "peak"),
 }
 PHASES = {
-    "itemset.inline:encode": "encoding the texts (tokenizer)",
-    "itemset.inline:build": "building the index",
+    "itemset.serving.inline:encode": "encoding the texts (tokenizer)",
+    "itemset.serving.inline:build": "building the index",
     "itemset.item_set:ItemSet.to_bytes": "transport: index to bytes and back",
-    "itemset.catalogue:from_bytes": "transport: index to bytes and back",
+    "itemset.serving.catalogue:from_bytes": "transport: index to bytes and back",
     "vllm_static.front:FrontEnd.find": "digest of the texts, checks",
     "vllm_static.front:FrontEnd.attach": "digest of the texts, checks",
     "vllm.entrypoints.llm:LLM.generate": "the rest: vLLM and its forward pass",
@@ -167,7 +167,7 @@ def measure(backend: str, count: int, model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from itemset import hooks
+    from itemset.serving import hooks
 
     items, tiny = make_items(count), make_items(count + 20)[count:]
     # The forward pass is common to both: two of the thirty layers hide less of the difference.

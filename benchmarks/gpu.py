@@ -10,6 +10,7 @@ The parts, in their order:
 goals    the rows for which goals stand, each held against the host path first
 quick    a tenth of the checks
 copies   sets copied beside running steps, against the host path
+lists    rounds of ranked lists against torch; `itemset.beam` against masking the vocabulary (`beam.py`)
 check    every step of random schedules of requests, held against torch and a dict trie
 a, b     tables A and B, beside other methods
 
@@ -43,7 +44,7 @@ from gpu_report import Record, goals, plot, summary
 
 NEEDED = ["torch", "triton", "numpy", "numba", "pyarrow"]
 # Minutes that a part may take. None needs half of it: a kernel that hangs must not take the others' time.
-PARTS = {"goals": 6.0, "quick": 4.0, "copies": 3.0, "check": 15.0, "a": 40.0, "b": 40.0}
+PARTS = {"goals": 6.0, "quick": 4.0, "copies": 3.0, "lists": 6.0, "check": 15.0, "a": 40.0, "b": 40.0}
 
 Emit = Callable[[str, Any], None]  # what a part has found: the name of a table or of a value, and a row or the value
 
@@ -69,6 +70,14 @@ def work(part: str, options: Options, emit: Emit) -> None:
         from gpu_checks import checks
 
         checks(options.device, 0.1 if part == "quick" else options.longer)
+        return
+    if part == "lists":
+        import beam
+        from gpu_checks import check_lists
+
+        check_lists(options.device, options.longer)
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            beam.table(options.device, 3 if options.device == "cpu" else 21, emit)
         return
     if part == "copies":
         from gpu_copies import copies
@@ -135,6 +144,7 @@ def run_parts(
         "A": [],
         "constants": [],
         "B": [],
+        "beam": [],
         "kernels": [],
         "failed": {},
         "skipped": [],
@@ -178,7 +188,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the kernels, run nothing")
     parser.add_argument("--cpu", action="store_true", help="measure on the CPU, check nothing")
     parser.add_argument("--quick", action="store_true", help="smaller sizes of tables A and B")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all; with --interpret check, with --cpu a")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all; with --interpret lists and check, with --cpu a")
     parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing after so many minutes")
     parser.add_argument("--longer", type=int, default=1, metavar="N", help="check N times as many steps")
     parser.add_argument("--json", metavar="FILE", help="written after every row")
@@ -190,7 +200,7 @@ def main() -> None:
     on_cpu = args.cpu or args.interpret
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which only the parts' processes do
-    chosen = args.parts or (["check"] if args.interpret else ["a"] if args.cpu else list(PARTS))
+    chosen = args.parts or (["lists", "check"] if args.interpret else ["a"] if args.cpu else list(PARTS))
     parts = {part: 600.0 if on_cpu else PARTS[part] for part in PARTS if part in chosen}
     if args.compile:
         parts = {"compile": 60.0}

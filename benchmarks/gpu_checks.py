@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 from gpu_peers import Step, capture, constants
 from torch import Tensor
 
-from itemset.arena import Arena
-from itemset.batch import CHAIN, TREE, Batch
-from itemset.slots import Slots, kernels_for
+from itemset.masking.arena import Arena
+from itemset.masking.batch import CHAIN, TREE, Batch
+from itemset.masking.slots import Slots, kernels_for
 
 
 class Compared(Slots):
@@ -106,6 +107,37 @@ def checks(device: str, factor: float = 1) -> None:
             engine.run(round((steps if slow else 350) * factor))
             how = "on fixed tensors" if slow else "of replayed graphs"
             report(f"{engine.checked:,} rows {how} agree with the oracle", vocabulary, values)
+
+
+def check_lists(device: str, factor: float = 1) -> None:
+    """Random searches of ranked lists, each function of each round in Triton against torch. AssertionError at a
+    difference."""
+    load_schedule()
+    compared = importlib.import_module("compared_lists").compared
+    expand = importlib.import_module("itemset.ranking.triton_expand")
+    slow = device == "cpu"
+    small = {"SUM_LANES": 8, "SUM_EACH": 2, "CHILDREN": 8, "ENDS": 4, "LANES": 4, "ITEMS": 2, "OTHERS": 8, "COLUMNS": 4}
+    draw, calls = random.Random(0), 0
+    for seed in range(round((2 if slow else 60) * factor)):
+        for options in ({}, {"renormalised": True}, {"stepwise": True}):
+            vocabulary, items, most = (60, 30, 5) if slow else draw.choice([(60, 300, 40), (40_000, 5_000, 512)])
+            lengths = [(1, 3), (2, 9), (4, 4)]
+            sets = [
+                [
+                    [draw.randrange(vocabulary if i == 0 else 20) for i in range(draw.randint(*length))]
+                    for _ in range(items)
+                ]
+                for length in lengths
+            ]
+            with constants(expand, **(small if seed % 2 else {})):
+                run = compared(
+                    sets, device, seed=seed, vocabulary=vocabulary, padding=seed % 3,
+                    dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3],
+                    width=draw.randint(1, most), k=draw.randint(1, most),
+                    end_token=draw.choice([None, vocabulary - 1]), **options,
+                )  # fmt: skip
+            calls += run.compared
+    print(f"{calls:,} calls of rounds of lists agree with torch", flush=True)
 
 
 def report(what: str, vocabulary: int, values: dict[str, int]) -> None:

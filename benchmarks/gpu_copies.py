@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import itemset
-from itemset.arena import Arena, room_for
-from itemset.batch import Batch
-from itemset.copies import Copies
-from itemset.slots import Slots
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import Batch
+from itemset.masking.copies import Copies
+from itemset.masking.slots import Slots
 
 VOCABULARY, STOP = 2_048, 0
 STEPS = 300

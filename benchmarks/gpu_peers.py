@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from itemset import ItemSet
-from itemset.host import HostState
+from itemset.masking.host import HostState
 
 Step = Callable[[], Any]
 Apply = Callable[[Tensor, Tensor], Any]  # of a bitmask [rows, words] to logits [rows, vocabulary], in place

@@ -41,9 +41,9 @@ from torch import Tensor
 
 import itemset
 from itemset import ItemSet
-from itemset.arena import Arena, room_for
-from itemset.batch import Batch
-from itemset.slots import Kernels, Slots, kernels_for
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import Batch
+from itemset.masking.slots import Kernels, Slots, kernels_for
 
 STEPS = 3 * LENGTH  # of a graph: a multiple of the levels, so that STATIC meets each equally often
 PPV_STEPS = LENGTH  # a step of PPV is hundreds of launches

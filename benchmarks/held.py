@@ -17,7 +17,7 @@ from pathlib import Path
 from index import semantic_ids
 
 import itemset
-from itemset import held
+from itemset.serving import held
 
 
 def least(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:

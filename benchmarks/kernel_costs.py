@@ -15,6 +15,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -26,15 +27,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from itemset import triton_kernels as kernels
-from itemset import triton_tables as tables
-from itemset.batch import CHAIN, COLUMNS, TREE
+from itemset.masking import triton_kernels as kernels
+from itemset.masking import triton_tables as tables
+from itemset.masking.batch import CHAIN, COLUMNS, TREE
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import compile_kernels
 
 COLD, NEAR = 0.6, 0.27  # µs of a load that misses the L2 cache, and of one that hits it
 BANDWIDTH = 4.3e6  # bytes a µs
 SMS = 132
 REGISTERS, MOST_WARPS, MOST_PROGRAMS, SHARED = 65_536, 64, 32, 227 << 10  # of an SM
-RARE = (tables.narrowed, tables.first_from, tables.is_stop)  # what an ordinary row does not call
+RARE = (tables.narrowed, tables.first_from, tables.is_stop, tables.is_dead)  # what an ordinary row does not call
 
 POINTERS = {
     "logits": "*fp32",
@@ -86,6 +90,11 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: i
     constants = {name: value for name, value in (common | constants).items() if name in kernel.arg_names}
     constants = {name: value for name, value in constants.items() if value is not GIVEN}
     types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
+    return costs(compile_kernels.Form(kernel, types, constants, warps), architecture)
+
+
+def costs(form: compile_kernels.Form, architecture: int) -> Compiled:
+    kernel, types, constants, warps = form
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -133,7 +142,7 @@ def chain(ptx: str, table: float, other: float) -> float:
                 issued = latest
                 continue
             if re.search(r"(ld|atom)\.global", text) and not _calls(where, RARE):
-                latest += table if _calls(where, (tables.word,)) else other
+                latest += table if _calls(where, (tables.word, tables._has_bit)) else other
             longest = max(longest, latest)
             if "ld.shared" in text or "bar.sync" in text or "st.shared" in text:
                 # What one thread writes, others read after a barrier.
@@ -236,6 +245,9 @@ def main() -> None:
     print(f"Triton {triton.__version__}\n")
     for architecture in args.architectures:
         forms = {name: compiled(*form, architecture) for name, form in variants().items()}
+        for name in compile_kernels.VARIANTS:
+            if name.startswith("lists_"):
+                forms[name.replace("_", " ", 1)] = costs(compile_kernels.form_of(name), architecture)
         print(f"| sm_{architecture} | {' | '.join(name.replace('_', ' ') for name in Compiled._fields)} |")
         print(f"|---|{'--:|' * len(Compiled._fields)}")
         for name, form in forms.items():

@@ -1,10 +1,14 @@
-"""Measures what a ranked list takes: the search's own work by length, and whole lists by prompt, width and block size.
+"""Measures what a ranked list takes: the search's own work by length, whole lists by prompt, width and block size, and
+lists that are made inside a step, beside rounds of requests and Hugging Face's `generate()`.
 
 python benchmarks/lists.py --json docs/benchmarks/lists.json
+python benchmarks/lists.py --parts inside
 
 10^6 random semantic IDs of 8 tokens; lists in the real vLLM engine (V1 without a GPU) with a tiny random Llama, one at
 a time, each of a prompt that the prefix cache has not seen. Every block size has a fresh process. A figure is the
 median of three lists.
+
+What is measured of lists inside a step is said in `lists_inside`.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import lists_inside
 import numpy as np
 from vllm_paths import CUDA, LENGTH, in_process, model_path, semantic_ids
 
@@ -26,13 +32,14 @@ PROMPTS = (16, 120, 480, 900)
 WIDTHS = (10, 64, 256)
 VOCABULARY = 2_112
 END = 1
+PARTS = ("lists", "inside")
 Row = dict[str, Any]
 
 
 def search_times(file: str) -> list[Row]:
     """The longest `take` of a list, its rounds answered by random log-probabilities."""
     import itemset
-    from itemset.best import Search
+    from itemset.ranking.search import Search
 
     item_set = itemset.load(file)
     table = np.log(np.random.default_rng(1).dirichlet(np.ones(VOCABULARY), 64))
@@ -115,23 +122,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=10**6)
     parser.add_argument("--blocks", type=int, nargs="+", default=[128, 32, 16], help="--block-size")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.task:
         name, *rest = json.loads(arguments.task)
-        print(json.dumps({"lists": whole_lists}[name](*rest)))
+        parts: dict[str, Callable[..., list[Row]]] = {"lists": whole_lists, **lists_inside.PARTS}
+        print(json.dumps(parts[name](*rest)))
         return
+    results: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        file = semantic_ids(arguments.items, Path(directory) / "ids.itemset")
-        searches = search_times(file)
-        print(f"{search_table(searches)}\n")
-        rows: list[Row] = []
-        for block in arguments.blocks:
-            rows += in_process(__file__, "lists", file, block, v2=CUDA)
-    print(lists_table(rows, arguments.blocks))
+        if "lists" in arguments.parts:
+            file = semantic_ids(arguments.items, Path(directory) / "ids.itemset")
+            results["search"], results["lists"] = search_times(file), []
+            print(f"{search_table(results['search'])}\n")
+            for block in arguments.blocks:
+                results["lists"] += in_process(__file__, "lists", file, block, v2=CUDA)
+            print(lists_table(results["lists"], arguments.blocks))
+        if "inside" in arguments.parts:
+            results |= lists_inside.measure(__file__, arguments.items, Path(directory))
+            print(lists_inside.tables(results))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"search": searches, "lists": rows}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import itemset
-from itemset import ItemSet, walk
-from itemset.host import HostState, _fill_bitmask
+from itemset import ItemSet
+from itemset.masking.host import HostState, _fill_bitmask
+from itemset.trie import walk
 
 LENGTH, CODES, WALKS, ROUNDS = 8, 2_048, 2_000, 25
 

@@ -71,10 +71,10 @@ def model_path() -> str:
     return str(cached_tiny_llama())
 
 
-def semantic_ids(items: int, path: Path) -> str:
+def semantic_ids(items: int, path: Path, length: int = LENGTH) -> str:
     import itemset
 
-    codes = np.random.default_rng(0).integers(100, 2_000, (items, LENGTH), dtype=np.uint16)
+    codes = np.random.default_rng(0).integers(100, 2_000, (items, length), dtype=np.uint16)
     itemset.build(codes).save(path)
     return str(path)
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,15 @@ def print_ranked(items: Iterable[Mapping[str, Any]], title_of: Mapping[int, str]
         print(f"{item['rank']:>4}  {item['score']:>7.2f}  {item['key']:>5}  {title_of[item['key']]}")
 
 
-def build_index(catalogue: Path, column: str, model: Path, index: Path) -> None:
-    """Build the index of a column of texts, unless it is newer than what it is made from."""
+def build_index(catalogue: Path, column: str, model: Path, index: Path, attributes: Sequence[str] = ()) -> None:
+    """Build the index of a column of texts, unless it is newer than what it is made from. attributes: more columns."""
     sources = (catalogue, model / "tokenizer.json")
     if index.exists() and index.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         with suppress(itemset.ItemSetError):  # of an older version of this project, say
             itemset.load(index)
             return
     arguments = ["build", str(catalogue), "--column", column, "--key", "movie_id"]
+    arguments += [word for name in attributes for word in ("--attribute", name)]
     arguments += ["--tokenizer", str(model), "-o", str(index)]
     print("$", shlex.join(["itemset", *arguments]), flush=True)
     subprocess.run([Path(sys.executable).with_name("itemset"), *arguments], check=True)

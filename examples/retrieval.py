@@ -3,7 +3,8 @@
 Run it with `python3 bootstrap.py retrieval`, or with `--engine sglang` behind it. It gives MovieLens-100K's films
 semantic IDs (residual k-means over embeddings of their titles and genres), teaches a small model what users watch next,
 builds the index, serves both, and asks for ranked lists over HTTP: how near beams come to the exact ranking, and how
-often the film that a user did watch next is among the first ten.
+often the film that a user did watch next is among the first ten. `--cold-start` asks for films that no training history
+holds (`cold_start`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import argparse
 import csv
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import cold_start
 import retrieval_data
 import retrieval_model
 from films_data import CACHE, build_index, print_ranked, titles_by_key
@@ -26,29 +30,32 @@ from transformers import AutoTokenizer
 
 import itemset
 
-FOLDER = CACHE / "retrieval"
-MODEL, CATALOGUE, INDEX = FOLDER / "model", FOLDER / "films.csv", FOLDER / "films.itemset"
 WIDTHS = (1, 4, 10, 64)
 K = 10
 
 
-def prepare(histories: Sequence[Sequence[int]]) -> None:
-    """Semantic IDs, a model that has learnt them, and the index. What an earlier run has left is taken."""
-    if not MODEL.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
+def prepare(folder: Path, seen: Sequence[Sequence[int]], **attributes: Sequence[Any]) -> tuple[Path, Path]:
+    """Make semantic IDs, a model that has learnt them, and the index; return the folder of the model, and the index.
+
+    What an earlier run has left is taken. seen: the films that the model learns from, user by user. attributes: a value
+    for each film, by name.
+    """
+    model, catalogue, index = folder / "model", folder / "films.csv", folder / "films.itemset"
+    if not model.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         titles = titles_by_key()
         codes = retrieval_data.semantic_ids(retrieval_data.vectors())
         texts = [retrieval_model.text_of(code) for code in codes]
-        with CATALOGUE.open("w", newline="", encoding="utf-8") as file:
+        with catalogue.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(["movie_id", "title", "semantic_id"])
-            writer.writerows(zip(titles.keys(), titles.values(), texts, strict=True))
+            writer.writerow(["movie_id", "title", "semantic_id", *attributes])
+            writer.writerows(zip(titles.keys(), titles.values(), texts, *attributes.values(), strict=True))
         tokenizer = retrieval_model.make_tokenizer(codes)
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        seen = [watched[:-1] for watched in histories]  # the last film is what the model is asked for
         print("teaching a small model what users watch next (once)", flush=True)
-        retrieval_model.train(seen, dict(zip(titles, encoded, strict=True)), tokenizer, MODEL)
-    build_index(CATALOGUE, "semantic_id", MODEL, INDEX)
+        retrieval_model.train(seen, dict(zip(titles, encoded, strict=True)), tokenizer, model)
+    build_index(catalogue, "semantic_id", model, index, list(attributes))
+    return model, index
 
 
 class Retrieval:
@@ -57,12 +64,12 @@ class Retrieval:
     def __init__(self, url: str, index: itemset.ItemSet, end_token: int) -> None:
         self._url, self._index, self._end = url, index, end_token
 
-    def ranked(self, watched: Sequence[int], width: int, **options: Any) -> list[dict[str, Any]]:
-        """A ranked list behind a user's films, best first: each with its rank, score and key."""
+    def ranked(self, watched: Sequence[int], n: int, **options: Any) -> list[dict[str, Any]]:
+        """A ranked list of `n` films after a user's, best first: each with its rank, score and key."""
         films = self._index.tokens(watched[-retrieval_model.MEMORY :])
         prompt = [token for film in films for token in (*film, self._end)]
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": self._index.longest + 1, "item_set": "films"}
-        answer = post(f"{self._url}/completions", {**body, "use_beam_search": True, "n": width, **options})
+        answer = post(f"{self._url}/completions", {**body, "use_beam_search": True, "n": n, **options})
         return [choice["item"] for choice in answer["choices"]]
 
 
@@ -72,8 +79,8 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
     print(f"asking for {len(histories) * (len(WIDTHS) + 1)} ranked lists (about a minute)", flush=True)
     before, after = [watched[:-1] for watched in histories], [watched[-1] for watched in histories]
     with ThreadPoolExecutor(8) as pool:
-        lists = {width: list(pool.map(partial(retrieval.ranked, width=width), before)) for width in WIDTHS}
-        exact = list(pool.map(partial(retrieval.ranked, width=K, exact=True), before))
+        lists = {width: list(pool.map(partial(retrieval.ranked, n=width), before)) for width in WIDTHS}
+        exact = list(pool.map(partial(retrieval.ranked, n=K, exact=True), before))
     best = [[item["key"] for item in one] for one in exact]
 
     print(f"\n{len(histories)} users; a beam N wide gives N films. recall: of the exact ranking's first 1 or {K};")
@@ -102,18 +109,39 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
 def show(engine: str, users: int) -> bool:
     """Prepare, serve, ask and report; True if all is as it should be."""
     histories = retrieval_data.histories()
-    prepare(histories)
-    end_token = AutoTokenizer.from_pretrained(MODEL).eos_token_id
-    with running_server(Launch(engine, MODEL, f"films={INDEX}", dtype="float32")) as url:
-        return report(Retrieval(url, itemset.load(INDEX), end_token), histories[:users])
+    seen = [watched[:-1] for watched in histories]  # the last film is what the model is asked for
+    model, index = prepare(CACHE / "retrieval", seen)
+    with serving(engine, model, index) as retrieval:
+        return report(retrieval, histories[:users])
+
+
+def show_cold_start(engine: str, users: int) -> bool:
+    """The same of films that the model has never seen watched."""
+    histories, titles = retrieval_data.histories(), titles_by_key()
+    fresh = cold_start.newest(cold_start.years(titles), histories)
+    asked = cold_start.cases(histories, fresh)[:users]
+    seen = cold_start.without(histories, fresh)
+    model, index = prepare(CACHE / "cold-start", seen, in_training=[key not in fresh for key in titles])
+    with serving(engine, model, index) as retrieval:
+        return cold_start.report(retrieval, asked, len(titles), fresh)
+
+
+@contextmanager
+def serving(engine: str, model: Path, index: Path) -> Iterator[Retrieval]:
+    end_token = AutoTokenizer.from_pretrained(model).eos_token_id
+    with running_server(Launch(engine, model, f"films={index}", dtype="float32")) as url:
+        yield Retrieval(url, itemset.load(index), end_token)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
-    parser.add_argument("--users", type=int, default=100)
+    parser.add_argument("--users", type=int, help="default: 100, and all that there are with --cold-start")
+    parser.add_argument("--cold-start", action="store_true", help="films that no training history holds")
     arguments = parser.parse_args()
-    return run(partial(show, arguments.engine, arguments.users))
+    if arguments.cold_start:
+        return run(partial(show_cold_start, arguments.engine, arguments.users or 10_000))
+    return run(partial(show, arguments.engine, arguments.users or 100))
 
 
 if __name__ == "__main__":

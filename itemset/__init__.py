@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from itemset.building.external import build_external
     from itemset.errors import ItemSetError, ItemSetWarning
-    from itemset.external import build_external
     from itemset.item_set import ItemSet, build, build_text, from_bytes, load, verify
-    from itemset.rows import Rows
+    from itemset.trie.rows import Rows
+    from itemset.views import view
 
 __all__ = [
     "ItemSet",
@@ -23,9 +24,16 @@ __all__ = [
     "from_bytes",
     "load",
     "verify",
+    "view",
 ]
 
-_ELSEWHERE = {"ItemSetError": "errors", "ItemSetWarning": "errors", "Rows": "rows", "build_external": "external"}
+_ELSEWHERE = {
+    "ItemSetError": "errors",
+    "ItemSetWarning": "errors",
+    "Rows": "trie.rows",
+    "build_external": "building.external",
+    "view": "views",
+}
 
 
 def __getattr__(name: str) -> Any:

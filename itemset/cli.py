@@ -9,23 +9,24 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import itemset
-from itemset import report, sources
+from itemset import report
+from itemset.building import sources
+from itemset.building.external import build_external, check_options
+from itemset.building.memory import available_memory, needed_memory
+from itemset.building.progress import build_bar
+from itemset.building.scratch import outcome, scratch_folder, state_of
 from itemset.errors import ItemSetError, ItemSetWarning
-from itemset.external import build_external
 from itemset.item_set import ItemSet
-from itemset.memory import available_memory, needed_memory
-from itemset.progress import build_bar
-from itemset.scratch import outcome, scratch_folder, state_of
 from itemset.text import encode, load_tokenizer
+from itemset.trie.attributes import kind_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 on bad input (one line on stderr) or 130 on Ctrl-C; bad usage exits with 2."""
+    """Run one command. Return 0, 1 on bad input (one line on stderr) or 130 on Ctrl-C; bad usage exits with 2."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(original: Any) -> Any:
-    """Ours as a line like all others."""
+    """Return a `warnings.showwarning` that shows our own as one line, like errors."""
 
     def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
         if issubclass(category, ItemSetWarning):
@@ -69,7 +70,7 @@ def _build(args: argparse.Namespace) -> None:
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start = time.perf_counter()
-    needed = needed_memory(args.source, args.column, args.key)
+    needed = needed_memory(args.source, args.column, args.key, args.attribute)
     allowed = available_memory() // 2 if args.memory is None else args.memory
     reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
     on_disk = needed > allowed
@@ -93,6 +94,7 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: 
                 args.source,
                 column=args.column,
                 key=args.key,
+                attributes=args.attribute,
                 tokenizer=tokenizer,
                 prefix=args.prefix,
                 vocab_size=args.vocab_size,
@@ -109,19 +111,14 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: 
 
 
 def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
-    source = sources.read(args.source, column=args.column, key=args.key)
+    source = sources.read(args.source, column=args.column, key=args.key, attributes=args.attribute)
+    check_options(args.source, source.texts is not None, args.tokenizer, args.prefix, args.vocab_size)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
     if source.texts is None:
-        if args.prefix:
-            raise ItemSetError(f"{args.source} holds token ids: --prefix is for texts, leave it away")
-        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-        s = itemset.build(source.tokens, keys=source.keys, vocab_size=args.vocab_size, tokenizer=tokenizer)
+        s = itemset.build(source.tokens, vocab_size=args.vocab_size, **given)
     else:
-        if not args.tokenizer:
-            raise ItemSetError(f"{args.source} holds texts: give the model's tokenizer with --tokenizer DIR")
-        if args.vocab_size is not None:
-            raise ItemSetError(f"{args.source} holds texts: leave --vocab-size away, the tokenizer knows it")
-        tokenizer = load_tokenizer(args.tokenizer)
-        s = itemset.build_text(source.texts, tokenizer, keys=source.keys, prefix=args.prefix, progress=True)
+        s = itemset.build_text(source.texts, prefix=args.prefix, progress=True, **given)
     s.save(output)
     return s
 
@@ -159,26 +156,28 @@ def _lookup(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     if tokenizer is not None:
         s.check_tokenizer(tokenizer)
-    asked: list[list[int]] = list(args.tokens)
-    if args.text:
-        if tokenizer is None:
-            raise ItemSetError("--text needs the tokenizer of the set: give it with --tokenizer DIR")
-        tokens, offsets = encode(args.text, tokenizer, prefix=s.prefix)
-        asked += [tokens[a:b].tolist() for a, b in pairwise(offsets)]
-    for item in asked:
-        _print_item(s.lookup([item])[0], item, tokenizer)
-    integers = "keys" in s.sections  # string keys stand in two sections of other names
+    if args.text and tokenizer is None:
+        raise ItemSetError("--text needs the tokenizer of the set: give it with --tokenizer DIR")
+    for item in args.tokens:
+        _print_item(s.keys_of([item])[0], item, tokenizer)
+    for text in args.text:
+        item = encode([text], tokenizer, prefix=s.prefix, name="the text")[0].tolist()
+        if s.find(item) is None:
+            raise ItemSetError(f"the text {text!r} is no item of the set")
+        _print_item(s.keys_of([item])[0], item, tokenizer)
+    integers = "keys" in s.sections  # string keys have two sections, of other names
     for key in args.key:
         wanted = _integer_key(key) if integers else key
-        _print_item(wanted, s.tokens([wanted])[0], tokenizer)
+        _print_item([wanted], s.tokens([wanted])[0], tokenizer)
     for prefix in args.children:
         labels, terminal = s.children(prefix)
         print(f"{_joined(prefix)}\t{'an item ends here' if terminal else 'no item ends here'}", end="\t")
         print(f"{len(labels):,} next: {_joined(labels.tolist())}" if len(labels) else "nothing next")
 
 
-def _print_item(key: int | str, tokens: list[int], tokenizer: Any) -> None:
-    print(key, _joined(tokens), *([] if tokenizer is None else [repr(tokenizer.decode(tokens))]), sep="\t")
+def _print_item(keys: Sequence[int | str], tokens: list[int], tokenizer: Any) -> None:
+    for key in keys:
+        print(key, _joined(tokens), *([] if tokenizer is None else [repr(tokenizer.decode(tokens))]), sep="\t")
 
 
 def _integer_key(key: str) -> int:
@@ -192,6 +191,8 @@ def _facts(s: ItemSet) -> list[tuple[str, str]]:
     return [
         ("items", f"{len(s):,}"),
         ("duplicates", f"{s.duplicates:,} folded"),
+        ("keys", f"{len(s.keys):,}; items with several: {s.shared:,}"),
+        ("attributes", ", ".join(f"{field.name} ({kind_of(field.type)})" for field in s.attributes.schema) or "none"),
         ("tokens", f"{s.shortest} (shortest item) to {s.longest} (longest)"),
         ("size", f"{s.nbytes:,} bytes, {s.nbytes / len(s):.2f} an item, keys not counted"),
     ]
@@ -257,6 +258,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("source", metavar="SOURCE", help=".txt, .csv, .tsv, .jsonl, .ndjson, .parquet, or .npy [N, L]")
     sub.add_argument("--column", metavar="C", help="column of the items: texts or lists of token ids")
     sub.add_argument("--key", metavar="K", help="column of the keys: integers or strings (default: row numbers)")
+    sub.add_argument(
+        "--attribute",
+        metavar="A",
+        action="append",
+        default=[],
+        help="column to keep in the index, for filters: bools, numbers, strings, dates, times or lists of strings; "
+        "may be repeated",
+    )
     sub.add_argument("--tokenizer", metavar="DIR", help="the model's tokenizer: a folder or a Hugging Face name")
     sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
     sub.add_argument("--vocab-size", metavar="N", type=_positive, help="refuse token ids of N and above")
@@ -278,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "lookup",
         _lookup,
-        "print items as lines of key, tokens and (with --tokenizer) text; each option may be repeated",
+        "print items as lines of key, tokens and (with --tokenizer) text, a line for each key; options may be repeated",
         'itemset lookup films.itemset --key 50 --text "Star Wars (1977)" --tokenizer DIR',
     )
     sub.add_argument("file", metavar="FILE")

@@ -1,4 +1,4 @@
-"""The one exception of `itemset`: a bad item, set, key or file; its one warning; and what messages repeat of values."""
+"""The exception and the warning of `itemset`, and how messages repeat a client's values."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 
 class ItemSetError(ValueError):
-    """Names the input that is wrong and what to do about it."""
+    """A bad item, set, key or file. The message names it and says what to do about it."""
 
 
 class ItemSetWarning(UserWarning):
-    """What was built may not be what was meant: says what, and what to do about it."""
+    """What was built may not be what was meant. The message says what, and what to do about it."""
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """What a message repeats of a client's value: of a string or a number the beginning, of all else the kind.
+    """Return what a message repeats of a client's value: the beginning of a string or number, the kind of all else.
 
-    Its work does not grow with the value, nor with how deep it is nested.
+    The work does not grow with the value's size or depth.
     """
     if isinstance(value, str):
         return repr(value) if len(value) <= limit else f"{value[:limit]!r}..."

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from itemset.arena import Arena, room_for
-from itemset.batch import Batch
-from itemset.host import allowed_rows
 from itemset.item_set import ItemSet
-from itemset.slots import Slots
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import Batch
+from itemset.masking.host import allowed_rows
+from itemset.masking.slots import Slots
 
 
 class ItemSetLogitsProcessor(LogitsProcessor):
@@ -22,18 +22,18 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         processor = ItemSetLogitsProcessor(films, prompt_length=ids.shape[1], stop_tokens=tokenizer.eos_token_id)
         model.generate(ids, logits_processor=[processor], num_beams=10, num_return_sequences=10, max_new_tokens=40)
 
-    It gives what `prefix_allowed_tokens_fn` gives with a function that returns the children of what has been generated,
-    the stop tokens where an item may end, and the stop tokens alone behind that. Beams of which the set has no more
-    than these end with a score of minus infinity; it holds nothing between two steps, so beams may change places.
+    The answers are those of `prefix_allowed_tokens_fn` with a function that returns the children of what has been
+    generated, the stop tokens too if an item may end there, and the stop tokens alone after an item. If the set has
+    fewer items than beams, surplus beams score -inf. Nothing is kept between two steps, so beams may change places.
 
-    On a CPU the walk is compiled; on an accelerator it is one of the kernels, and nothing is copied or waited for.
+    On a CPU the walk is compiled; on an accelerator it is a kernel, and nothing is copied or waited for.
     """
 
     supports_continuous_batching = False
 
     def __init__(self, item_set: ItemSet, *, prompt_length: int, stop_tokens: int | Sequence[int]) -> None:
-        """prompt_length: columns of `input_ids` before the item, padding included; 0 for an encoder-decoder model is 1,
-        its start token. stop_tokens: the model's end tokens. Raises ValueError where there is none."""
+        """prompt_length: columns of `input_ids` before the item, with padding; for an encoder-decoder model 1, its
+        start token. stop_tokens: the model's end tokens. Raises ValueError if there is none."""
         self._item_set, self._begin = item_set, prompt_length
         self._stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
         if not self._stops:
@@ -41,8 +41,10 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         self._slots: Slots | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: [rows, tokens so far]. scores: [rows, vocabulary]; returned with -inf where a token is no legal
-        one."""
+        """Return the scores, [rows, vocabulary], with -inf for each token that may not follow.
+
+        input_ids: [rows, tokens so far].
+        """
         tokens = input_ids[:, self._begin :]
         if scores.device.type == "cpu":
             allowed = np.zeros(scores.shape, np.bool_)

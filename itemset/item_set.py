@@ -1,24 +1,28 @@
-"""An item set: its trie, the items' keys and the tokenizer it was made with; built, saved, opened, asked."""
+"""An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, opened, asked."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset import index_file, notices, numbering, walk
+from itemset import notices
 from itemset.errors import ItemSetError
-from itemset.index_file import Header
-from itemset.keys import as_keys, from_sections, keys_at, positions_of, to_sections
-from itemset.rows import MAX_ITEM_TOKENS, MAX_TOKEN_ID, Rows, as_rows, sort_unique, token_dtype
 from itemset.text import TokenizerId, encode, fingerprint, identify
-from itemset.trie import BLOCK, Tables, Trie, build_trie
+from itemset.trie import attributes as attribute_columns
+from itemset.trie import file as index_file
+from itemset.trie import numbering, walk
+from itemset.trie.file import Header
+from itemset.trie.keys import Keys, as_keys, in_item_order
+from itemset.trie.levels import LevelPlan
+from itemset.trie.rows import MAX_TOKEN_ID, Rows, as_rows, sort_unique
+from itemset.trie.soundness import check_shapes, digest_of
+from itemset.trie.tables import NONE, SECTIONS, Tables, Trie, build_trie
 
 _AGAIN = "build it again with `itemset build`"
 _VERIFIED_TOKENS = 1 << 24  # that `verify` unfolds at once
@@ -30,23 +34,29 @@ class ItemSet:
     def __init__(
         self,
         trie: Trie,
-        item_keys: pa.Array,
+        keys: Keys,
         *,
         digest: str | None = None,
         duplicates: int = 0,
         vocab_size: int | None = None,
         tokenizer: TokenizerId | None = None,
         prefix: str = "",
+        attributes: NDArray[np.uint8] | None = None,
     ) -> None:
         self.trie = trie
-        self._keys = item_keys
+        self.base: ItemSet | None = None
+        """Of a view: the set, or the view, whose tables it shares."""
+        self.own: Mapping[str, NDArray[Any]] = trie.tables.sections
+        """Those arrays of the tables that it shares with no base, by name."""
+        self._keys = keys
+        self._attributes = attributes
         self._digest = digest
         self.duplicates = duplicates
-        """Items of the input that were folded into an earlier equal one."""
+        """Items of the input that equal an earlier one."""
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.prefix = prefix
-        """Text that stands before every item, as given to `build_text`."""
+        """Text before every item, as given to `build_text`."""
         self._same_tokenizer: Any = None  # the one that was found to be the set's own
 
     def __len__(self) -> int:
@@ -71,16 +81,50 @@ class ItemSet:
         return self.trie.nbytes
 
     @property
+    def whole(self) -> ItemSet:
+        """The set that a view's tables come from in the end; of a set, itself."""
+        return self if self.base is None else self.base.whole
+
+    @property
+    def keys(self) -> pa.Array:
+        """Every key, int64 or large_string: by item number, an item's own in the order of the input."""
+        return self._keys.values
+
+    @property
+    def key_starts(self) -> NDArray[np.uint32] | None:
+        """Where each item's keys begin in `keys`, and their end: [items + 1]. None if each item has one key."""
+        return self._keys.starts
+
+    @functools.cached_property
+    def attributes(self) -> pa.Table:
+        """The attributes, a row for each of `keys`, over the file's own memory; texts may be dictionary-encoded.
+
+        A table without columns if there are none. The first time, all of them are read and checked: raises ItemSetError
+        if they are damaged.
+        """
+        return attribute_columns.from_section(self._attributes, len(self.keys))
+
+    @property
+    def shared(self) -> int:
+        """Items with several keys."""
+        return self._keys.shared
+
+    @property
     def sections(self) -> dict[str, int]:
         """Bytes of each array in the file."""
         return {name: array.nbytes for name, array in self._arrays().items()}
 
     @property
     def digest(self) -> str:
-        """Hex digest of the tables: the same for two sets of the same items, whatever their keys."""
+        """Hex digest of the tables: equal for two sets of the same items, whatever their keys."""
         if self._digest is None:
-            self._digest = _digest(self.trie.tables)
+            self._digest = digest_of(self.trie.tables)
         return self._digest
+
+    @functools.cached_property
+    def level_plan(self) -> LevelPlan:
+        """How wide its levels are, for a search over it on a device. Read off the tables once."""
+        return LevelPlan.of(self.trie)
 
     @functools.cached_property
     def token_ids(self) -> NDArray[np.int64]:
@@ -95,15 +139,15 @@ class ItemSet:
         return np.flatnonzero(seen)
 
     def occurring(self, token_ids: Iterable[int]) -> list[int]:
-        """Those of `token_ids` that occur in an item, ascending."""
+        """Return those of `token_ids` that occur in an item, ascending."""
         asked = np.array(sorted(token_ids), np.int64)
-        first, behind = (np.searchsorted(self.token_ids, asked, side) for side in ("left", "right"))
-        return [int(token) for token in asked[first < behind]]
+        first, after = (np.searchsorted(self.token_ids, asked, side) for side in ("left", "right"))
+        return [int(token) for token in asked[first < after]]
 
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
-        """Tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
+        """Return the tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
 
-        Raises ItemSetError (a ValueError) where no item starts with `prefix_tokens`.
+        Raises ItemSetError (a ValueError) if no item starts with `prefix_tokens`.
         """
         state = 0
         if np.ndim(prefix_tokens) != 1:
@@ -115,34 +159,45 @@ class ItemSet:
         return walk.children(self.trie.tables, state)
 
     def lookup(self, items: Any) -> NDArray[np.int64] | list[str]:
-        """The key of each item: int64 [N], or a list of strings where the keys are strings.
+        """Return the key of each item, the first if it has several: int64 [N], or a list if the keys are strings.
 
         items: as for `build`. Raises ItemSetError for the first that is no item of the set.
         """
+        return self._keys.first(self._known(items))
+
+    def keys_of(self, items: Any) -> list[list[int | str]]:
+        """Return all keys of each item, in the order in which they were given to `build`.
+
+        items: as for `build`. Raises ItemSetError for the first that is no item of the set.
+        """
+        return self._keys.every(self._known(items))
+
+    def _known(self, items: Any) -> NDArray[np.int64]:
+        """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""
         if not len(items):
-            return keys_at(self._keys, np.zeros(0, np.int64))
+            return np.zeros(0, np.int64)
         rows = as_rows(items)
         numbers = self._numbers_of(rows)
         if (missing := np.flatnonzero(numbers < 0)).size:
             i = int(missing[0])
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
-        return keys_at(self._keys, numbers)
+        return numbers
 
     def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
-        """The key of the item with these tokens, and whether it is a prefix of another; None where it is no item.
+        """Return the first key of the item with these tokens and whether it is a prefix of another; None if it is none.
 
-        tokens: of one item, each 0 or more. `lookup` of one item, without an error to raise.
+        tokens: of one item, each 0 or more.
         """
         number = int(self._numbers_of(as_rows([tokens]))[0])
         if number < 0:
             return None
         tables = self.trie.tables
-        key = self._keys[number].as_py()
-        return key, number >= len(tables.labels) - (len(tables.row_offsets) - 2)
+        (key,) = self._keys.first(np.array([number]))
+        return key if isinstance(key, str) else int(key), number >= len(tables.labels) - (len(tables.row_offsets) - 2)
 
     def lookup_text(self, texts: Sequence[str], tokenizer: Any) -> NDArray[np.int64] | list[str]:
-        """The key of each text's item, encoded as `build_text` does (after the set's prefix): as `lookup`.
+        """Return the first key of each text's item. Texts are encoded as in `build_text`, after the prefix.
 
         tokenizer: the one that the set was built with. Raises ItemSetError: another tokenizer, a text that cannot be
         encoded (see `text.encode`), or the first that is no item of the set.
@@ -153,10 +208,10 @@ class ItemSet:
         if (missing := np.flatnonzero(numbers < 0)).size:
             i = int(missing[0])
             raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
-        return keys_at(self._keys, numbers)
+        return self._keys.first(numbers)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raises ItemSetError where the set was built with another tokenizer."""
+        """Raise ItemSetError if the set was built with another tokenizer."""
         if self.tokenizer is None or tokenizer is self._same_tokenizer:
             return
         if fingerprint(tokenizer) != self.tokenizer.fingerprint:
@@ -164,7 +219,7 @@ class ItemSet:
         self._same_tokenizer = tokenizer
 
     def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
-        """The item number of each row, -1 where it is no item."""
+        """Return the item number of each row, -1 if it is no item."""
         if not len(rows):
             return np.zeros(0, np.int64)
         numbers = numbering.numbers_of(self.trie.tables, self._terminal_rank, rows)
@@ -172,23 +227,23 @@ class ItemSet:
         return numbers
 
     def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
-        """The tokens of the items with these keys (the first such item). Raises ItemSetError for an unknown key."""
-        return self._items_at(positions_of(self._keys, item_keys))
+        """Return the tokens of each key's first item. Raises ItemSetError for an unknown key."""
+        return self._items_at(self._keys.numbers_of(item_keys))
 
     def items(self) -> list[list[int]]:
-        """The tokens of every item, in the set's own order. For sets that fit memory as Python lists."""
+        """Return the tokens of every item, in the set's own order. For sets that fit memory as Python lists."""
         return self._items_at(np.arange(len(self)))
 
     def _items_at(self, numbers: NDArray[np.int64]) -> list[list[int]]:
-        rows = numbering.items_at(self.trie.tables, self._terminal_rank, numbers, self.longest)
+        rows = numbering.items_at(self.whole.trie.tables, self._terminal_rank, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index file; an existing one is replaced at once. Raises ItemSetError where it cannot be written."""
+        """Write the index file; an existing one is replaced at once. Raises ItemSetError if it cannot be written."""
         index_file.write(path, self._header(), self._arrays())
 
     def to_bytes(self) -> bytes:
-        """The index file in memory, for `from_bytes`."""
+        """Return the index file as bytes, for `from_bytes`."""
         return index_file.to_bytes(self._header(), self._arrays())
 
     @functools.cached_property
@@ -196,9 +251,8 @@ class ItemSet:
         return numbering.rank_terminals(self.trie.tables.terminal)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        tables = self.trie.tables._asdict()
-        del tables["token_bits"]
-        return tables | to_sections(self._keys)
+        attributes = {} if self._attributes is None else {"attributes": self._attributes}
+        return self.trie.tables.sections | self._keys.to_sections() | attributes
 
     def _header(self) -> Header:
         return Header(
@@ -224,35 +278,42 @@ def build(
     vocab_size: int | None = None,
     tokenizer: Any = None,
     prefix: str = "",
+    attributes: Any = None,
 ) -> ItemSet:
-    """The set of these items, in any order; equal ones are folded and the first one's key stays.
+    """Build the set of these items, in any order. Equal ones become one item, with the keys of all in their order.
 
     items: an integer matrix [N, L], `Rows`, or an iterable of token-id lists of any lengths >= 1.
-    keys: N integers or N strings; the row numbers where None.
-    vocab_size: token ids must be below it; the tokenizer's where None and there is one.
+    keys: N integers or N strings; by default the row numbers.
+    vocab_size: token ids must be below it; by default the tokenizer's, if there is one.
     tokenizer: the Hugging Face tokenizer the ids belong to; an engine with another one refuses the index.
-    Raises ItemSetError as `rows.as_rows`, `keys.as_keys` and `trie.build_trie` do.
+    attributes: a pyarrow Table, or columns by name, with one row for each item given, also for equal ones. See
+        `ItemSet.attributes`.
+    Raises ItemSetError as `rows.as_rows`, `keys.as_keys`, `attributes.as_attributes` and `trie.build_trie` do.
     """
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
     given = as_rows(items, vocab_size)
     total = len(given)
     item_keys = None if keys is None else as_keys(keys, total)
-    rows, order, lcp = sort_unique(given)
-    folded = notices.first_folded(given, len(rows), order, item_keys)
+    columns = None if attributes is None else attribute_columns.as_attributes(attributes, total)
+    rows, order, starts, lcp = sort_unique(given)
     del given
     trie, members = build_trie(rows, lcp)
     del rows, lcp
-    kept = members if order is None else order[members]
+    places, key_starts = in_item_order(members, starts)
+    if order is not None:
+        places = order[places]
+    values = pa.array(places.astype(np.int64)) if item_keys is None else item_keys.take(pa.array(places))
     item_set = ItemSet(
         trie,
-        pa.array(kept.astype(np.int64)) if item_keys is None else item_keys.take(pa.array(kept)),
+        Keys(values, key_starts),
         duplicates=total - trie.items,
         vocab_size=vocab_size,
         tokenizer=identify(tokenizer) if tokenizer is not None else None,
         prefix=prefix,
+        attributes=None if columns is None else attribute_columns.to_section(columns, places),
     )
-    notices.of_build(item_set, tokenizer, keys_given=keys is not None, folded=folded)
+    notices.of_build(item_set, tokenizer)
     return item_set
 
 
@@ -262,36 +323,37 @@ def build_text(
     *,
     keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
     prefix: str = "",
+    attributes: Any = None,
     progress: bool = False,
 ) -> ItemSet:
-    """The set of these texts, each as the one token sequence that `tokenizer` gives it (behind `prefix`).
+    """Build the set of these texts, each as the one token sequence that `tokenizer` gives for `prefix` and the text.
 
-    tokenizer: the model's own Hugging Face tokenizer. progress: show a bar on long work.
+    tokenizer: the model's own Hugging Face tokenizer. attributes: as for `build`. progress: show a bar on long work.
     Raises ItemSetError as `build` and `text.encode` do.
     """
     tokens, offsets = encode(texts, tokenizer, prefix=prefix, progress=progress)
-    return build(Rows(tokens, offsets), keys=keys, tokenizer=tokenizer, prefix=prefix)
+    return build(Rows(tokens, offsets), keys=keys, tokenizer=tokenizer, prefix=prefix, attributes=attributes)
 
 
 def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
-    """Open an index file by memory map. Raises ItemSetError that says what is wrong with the file.
+    """Open an index file by memory map. Raises ItemSetError, which says what is wrong with the file.
 
     check: compare every section with its checksum first, which reads the file once. Without it opening takes
     milliseconds at any size; a damaged file may then answer wrongly, but no walk reads outside the tables.
     The set reads from the file for as long as it lives. You may replace the file, as `save`, `itemset build` and `mv`
-    do, or delete it. Do not change it in place, as `cp` over it does: answers would change with it, and where the file
+    do, or delete it. Do not change it in place, as `cp` over it does: answers would change with it, and if the file
     gets shorter the system ends the process (SIGBUS).
     """
     return from_index(*index_file.read(path), name=str(path), check=check)
 
 
 def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
-    """The set that `ItemSet.to_bytes` wrote. Raises ItemSetError as `load` does."""
+    """Open the set that `ItemSet.to_bytes` wrote. Raises ItemSetError as `load` does."""
     return from_index(*index_file.parse(data, name), name=name, check=True)
 
 
 def verify(path: str | os.PathLike[str]) -> ItemSet:
-    """Re-read the whole file: checksums, the order of the tables, and every item through the trie.
+    """Read the whole file and check it: checksums, the order of the tables, and every item through the trie.
 
     Raises ItemSetError at the first fault.
     """
@@ -307,18 +369,19 @@ def verify(path: str | os.PathLike[str]) -> ItemSet:
             raise ItemSetError(
                 f"{path} is corrupted, item {int(part[wrong[0]])} does not lead back to itself: {_AGAIN}"
             )
-    if item_set.digest != _digest(trie.tables):
+    _ = item_set.attributes  # which checks them
+    if item_set.digest != digest_of(trie.tables):
         raise ItemSetError(f"{path} is corrupted, its digest does not match its tables: {_AGAIN}")
     return item_set
 
 
 def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
-    """The set over what `index_file` has read. Raises ItemSetError as `load` does."""
+    """Return the set over what `index_file` has read. Raises ItemSetError as `load` does."""
     if check:
         index_file.check(header, arrays, name)
     try:
-        tables = Tables(**{field: arrays[field] for field in Tables._fields[:-1]}, token_bits=header.token_bits)
-        item_keys = from_sections(arrays)
+        sections = {field: arrays[field] for field in SECTIONS}
+        tables = Tables(**sections, alive=NONE, dead=NONE, token_bits=header.token_bits)
         trie = Trie(
             tables,
             header.items,
@@ -328,62 +391,19 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
             header.level_edges,
             header.tail_tokens,
         )
-        _check_shapes(trie, item_keys)
+        check_shapes(trie)
+        keys = Keys.from_sections(arrays, trie.items)
     except KeyError as missing:
         raise ItemSetError(f"{name} is corrupted, it has no section {missing}: {_AGAIN}") from missing
     except ValueError as error:
         raise ItemSetError(f"{name} is corrupted, {error}: {_AGAIN}") from error
     return ItemSet(
         trie,
-        item_keys,
+        keys,
         digest=header.digest,
         duplicates=header.duplicates,
         vocab_size=header.vocab_size,
         tokenizer=header.tokenizer,
         prefix=header.prefix,
+        attributes=arrays.get("attributes"),
     )
-
-
-def _check_shapes(trie: Trie, item_keys: pa.Array) -> None:
-    """That the arrays have the types and lengths that the walks rely on, and that no row leaves the edges.
-
-    Raises ValueError. Reads `row_offsets` and `terminal`, the smallest of the arrays.
-    """
-    tables, levels = trie.tables, len(trie.level_nodes)
-    if (
-        not levels == len(trie.level_edges) > 0
-        or min(*trie.level_nodes, *trie.level_edges) < 1
-        or not 1 <= tables.token_bits <= 31
-        or not 1 <= trie.shortest <= trie.longest <= MAX_ITEM_TOKENS
-        or trie.tail_tokens < 0
-    ):
-        raise ValueError("its counts do not fit each other")
-    nodes, edges = sum(trie.level_nodes), sum(trie.level_edges)
-    blocks = -(-edges // BLOCK)
-    expected = {
-        "row_offsets": (nodes + 1, {"uint32"}),
-        "terminal": (-(-nodes // 32), {"uint32"}),
-        "labels": (edges, {token_dtype((1 << tables.token_bits) - 1).__name__}),
-        "targets": (edges, {"uint16", "uint32"}),
-        "node_base": (blocks, {"uint32"}),
-        "tail_base": (blocks, {"uint32"}),
-        "tails": (-(-trie.tail_tokens * (tables.token_bits + 1) // 32) + 1, {"uint32"}),
-    }
-    for field, (count, dtypes) in expected.items():
-        array = getattr(tables, field)
-        if len(array) != count or array.dtype.name not in dtypes:
-            raise ValueError(f"section {field} does not fit the header")
-    rows = tables.row_offsets
-    if rows[0] != 0 or rows[-1] != edges or np.any(rows[1:] < rows[:-1]):
-        raise ValueError("section row_offsets does not ascend to the number of edges")
-    items = edges - (nodes - 1) + np.count_nonzero(np.unpackbits(tables.terminal.view(np.uint8)))
-    if not len(item_keys) == trie.items == items:
-        raise ValueError("its number of items does not fit its tables or its keys")
-
-
-def _digest(tables: Tables) -> str:
-    digest = hashlib.blake2b(tables.token_bits.to_bytes(4, "little"), digest_size=16)
-    for array in tables[:-1]:
-        digest.update(array.dtype.str.encode() + len(array).to_bytes(8, "little"))
-        digest.update(array.data)
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What an item set costs: its levels, the published STATIC layout's size, and the least that any index could take."""
+"""What an item set costs: its levels, its size in the published STATIC layout, and the least that any index takes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.jit import compiled
-from itemset.walk import END, TAIL, follow, is_terminal, tail_entry
+from itemset.trie.jit import compiled
+from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 _SHOWN_LEVELS = 24
 
 
 @dataclass(frozen=True)
 class Level:
-    """nodes: prefixes of this many tokens that two or more items share. edges: tokens that follow them.
-    tail_tokens: tokens in the tails behind these edges."""
+    """One level of the trie.
+
+    nodes: prefixes of this many tokens that two or more items share. edges: tokens that follow them.
+    tail_tokens: tokens in the tails after these edges.
+    """
 
     nodes: int
     edges: int
@@ -26,7 +29,7 @@ class Level:
 
 
 def describe(s: ItemSet) -> list[str]:
-    """Lines for people: the levels, then the index's bytes an item beside STATIC's and the least possible."""
+    """Return lines for people: the levels, then the index's bytes an item beside STATIC's and the least possible."""
     every = levels(s)
     shown = every if len(every) <= _SHOWN_LEVELS else every[: _SHOWN_LEVELS - 1]
     lines = [f"{'level':<12} {'nodes':>16} {'edges':>16} {'tail tokens':>16}"]
@@ -49,22 +52,22 @@ def describe(s: ItemSet) -> list[str]:
 
 
 def levels(s: ItemSet) -> list[Level]:
-    """Nodes, edges and tail tokens of each level, root first."""
+    """Return the nodes, edges and tail tokens of each level, root first."""
     trie = s.trie
     if s.shortest == s.longest:
-        behind = [count * (s.longest - 1 - depth) for depth, count in enumerate(_lone_items(s))]
+        tails = [count * (s.longest - 1 - depth) for depth, count in enumerate(_lone_items(s))]
     else:
-        behind = _tally(s).tail_tokens.tolist()
-    return [Level(*level) for level in zip(trie.level_nodes, trie.level_edges, behind, strict=True)]
+        tails = _tally(s).tail_tokens.tolist()
+    return [Level(*level) for level in zip(trie.level_nodes, trie.level_edges, tails, strict=True)]
 
 
 def static_bytes(s: ItemSet) -> int | None:
-    """Bytes of the STATIC layout for the same set, None where it has none: for items of different lengths or one token.
+    """Return the bytes of the STATIC layout for the same set; None, for it has none, if lengths differ or are 1.
 
     Counted from the arrays that the authors' own `build_static_index` makes (static_decoding/csr_utils.py of
     github.com/youtube/static-constraint-decoding, the code of "Vectorizing the Trie", arXiv 2602.22647). With V tokens,
     numbered from 0 without gaps, items of L tokens, P(k) distinct prefixes of k tokens and d = 2 dense levels
-    (1 where L = 2):
+    (1 if L = 2):
 
         packed_csr               8 (P(2) + ... + P(L) + V)
         indptr                   4 (P(2) + ... + P(L - 1) + V + 3)
@@ -74,7 +77,7 @@ def static_bytes(s: ItemSet) -> int | None:
     length = s.longest
     if s.shortest != length or length < 2:
         return None
-    # A prefix of k tokens is an edge at level k - 1, or lies in the tail of an item that stood alone before.
+    # A prefix of k tokens is an edge at level k - 1, or in the tail of an item that stood alone before.
     alone = np.cumsum([0, *_lone_items(s)])
     prefixes = [0] * (length + 1)
     for k in range(1, length + 1):
@@ -88,7 +91,7 @@ def static_bytes(s: ItemSet) -> int | None:
 
 
 def least_bytes(s: ItemSet) -> float:
-    """Bytes that name the set among all sets like it, so that no index of such sets can do with fewer on average.
+    """Return the bytes that name the set among all sets like it. No index of such sets takes fewer on average.
 
     For N items of one length L over V distinct tokens, log2 of the number of such sets: log2 C(V^L, N) / 8. For items
     of different lengths an estimate, since there is no such number: N items drawn independently, each a length and
@@ -104,13 +107,13 @@ def least_bytes(s: ItemSet) -> float:
 
 
 def _lone_items(s: ItemSet) -> list[int]:
-    """Edges of each level behind which an item stands alone."""
+    """Count the edges of each level after which an item stands alone."""
     nodes, edges = s.trie.level_nodes, s.trie.level_edges
     return [count - below for count, below in zip(edges, [*nodes[1:], 0], strict=True)]
 
 
 def _log2_choose(universe: int, chosen: int) -> float:
-    """log2 of the number of subsets of `chosen` members; accurate at any size."""
+    """Return log2 of the number of subsets of `chosen` members; accurate at any size."""
     chosen = min(chosen, universe - chosen)
     if chosen <= 0:
         return 0.0
@@ -124,7 +127,7 @@ def _log2_choose(universe: int, chosen: int) -> float:
 
 
 def _entropy_bits(counts: NDArray[np.int64]) -> float:
-    """Bits that a sequence with these counts takes when each symbol costs -log2 of its frequency."""
+    """Return the bits of a sequence with these counts, if each symbol costs -log2 of its frequency."""
     seen = counts[counts > 0].astype(np.float64)
     return float(-(seen * np.log2(seen / seen.sum())).sum())
 
@@ -139,7 +142,7 @@ class _Tally:
 
 
 def _tally(s: ItemSet) -> _Tally:
-    """One pass over the tables, without unfolding any item."""
+    """Count in one pass over the tables, without unfolding any item."""
     tally = _Tally(
         np.zeros(s.longest + 1, np.int64),
         np.zeros(len(s.token_ids), np.int64),
@@ -153,22 +156,22 @@ def _tally(s: ItemSet) -> _Tally:
 
 @compiled
 def _count_edges(tables, token_ids, items, tokens):  # type: ignore[no-untyped-def]
-    """Add to `tokens` each edge's token, as many times as items lie behind it."""
+    """Add to `tokens` each edge's token, once for each item that continues there."""
     nodes = len(tables.row_offsets) - 1
     items_below = np.zeros(nodes, np.int64)
     for node in range(nodes - 1, -1, -1):  # children have higher numbers
         total = np.int64(is_terminal(tables, node))
         for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
             state = follow(tables, edge)
-            behind = items_below[state] if state < nodes else np.int64(1)
-            _add(tokens, np.searchsorted(token_ids, np.int64(tables.labels[edge])), behind)
-            total += behind
+            items_after = items_below[state] if state < nodes else np.int64(1)
+            _add(tokens, np.searchsorted(token_ids, np.int64(tables.labels[edge])), items_after)
+            total += items_after
         items_below[node] = min(total, items)
 
 
 @compiled
 def _count_ends(tables, level_nodes, room, token_ids, lengths, tokens, tail_tokens):  # type: ignore[no-untyped-def]
-    """Add the items' lengths, and the tails' tokens: tails stand in the order of their edges."""
+    """Add the items' lengths, and the tails' tokens: tails are in the order of their edges."""
     mask = (1 << tables.token_bits) - 1
     node, position = np.int64(0), np.int64(0)
     for depth in range(len(level_nodes)):

@@ -38,7 +38,7 @@ _PROBES = [
 class TokenizerId:
     """Which tokenizer an item set was encoded with.
 
-    name: for people. fingerprint: equal where two tokenizers encode alike, see `fingerprint`.
+    name: for people. fingerprint: equal if two tokenizers encode alike, see `fingerprint`.
     """
 
     name: str
@@ -54,11 +54,11 @@ def encode(
     before: int = 0,
     name: str = ITEM,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Encode each of N texts, with `prefix` before it, as the one token sequence that the tokenizer gives it.
+    """Encode each of N texts as the one token sequence that the tokenizer gives for `prefix` and the text.
 
     tokenizer: a Hugging Face tokenizer. No special tokens are added, nothing is padded or cut.
     progress: show a bar on a terminal when the work takes longer than a second.
-    before: number of items before these, where they are a part of many: errors count from the first of all.
+    before: number of items before these, if they are a part of many: errors count from the first of all.
     name: what errors call an item, with {} for its position.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
     Raises ItemSetError, naming the item by its position from 0: not a string, empty, no token, a lone surrogate or
@@ -93,7 +93,7 @@ def encode(
 
 
 def load_tokenizer(path_or_name: str) -> Any:
-    """The Hugging Face tokenizer in a folder, or of a model name.
+    """Load the Hugging Face tokenizer in a folder, or of a model name.
 
     Raises ItemSetError: transformers is not installed, no such folder, no tokenizer there.
     """
@@ -117,10 +117,10 @@ def load_tokenizer(path_or_name: str) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """SHA-256, in hex, over the vocabulary and the encodings of fixed probe texts.
+    """Return the SHA-256, in hex, of the vocabulary and of the encodings of fixed probe texts.
 
-    The same for one tokenizer however it was loaded, wrapped or set to pad and cut; another one as soon as a token,
-    an id or the way it splits text differs.
+    It does not depend on how the tokenizer was loaded or wrapped, nor on its settings for padding and truncation. It
+    changes as soon as a token, an id or the way it splits text does.
     """
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary)
@@ -130,7 +130,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def identify(tokenizer: Any) -> TokenizerId:
-    """The fingerprint, and the name of the tokenizer's model or of its folder (its class where it has none)."""
+    """Return the fingerprint, and the name of the tokenizer's model or folder, else of its class."""
     path = PurePath(getattr(tokenizer, "name_or_path", None) or "")
     parts = [part for part in path.parts if part not in ("/", ".", "..")]
     name = "/".join(parts if len(parts) == len(path.parts) <= 2 and not Path(path).is_dir() else parts[-1:])
@@ -141,7 +141,7 @@ def identify(tokenizer: Any) -> TokenizerId:
 
 
 def never_shown(tokenizer: Any) -> list[int]:
-    """Ids of the tokens that engines leave out of an answer's text by default: the special ones."""
+    """Return the ids of the special tokens, which engines omit from an answer's text by default."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if getattr(entry, "special", False)}
     return sorted(special | set(getattr(tokenizer, "all_special_ids", ())))
@@ -154,7 +154,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """The canonical encoding, whatever the tokenizer was set to do before."""
+    """Return the canonical encodings, whatever the tokenizer was set to do before."""
     encodings = tokenizer(
         texts,
         add_special_tokens=False,
@@ -171,7 +171,7 @@ def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 def _encode_batch(
     batch: list[str], first: int, tokenizer: Any, prefix: str, name: str
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Tokens of the batch [T] and tokens of each text [len(batch)]; `first` is the position of its first item."""
+    """Return the batch's tokens [T] and how many each text has [len(batch)]. first: the position of its first item."""
     for i, text in enumerate(batch):
         if not isinstance(text, str):
             raise ItemSetError(f"{named(name, first + i, text)} is not a string: give every item as a text")
@@ -193,7 +193,7 @@ def _encode_batch(
 
 
 def _refusal(text: str, tokenizer: Any) -> str | None:
-    """Why this text cannot be encoded, None where it can."""
+    """Return why this text cannot be encoded, None if it can."""
     try:
         text.encode()
         _token_ids([text], tokenizer)
@@ -205,7 +205,7 @@ def _refusal(text: str, tokenizer: Any) -> str | None:
 
 
 def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:
-    """Tokens that no item may hold, with what to say of an item that does."""
+    """Return the tokens that no item may hold, and what to say of an item that does."""
     unknown, end = getattr(tokenizer, "unk_token_id", None), getattr(tokenizer, "eos_token_id", None)
     forbidden = {}
     if end is not None:
@@ -222,7 +222,7 @@ def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def named(name: str, position: int, text: object) -> str:
-    """What an error calls the item at a position: its name, as `encode` takes it, and the beginning of its text."""
+    """Return what an error calls the item at a position: its name, as `encode` takes it, and its text's beginning."""
     return f"{name.format(position)} ({_short(text)})"
 
 

@@ -1,7 +1,7 @@
 """The item of every answer: found where SGLang hands a finished output to its endpoints, put into their bodies.
 
-Functions that run around SGLang's own (`plugin`). An output's item is `meta_info["item"]`: {"key": ...}, or None if the
-answer did not end at an item's end. Outputs of requests without a set have no such entry.
+An output's item is `meta_info["item"]`: {"key": ...}, or None if the answer did not end at an item's end. Outputs of
+requests without a set have no such entry.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from sglang_static.compat import hook
+
 EXPECTED = "expected_item"
-"""Attribute of a `GenerateReqInput` of one prompt: an `itemset.answer.Expected`. Copies for `n` keep it."""
+"""Attribute of a `GenerateReqInput` of one prompt: an `itemset.serving.answer.Expected`. Copies for `n` keep it."""
 
 ITEMS = "item_set_items"
 """Attribute of the `GenerateReqInput` of an endpoint: the items found so far, by the index of their choice."""
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response", why="which item a finished answer is"
+)
 async def stream_one_response(
     original: Callable[..., Any], self: Any, obj: Any, state: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
-    """Around `TokenizerManager._stream_one_response`, through which every output passes, and whose state has all of its
-    tokens."""
+    """Every output passes here, and its state has all of its tokens."""
     expected = getattr(obj, EXPECTED, None)
     async with aclosing(original(self, obj=obj, state=state, request=request)) as parts:
         async for part in parts:
@@ -38,16 +42,26 @@ def note(request: Any, part: Any) -> None:
         vars(request).setdefault(ITEMS, {})[part.get("index", 0)] = part["meta_info"]["item"]
 
 
+@hook(
+    "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._generate_completion_stream",
+    "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._generate_chat_stream",
+    why="an answer's item, streamed",
+)
 async def openai_stream(
     original: Callable[..., Any], self: Any, adapted_request: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[str, None]:
-    from itemset import asgi
+    from itemset.serving import asgi
 
     async with aclosing(original(self, adapted_request, *args, **kwargs)) as events:
         async for event in events:
             yield asgi.with_items(event, getattr(adapted_request, ITEMS, {}))
 
 
+@hook(
+    "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._build_completion_response",
+    "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._build_chat_response",
+    why="an answer's item; a list's ranks and scores",
+)
 def openai_response(original: Callable[..., Any], self: Any, request: Any, ret: Any, *args: Any, **kwargs: Any) -> Any:
     """Each answer's item in its choice; a ranked list's says more of it."""
     from sglang_static import ranking

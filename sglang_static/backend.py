@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from base64 import b64decode
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,13 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, Gramm
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
-from itemset.catalogue import Catalogue, InlineSet
-from itemset.config import INDEX, REFERENCE, StaticConfig
-from itemset.host import HostState, fill_bitmasks, warm_up
+from itemset.masking.host import HostState, fill_bitmasks, warm_up
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import StaticConfig
+from itemset.serving.words import REFERENCE
 from sglang_static import compat, processor
-from sglang_static.device import admit
+from sglang_static.device import claim
+from sglang_static.request import carried_set
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +99,13 @@ class StaticBackend:
         request that cannot be served is ended with its reason, HTTP 400.
         """
         custom = request.sampling_params.custom_params or {}
-        reference = custom.get(REFERENCE)
-        if reference is None:
+        if custom.get(REFERENCE) is None:
             return False
         try:
-            index = custom.pop(INDEX, None)
-            if index is not None and self._catalogue.inline(reference) is None:
-                self._catalogue.keep(InlineSet.opened(reference, b64decode(index)))
-            item_set = self._catalogue[reference]
+            item_set = carried_set(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
             start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
-            if self._sampler is not None and admit(self._sampler, request, item_set, start, stops):
+            if self._sampler is not None and claim(self._sampler.arena.plan, request, item_set, start, stops):
                 return True
             request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
             manager._apply_request_reasoning_config(request)

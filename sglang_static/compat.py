@@ -1,4 +1,4 @@
-"""Every hook into SGLang that is no official interface, in one place; checked as soon as its module is imported."""
+"""Every name of SGLang's that is no official interface, but for the functions that hooks run around."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from itemset import config, hooks
-from itemset.answer import after
-from itemset.config import BACKEND, StaticConfig
+from itemset.serving import flags, hooks
+from itemset.serving.answer import after
+from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.hooks import IMPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -24,45 +24,8 @@ VARIABLE = "SGLANG_STATIC"
 """The environment variable that brings the options, as JSON, to every process of an engine: SGLang's own configuration
 has no place for a plugin's."""
 
-_ARGUMENTS, _WORKER = "sglang.srt.server_args:ServerArgs", "sglang.srt.managers.tp_worker:TpModelWorker"
-_TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
-_OPENAI = "sglang.srt.entrypoints.openai"
-_DRAFTS = "sglang.srt.speculative.eagle_worker_v2"
-DRAFT_GRAPH = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute"
-
-HOOKS = {
-    f"{_ARGUMENTS}.add_cli_args": "the flags --item-set and --item-set-path",
-    f"{_ARGUMENTS}.from_cli_args": "what these flags mean",
-    f"{_ARGUMENTS}.check_server_args": "item sets are checked before a process starts",
-    f"{_TOKENIZER}.init_tokenizer_and_processor": "the front end, made at start-up",
-    f"{_TOKENIZER}.generate_request": "inline sets are encoded beside the event loop; ranked lists",
-    f"{_TOKENIZER}._tokenize_one_request": "requests with a set are checked before SGLang's own checks",
-    "sglang.srt.entrypoints.http_server:ORJSONRequest.json": "a body is judged once parsed, before words are dropped",
-    f"{_TOKENIZER}._stream_one_response": "which item a finished answer is",
-    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": "an answer's item",
-    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._generate_completion_stream": "the same, streamed",
-    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": "an answer's item",
-    f"{_OPENAI}.serving_chat:OpenAIServingChat._generate_chat_stream": "the same, streamed",
-    f"{_TOKENIZER}._create_tokenized_object": "the item set is attached to its request",
-    "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": "a request is given its item set",
-    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched": (
-        "the rows of all item sets are filled at once"
-    ),
-    "sglang.srt.model_executor.model_runner:ModelRunner.load_model": "device memory for item sets, before the KV cache",
-    "sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool": "a state for each request slot",
-    f"{_WORKER}.forward_batch_generation": "which rows of a step have an item set",
-    f"{_WORKER}.forward_batch_split_prefill": "the same",
-    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": "the mask of these rows",
-    "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": "all ranks must sample the same token",
-    "sglang.srt.speculative.eagle_utils:eagle_sample": "verification of draft trees",
-    "sglang.srt.speculative.eagle_utils:_verify_coins": "a coin of zero would accept an illegal draft",
-    f"{_DRAFTS}:EagleDraftWorker.draft_forward": "the drafts of EAGLE and STANDALONE but the first",
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": "the first draft behind a prompt",
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": "the first draft behind accepted ones",
-    "sglang.srt.model_executor.model_runner:ModelRunner.forward": "a draft model's logits are masked",
-    DRAFT_GRAPH: "the same where they come from a CUDA graph",
-}
-"""What is wrapped, and why. docs/architecture.md says more."""
+hook = hooks.Hooks(IMPORTED)
+"""Declares a hook into SGLang."""
 
 
 def sglang_version() -> str:
@@ -73,55 +36,41 @@ def sglang_version() -> str:
         raise RuntimeError("static-backend needs SGLang here: pip install sglang") from None
 
 
-def install(around: Mapping[str, Callable[..., Any]]) -> None:
-    """Wrap each hook as soon as its module is imported: processes differ in what they import, and some modules are
-    slow to. Raises RuntimeError for a version that is not supported; the import raises it for a missing hook."""
+def install() -> None:
+    """Put each hook in place as soon as its module is imported.
+
+    Raises RuntimeError for a version that is not supported; the import raises it for a missing hook.
+    """
     installed = sglang_version()
     hooks.check_version("SGLang", installed, SUPPORTED)
-
-    def apply(hook: str) -> None:
-        hooks.check(f"SGLang {installed}", {hook: HOOKS[hook]})
-        hooks.wrap(hook, around[hook])
-
-    for hook in HOOKS:
-        hooks.after_import(hook.partition(":")[0], lambda hook=hook: apply(hook))  # type: ignore[misc]
+    hook.install(f"SGLang {installed}", IMPORTED)
 
 
-def add_backend(make: Callable[..., Any]) -> None:
-    """SGLang's official registry: the name for the flag, and what makes the backend (base_grammar_backend.py)."""
+def add_backend_name() -> None:
+    """Let the flag take our name."""
     from sglang.srt.arg_groups.choices import GRAMMAR_BACKEND_CHOICES, add_grammar_backend_choices
 
     if BACKEND not in GRAMMAR_BACKEND_CHOICES:
         add_grammar_backend_choices([BACKEND])
 
-    def register() -> None:
-        importlib.import_module("sglang.srt.constrained.base_grammar_backend").register_grammar_backend(BACKEND, make)
 
-    hooks.after_import("sglang.srt.constrained.base_grammar_backend", register)
-
-
-def add_engine_arguments() -> None:
-    """Let `sgl.Engine(item_sets=..., ...)` take the plugin's options beside SGLang's own arguments.
+@hook.extends("sglang.srt.entrypoints.engine:Engine", why="takes the plugin's options beside SGLang's own arguments")
+def _add_engine_arguments(engine: Any) -> None:
+    """Let `sgl.Engine(item_sets=..., ...)` take the plugin's options.
 
     `server_args_class` is the engine's place for another class; a function of the same arguments serves as well.
     """
+    make = engine.server_args_class
 
-    def apply() -> None:
-        engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
-        make = engine.server_args_class
+    def server_args(**arguments: Any) -> Any:
+        given = {name: arguments.pop(name) for name in StaticConfig.__struct_fields__ if name in arguments}
+        if given and arguments.get("grammar_backend") != BACKEND:
+            raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
+        if given:
+            set_options(given)
+        return make(**arguments)
 
-        def server_args(**arguments: Any) -> Any:
-            ours = [option.name for option in fields(StaticConfig)]
-            given = {name: arguments.pop(name) for name in ours if name in arguments}
-            if given and arguments.get("grammar_backend") != BACKEND:
-                raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
-            if given:
-                set_options(given)
-            return make(**arguments)
-
-        engine.server_args_class = staticmethod(server_args)
-
-    hooks.after_import("sglang.srt.entrypoints.engine", apply)
+    engine.server_args_class = staticmethod(server_args)
 
 
 def options() -> dict[str, Any]:
@@ -141,20 +90,17 @@ def set_options(given: Mapping[str, Any]) -> None:
     os.environ[VARIABLE] = json.dumps({**options(), **given})
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command-line flags this plugin brings."""
-    config.add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
-
-
 def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where every process finds it."""
     if getattr(args, "guided_decoding_backend", None):
         args.grammar_backend = BACKEND
-    named, path = getattr(args, "item_set", None), getattr(args, "item_set_path", None)
-    if (named or path) and args.grammar_backend != BACKEND:
+    named = {option: getattr(args, flag, None) for flag, option in flags.NAMED.items()}
+    path = getattr(args, "item_set_path", None)
+    if (any(named.values()) or path) and args.grammar_backend != BACKEND:
         raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
-    if named:
-        set_options(config.with_sets(options(), named))
+    for option, given in named.items():
+        if given:
+            set_options(flags.with_named(options(), option, given))
     if path:
         set_options({"item_set_path": path})
 

@@ -5,42 +5,32 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from itemset import ItemSet
-from itemset.arena import ArenaFullError, Resident
-from itemset.slots import MAX_STOP_TOKENS
-
-if TYPE_CHECKING:
-    from sglang_static.processor import ItemSetSampler
+from itemset.masking.arena import ArenaFullError, Place, Plan
+from itemset.masking.slots import MAX_STOP_TOKENS
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """What the sampler must know of a request.
-
-    resident: where its set lies in the arena. begins_behind: the token behind which the constraint begins, or -1.
-    """
+    """What the sampler must know of a request."""
 
     item_set: ItemSet
-    resident: Resident
-    begins_behind: int
+    place: Place
     stop_tokens: tuple[int, ...]
 
 
-def admit(
-    sampler: ItemSetSampler, request: Any, item_set: ItemSet, begins_behind: int | None, stop_tokens: set[int]
-) -> bool:
-    """Let the request take the device path, with its set held in the arena for as long as the request exists.
+def claim(plan: Plan, request: Any, item_set: ItemSet, begins_after: int | None, stop_tokens: set[int]) -> bool:
+    """Claim a place for the request's set, held for as long as the request exists: it takes the device path.
 
-    False, and nothing done, where it must take the host path: the arena is full, it has too many stop tokens, or the
-    end of its reasoning is more than one token (`begins_behind` is None).
+    False, and nothing done, if it must take the host path: the arena is full, it has too many stop tokens, or the end
+    of its reasoning is more than one token (`begins_after` is None).
     """
-    if begins_behind is None or len(stop_tokens) > MAX_STOP_TOKENS:
+    if begins_after is None or len(stop_tokens) > MAX_STOP_TOKENS:
         return False
-    plan = sampler.arena.plan
     try:
         resident = plan.acquire(item_set)
     except ArenaFullError as error:
@@ -48,5 +38,6 @@ def admit(
         return False
     # A request ends in many places of SGLang; that nothing holds on to it any more is the one sign of them all.
     weakref.finalize(request, plan.release, resident.number)
-    request.item_set = Admitted(item_set, resident, begins_behind, tuple(sorted(stop_tokens)))
+    place = Place(resident.number, resident.start, resident.digest, begins_after)
+    request.item_set = Admitted(item_set, place, tuple(sorted(stop_tokens)))
     return True

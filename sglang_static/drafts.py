@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from sglang_static import processor
+from sglang_static.compat import hook
 from sglang_static.processor import ItemSetSampler
 
 logger = logging.getLogger(__name__)
 
-UNMASKED = -1e30
+MASKED = -1e30
 """What masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens."""
 
 _INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lower() in ("1", "true")
 """SGLang's debugging switch, by which draft logits must be finite (utils/async_probe.py)."""
 
 
+@hook("sglang.srt.speculative.eagle_utils:eagle_sample", why="verification of draft trees")
 def eagle_sample(
     original: Callable[..., Any],
     verify_input: Any,
@@ -46,6 +48,7 @@ def eagle_sample(
     return predict, lengths, indices
 
 
+@hook("sglang.srt.speculative.eagle_utils:_verify_coins", why="a coin of zero would accept an illegal draft")
 def verify_coins(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A draft is accepted where its coin is not above its probability: for one outside the set that is zero, and so
     may be a coin, once in 2^24 times."""
@@ -76,11 +79,11 @@ class _Drafting:
         if self._hot is None:
             self._sampler.slots.mask(states, slots, logits)
             if _INFINITIES_END_THE_ENGINE:
-                logits.clamp_(min=UNMASKED)
+                logits.clamp_(min=MASKED)
         elif len(self._hot) == logits.shape[1]:
             whole = torch.zeros(rows, self._sampler.vocab_size, dtype=logits.dtype, device=logits.device)
             self._sampler.slots.mask(states, slots, whole)
-            logits.add_(whole.clamp_(min=UNMASKED)[:, self._hot])
+            logits.add_(whole.clamp_(min=MASKED)[:, self._hot])
 
 
 _phase: list[_Drafting] = []
@@ -99,6 +102,10 @@ def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
         _phase.clear()
 
 
+@hook(
+    "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker.draft_forward",
+    why="the drafts of EAGLE and STANDALONE but the first",
+)
 def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
     """All drafts of a step but the first. Recorded in a CUDA graph, or run as it is."""
     if forward_batch.forward_mode.is_idle():
@@ -107,6 +114,10 @@ def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -
         return original(self, forward_batch)
 
 
+@hook(
+    "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill",
+    why="the first draft after a prompt",
+)
 def extend_after_prefill(
     original: Callable[..., Any],
     self: Any,
@@ -124,12 +135,17 @@ def extend_after_prefill(
         return original(self, batch, target_hidden_states, next_token_ids, *args, **kwargs)
 
 
+@hook(
+    "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode",
+    why="the first draft after accepted ones",
+)
 def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """The first draft behind what verification has accepted."""
     with _drafting(self, batch.req_pool_indices, steps=False):
         return original(self, batch, *args, **kwargs)
 
 
+@hook("sglang.srt.model_executor.model_runner:ModelRunner.forward", why="a draft model's logits are masked")
 def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """A forward pass of a model, masked where it is a draft model's in one of the phases above."""
     if not _phase or not self.is_draft_worker:
@@ -140,6 +156,10 @@ def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: 
     return result
 
 
+@hook(
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute",
+    why="a draft model's logits are masked where they come from a CUDA graph",
+)
 def replayed_extend(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """The same pass as a CUDA graph, which has chosen one row for each request."""
     output = original(self, *args, **kwargs)

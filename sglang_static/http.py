@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from itemset import asgi
-from itemset.catalogue import RefusedError
-from itemset.config import REFERENCE
-from itemset.lists import RANKING
-from itemset.words import CHOICE, GUIDED, STRUCTURED, WORDS, Surface, at, refuse_tools, rename_guided
+from itemset.serving import asgi, words
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.request import check_options
+from itemset.serving.words import BEAMS, CHOICE, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
+from sglang_static.request import CUSTOM
 
-PARAMS, CUSTOM = "sampling_params", "custom_params"
-_BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
-_WITHIN = (REFERENCE, CHOICE, GUIDED)
+PARAMS = "sampling_params"
+_BODY = {"": words.WORDS, STRUCTURED: (CHOICE,)}
+_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION)
 _OPENAI = _BODY | {CUSTOM: _WITHIN}
 SERVED = {
     "/v1/completions": _OPENAI,
@@ -24,18 +24,17 @@ SERVED = {
     "/v1/responses": _BODY,  # SGLang reads no custom_params there
     "/generate": _BODY | {PARAMS: _WITHIN, f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
-SURFACE = Surface(
+SURFACE = words.Surface(
     served=SERVED,
     elsewhere={},
-    watched=WORDS,
+    watched=words.WORDS,
     mends={
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {CHOICE}, beside the other fields"),
+        **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
     },
 )
 RANKED = SERVED.keys() - {"/v1/responses"}
-BEAMS = "use_beam_search"
-"""vLLM's word for a ranked list of `n`, on the OpenAI endpoints."""
 
 _fields: ContextVar[dict[str, Any] | None] = ContextVar("item_set_fields", default=None)
 
@@ -49,7 +48,7 @@ class ItemSetFields:
     """ASGI middleware: has every body judged that SGLang parses.
 
     Fields that SGLang does not know are lost when it makes a request of a body. They are read just before, and found by
-    `FrontEnd.take` in the context of the HTTP request.
+    `FrontEnd.prepare` in the context of the HTTP request.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -80,66 +79,56 @@ def _judge(scope: Any, body: Any) -> None:
     SURFACE.check(path, body, ours=ours)
     if path not in SERVED or not isinstance(body, dict):
         return
-    if ours:
-        for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
-            for given in at(body, place):
-                rename_guided(given, given)
-    found = _find(body)
-    if ours:
-        _refuse_what_is_ignored(path, found, body)
-    _move_within_the_contract(body)
-    _fields.set(found)
-
-
-def _find(body: dict[str, Any]) -> dict[str, Any] | None:
-    found = {word: body[word] for word in (REFERENCE, CHOICE) if body.get(word) is not None}
     structured = body.get(STRUCTURED)
+    if ours:
+        if isinstance(structured, dict) and set(structured) - {CHOICE}:
+            raise RefusedError(
+                "wrong type",
+                f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside "
+                "it, as fields of their own",
+            )
+        for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
+            for given in words.at(body, place):
+                words.rename_guided(given, given)
+    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, *OPTIONS)
+    found = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         if CHOICE in found:
             raise RefusedError("two constraints", f"{CHOICE} is given twice, also in {STRUCTURED}: give one of them")
         found[CHOICE] = structured[CHOICE]
-    if found:
-        found |= {word: body[word] for word in (BEAMS, *RANKING) if word in body}
-    return found or None
+    places = [found, *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in words.at(body, place))]
+    if any(one.get(word) is not None for one in places for word in (REFERENCE, CHOICE, *SELECTION)):
+        if ours:
+            _refuse_what_is_ignored(path, body)
+        _fields.set(found)
+    _move_within_the_contract(body)
 
 
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
-    for one in at(body, PARAMS):
-        words = [word for word in (REFERENCE, CHOICE, *RANKING) if word in one]
+    for one in words.at(body, PARAMS):
+        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, *OPTIONS) if word in one]
         custom = one.get(CUSTOM)
-        if words and (custom is None or isinstance(custom, dict)):
-            if twice := [word for word in words if (custom or {}).get(word) is not None]:
+        if ours and (custom is None or isinstance(custom, dict)):
+            if twice := [word for word in ours if (custom or {}).get(word) is not None]:
                 raise RefusedError("two constraints", f"{twice[0]} is given twice, also in {CUSTOM}: give one of them")
-            one[CUSTOM] = {**(custom or {}), **{word: one.pop(word) for word in words}}
+            one[CUSTOM] = {**(custom or {}), **{word: one.pop(word) for word in ours}}
 
 
-def _refuse_what_is_ignored(path: str, found: dict[str, Any] | None, body: dict[str, Any]) -> None:
+def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
     """Raises RefusedError for what stands beside a set and would have no effect, or take it away."""
-    structured = body.get(STRUCTURED)
-    if isinstance(structured, dict) and set(structured) - {CHOICE}:
-        raise RefusedError(
-            "wrong type",
-            f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside it, as "
-            "fields of their own",
-        )
-    each = list(at(body, PARAMS))
-    places = (*each, *at(body, f"{PARAMS}.{CUSTOM}"), *at(body, CUSTOM))
-    named = found or any(REFERENCE in one or CHOICE in one for one in places)
-    if not named:
-        return
-    refuse_tools(body)
-    ranked = body.get(BEAMS) or any("beam_width" in one for one in each)
-    if found and "beam_width" in body:
+    words.refuse_tools(body)
+    each = list(words.at(body, PARAMS))
+    ranked = bool(body.get(BEAMS) or any("beam_width" in one for one in each))
+    if "beam_width" in body:
         refusal = "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"
     elif body.get(BEAMS) and path not in RANKED:
         refusal = f"{path} has no ranked lists: send it to one of {', '.join(sorted(RANKED))}"
     elif ranked and body.get("stream"):
         refusal = "a ranked list is not streamed: leave stream out"
-    elif words := [word for word in RANKING if any(one.get(word) is not None for one in (body, *each)) and not ranked]:
-        how = "add use_beam_search and n, or beam_width on /generate, or leave it out"
-        refusal = f"{words[0]} is for ranked lists: {how}"
     else:
+        for one in (body, *each):
+            check_options(one, ranked=ranked)
         return
     raise RefusedError("beam search", refusal)
 

@@ -1,4 +1,4 @@
-"""The entry point: what SGLang calls in every process, and how its hooks lead to our code."""
+"""The entry point, and the hooks into SGLang that belong to no other module."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from itemset import hooks, startup
-from itemset.catalogue import with_versions
-from itemset.config import REFERENCE, StaticConfig
-from sglang_static import answers, compat
+from itemset.serving import flags, startup
+from itemset.serving.catalogue import with_versions
+from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.request import ItemRequest
+from itemset.serving.words import REFERENCE
+from sglang_static import (
+    answers,
+    beams,  # noqa: F401 - its hooks
+    compat,
+    drafts,  # noqa: F401 - its hooks
+)
+from sglang_static.compat import hook
+from sglang_static.request import places, without_words
 
 
 def register() -> None:
@@ -17,10 +26,15 @@ def register() -> None:
 
     Raises RuntimeError for a SGLang version that is not supported; SGLang logs it, and does not know the backend.
     """
-    compat.install(AROUND)
-    compat.add_backend(_make_backend)
-    compat.add_engine_arguments()
-    hooks.after_import("sglang.srt.entrypoints.http_server", _add_middleware)
+    compat.install()
+    compat.add_backend_name()
+
+
+@hook.extends(
+    "sglang.srt.constrained.base_grammar_backend:register_grammar_backend", why="SGLang's official registry of backends"
+)
+def _register_backend(register: Callable[..., None]) -> None:
+    register(BACKEND, _make_backend)
 
 
 def _make_backend(*args: Any) -> Any:
@@ -29,20 +43,27 @@ def _make_backend(*args: Any) -> Any:
     return make_backend(*args)
 
 
-def _add_middleware() -> None:
+@hook.extends("sglang.srt.entrypoints.http_server:app", why="the middleware that brings a body's fields to its request")
+def _add_middleware(app: Any) -> None:
     """Innermost, where bodies are no longer compressed."""
     from starlette.middleware import Middleware
 
     from sglang_static.http import ItemSetFields
 
-    sys.modules["sglang.srt.entrypoints.http_server"].app.user_middleware.append(Middleware(ItemSetFields))
+    if not any(one.cls is ItemSetFields for one in app.user_middleware):
+        app.user_middleware.append(Middleware(ItemSetFields))
 
 
+@hook(
+    "sglang.srt.server_args:ServerArgs.add_cli_args",
+    why="the flags --item-set, --item-set-path and --guided-decoding-backend",
+)
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     original(parser)
-    compat.add_flags(parser)
+    flags.add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
 
 
+@hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean")
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     startup.on_command_line()
     with startup.start_up():
@@ -50,6 +71,10 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     return original(cls, args)
 
 
+@hook(
+    "sglang.srt.server_args:ServerArgs.check_server_args",
+    why="item sets and configuration are checked before a process starts; the sets' versions are chosen",
+)
 def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Bad item sets end the start-up here, before a process is started or a model loaded. The sets' versions are chosen
     here, for all processes."""
@@ -64,6 +89,10 @@ def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kw
     return original(self, *args, **kwargs)
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.init_tokenizer_and_processor",
+    why="the front end, made at start-up",
+)
 def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     self.static_front_end = None
@@ -74,6 +103,10 @@ def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwarg
             self.static_front_end = FrontEnd(self)
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request",
+    why="requests are judged, and inline sets encoded beside the event loop; a ranked list in place of a beam search",
+)
 async def _generate_request(
     original: Callable[..., Any], self: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
@@ -82,8 +115,7 @@ async def _generate_request(
         from sglang_static import ranking
 
         # Encoding a large inline set takes seconds, and all below runs on the event loop.
-        await self.static_front_end.prepare(obj, request)
-        if ranking.wanted(obj) and ranking.has_set(self, obj):
+        if await self.static_front_end.prepare(obj, request):
             yield await ranking.ranked(original, self, obj, request)
             return
     async for part in original(self, obj, request):
@@ -91,48 +123,53 @@ async def _generate_request(
         yield part
 
 
+@hook(
+    "sglang.srt.entrypoints.http_server:ORJSONRequest.json",
+    why="a body is judged once parsed, before words are dropped",
+)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
-    from itemset import asgi
+    from itemset.serving import asgi
 
     return asgi.judged(original, self)
 
 
-async def _tokenize_one_request(original: Callable[..., Any], self: Any, obj: Any, *args: Any, **kw: Any) -> Any:
-    front_end = self.static_front_end
-    if front_end is not None:  # before SGLang's own checks, which may advise what cannot work with a set
-        front_end.take(obj, self.preferred_sampling_params)
-    return await original(self, obj, *args, **kw)
-
-
+@hook(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object",
+    why="the item set is attached to its request",
+)
 def _create_tokenized_object(
     original: Callable[..., Any], self: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> Any:
     front_end = self.static_front_end
     if front_end is None:
-        _refuse_item_set(obj)
+        from sglang_static import http
+
+        given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
+        if any(place.get(REFERENCE) for place in places(given, http.fields())):  # ignored, or an unknown parameter
+            raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original(self, obj, input_text, input_ids, *args, **kwargs)
-    given = obj.sampling_params
-    reference, obj.sampling_params = front_end.take(obj, self.preferred_sampling_params)
+    from sglang_static.one_request import WANTED
+
+    if (wanted := getattr(obj, WANTED, None)) is not None:
+        tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
+        front_end.attach_list(*wanted, tokenized.sampling_params)
+        return tokenized
+    given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     try:
         tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
     finally:
         obj.sampling_params = given  # the same request may be tokenized again
-    if reference is not None:
+    if isinstance(wanted := given.get(REFERENCE), ItemRequest):
+        reference = front_end.checks.reference(wanted)
         front_end.attach(reference, tokenized.sampling_params, len(input_ids or ()))
         setattr(obj, answers.EXPECTED, front_end.expected(reference, obj, tokenized.sampling_params))
     return tokenized
 
 
-def _refuse_item_set(request: Any) -> None:
-    """With another backend an item set would be ignored, or be an unknown parameter."""
-    from sglang_static import http
-
-    given = request.sampling_params if isinstance(request.sampling_params, dict) else {}
-    custom = given.get("custom_params")
-    if any(isinstance(place, dict) and place.get(REFERENCE) for place in (http.fields(), given, custom)):
-        raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
-
-
+@hook(
+    "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar",
+    why="a request is given its item set",
+)
 def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     backend = getattr(self.grammar_backend, "static_backend", None)
     if backend is not None and backend.admit(self, req):
@@ -141,6 +178,10 @@ def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     return waits
 
 
+@hook(
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched",
+    why="the rows of all item sets are filled at once, whichever grammar is the first of its batch",
+)
 def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
     backend = sys.modules.get("sglang_static.backend")  # imported where there are item sets
     if backend is None:
@@ -149,6 +190,10 @@ def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> N
         backend.fill_rows(original, entries, vocab_mask)
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner:ModelRunner.load_model",
+    why="device memory for item sets, before the KV cache is sized",
+)
 def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
     config = StaticConfig.of(compat.options())
@@ -158,10 +203,12 @@ def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
         from sglang_static.processor import ItemSetSampler
 
         self.item_set_sampler = ItemSetSampler(config, self.device, self.model_config.vocab_size)
+        self.item_set_sampler.runner = self
         say_what_is_not_masked(compat.resolved(self.server_args))
     return result
 
 
+@hook("sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool", why="a state for each request slot")
 def _alloc_memory_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
     sampler = getattr(self, "item_set_sampler", None)
@@ -170,6 +217,11 @@ def _alloc_memory_pool(original: Callable[..., Any], self: Any, *args: Any, **kw
     return result
 
 
+@hook(
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_split_prefill",
+    why="which rows of a step have an item set",
+)
 def _forward(original: Callable[..., Any], self: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
     sampler = getattr(self.model_runner, "item_set_sampler", None)
     if sampler is not None and batch is not None:
@@ -177,6 +229,7 @@ def _forward(original: Callable[..., Any], self: Any, batch: Any = None, *args: 
     return original(self, batch, *args, **kwargs)
 
 
+@hook("sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask", why="the mask of these rows")
 def _update_mask(original: Callable[..., Any], self: Any) -> None:
     from sglang_static.processor import current
 
@@ -190,50 +243,11 @@ class _Synchronised:
     grammars = True
 
 
+@hook(
+    "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp",
+    why="all ranks must sample the same token, as with grammars",
+)
 def _sync_tokens(original: Callable[..., Any], self: Any, batch_next_token_ids: Any, sampling_info: Any) -> None:
     """SGLang lets its ranks agree on the tokens where it has grammars: masked rows have more near ties."""
     has_sets = getattr(sampling_info, "item_sets", None) is not None
     original(self, batch_next_token_ids, _Synchronised if has_sets else sampling_info)
-
-
-_OURS = "sglang_static.drafts"  # imports torch
-_ARGUMENTS, _TOKENIZER, _RUNNER, _WORKER, _DRAFTS, _OPENAI = (
-    "sglang.srt.server_args:ServerArgs",
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager",
-    "sglang.srt.model_executor.model_runner:ModelRunner",
-    "sglang.srt.managers.tp_worker:TpModelWorker",
-    "sglang.srt.speculative.eagle_worker_v2",
-    "sglang.srt.entrypoints.openai",
-)
-
-AROUND: dict[str, Callable[..., Any]] = {
-    f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
-    f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
-    f"{_ARGUMENTS}.check_server_args": _check_server_args,
-    f"{_TOKENIZER}.init_tokenizer_and_processor": _init_tokenizer,
-    f"{_TOKENIZER}.generate_request": _generate_request,
-    "sglang.srt.entrypoints.http_server:ORJSONRequest.json": _parse_body,
-    f"{_TOKENIZER}._stream_one_response": answers.stream_one_response,
-    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response": answers.openai_response,
-    f"{_OPENAI}.serving_completions:OpenAIServingCompletion._generate_completion_stream": answers.openai_stream,
-    f"{_OPENAI}.serving_chat:OpenAIServingChat._build_chat_response": answers.openai_response,
-    f"{_OPENAI}.serving_chat:OpenAIServingChat._generate_chat_stream": answers.openai_stream,
-    f"{_TOKENIZER}._tokenize_one_request": _tokenize_one_request,
-    f"{_TOKENIZER}._create_tokenized_object": _create_tokenized_object,
-    "sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar": _process_grammar,
-    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched": _fill_rows,
-    f"{_RUNNER}.load_model": _load_model,
-    f"{_RUNNER}.alloc_memory_pool": _alloc_memory_pool,
-    f"{_WORKER}.forward_batch_generation": _forward,
-    f"{_WORKER}.forward_batch_split_prefill": _forward,
-    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": _update_mask,
-    "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp": _sync_tokens,
-    "sglang.srt.speculative.eagle_utils:eagle_sample": hooks.later(_OURS, "eagle_sample"),
-    "sglang.srt.speculative.eagle_utils:_verify_coins": hooks.later(_OURS, "verify_coins"),
-    f"{_DRAFTS}:EagleDraftWorker.draft_forward": hooks.later(_OURS, "draft_forward"),
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_prefill": hooks.later(_OURS, "extend_after_prefill"),
-    f"{_DRAFTS}:EagleDraftWorker._draft_extend_for_decode": hooks.later(_OURS, "extend_after_verification"),
-    f"{_RUNNER}.forward": hooks.later(_OURS, "draft_model_forward"),
-    compat.DRAFT_GRAPH: hooks.later(_OURS, "replayed_extend"),
-}
-"""What runs around each of SGLang's functions in `compat.HOOKS`."""

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from itemset.arena import Arena, arena_bytes
-from itemset.batch import LOCAL, STATE, TREE, Batch
-from itemset.catalogue import Catalogue
-from itemset.config import StaticConfig
-from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
-from itemset.walk import DEAD, END
+from itemset.masking.arena import Arena, arena_bytes
+from itemset.masking.batch import LOCAL, STATE, TREE, Batch
+from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
+from itemset.ranking import beams
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import StaticConfig
+from itemset.trie.walk import DEAD, END
 from sglang_static.device import Admitted
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,12 @@ class ItemSetSampler:
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
     """
 
+    runner: Any
+    """SGLang's, beside which it stands: set by who makes it, where there is one."""
+
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
-        self.catalogue, self._config, self.vocab_size = Catalogue(config), config, vocab_size
+        self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
         registered = self.catalogue.registered.values()
         self.arena = Arena(arena_bytes(registered, config.inline_set_memory), device)
         for item_set in registered:
@@ -78,7 +82,7 @@ class ItemSetSampler:
             slots,
             max_rows=slots * drafts,
             max_stop_tokens=MAX_STOP_TOKENS,
-            kernels=self._config.item_set_kernels,  # type: ignore[arg-type]
+            kernels=self.kernels,
         )
         self._constrained = [False] * slots
         self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
@@ -100,6 +104,8 @@ class ItemSetSampler:
                 self.slots.step(chain, logits, most=1)
                 self.slots.step(tree, logits, most=1)
                 self.slots.mask(states, nobody, logits)
+            else:  # with speculation, lists are made in rounds
+                beams.warm_up(self.arena, logits[:, None], kernels=self.kernels)
         if drafts > 1:
             self.advance(states, nobody, nobody)
 
@@ -114,17 +120,21 @@ class ItemSetSampler:
         elif not mode.is_decode():
             return
         if info is not None and (numbers := self.numbers(batch)):
+            rows = len(batch.reqs)  # after which a beam search may have more, whose logits are not masked
             last = batch.input_ids.long()
-            if not mode.is_decode():
+            if mode.is_decode():
+                last = last[:rows]
+            else:
                 lengths = torch.tensor(batch.extend_lens)
                 last = last[self._moved(lengths.cumsum(0) - 1)]
-            slots = batch.req_pool_indices.long()
+            slots = batch.req_pool_indices[:rows].long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
-            info.item_sets = Step(numbers, slots, last, 1 - (batch.seq_lens - self._prompt[slots]).clamp(min=0))
+            so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
+            info.item_sets = Step(numbers, slots, last, 1 - so_far)
 
     def numbers(self, batch: Any) -> list[int]:
         """The sets of the batch's requests that take the device path."""
-        return [request.item_set.resident.number for request in batch.reqs if hasattr(request, "item_set")]
+        return [request.item_set.place.number for request in batch.reqs if hasattr(request, "item_set")]
 
     def mask(self, info: Any) -> None:
         """Where SGLang makes the mask of a step's grammars, add the item sets that `stage` has noted."""
@@ -210,9 +220,9 @@ class ItemSetSampler:
             self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False), most=most)
 
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
-        number, start = admitted.resident.number, admitted.resident.start
-        self.arena.place(admitted.item_set, number, start)
-        return [slot, len(request.origin_input_ids), number, admitted.begins_behind, *admitted.stop_tokens]
+        place = admitted.place
+        self.arena.place(admitted.item_set, place.number, place.start)
+        return [slot, len(request.origin_input_ids), place.number, place.begins_after, *admitted.stop_tokens]
 
     def _moved(self, table: Tensor) -> Tensor:
         """On the device, without waiting for it."""

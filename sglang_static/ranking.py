@@ -1,61 +1,34 @@
 """Ranked lists: the best items of a set, in place of SGLang's beam search where a request has one.
 
-SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Here each round is a batch of
-ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`): the children of a
-prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
+SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists are one request, whose
+candidates come from the set (`one_request`). For the others each round is a batch of ordinary requests that score
+chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`): the children of a prefix, or a whole tail. The
+answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from itemset.best import Answer, Pass, described
-from itemset.catalogue import RefusedError
+from itemset.ranking.search import Answer, Pass
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.lists import found_some
+from itemset.serving.words import BEAMS, REFERENCE
 from sglang_static import http
 from sglang_static.front import while_connected
+from sglang_static.one_request import Wanted
 
-IN_ITEM = ("rank", "key", "proven", "passes", "rounds")
-SLICE = 32  # items of an answer that are written out in one turn of the event loop
+AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
+IN_ITEM = ("rank", "key", "keys", "proven", "passes", "rounds")
 Generate = Callable[..., AsyncGenerator[Any, None]]
-
-
-def width_of(params: Mapping[str, Any]) -> int:
-    """How many beams the parameters of one prompt ask for: 1 where for none. vLLM's word takes `n` of them."""
-    width = params.get("n") if http.fields().get(http.BEAMS) else params.get("beam_width")
-    return int(width or 1)
-
-
-def wanted(request: Any) -> bool:
-    """Whether a request, of one prompt or several, asks for a beam search."""
-    given = request.sampling_params
-    first = given[0] if isinstance(given, list) and given else given
-    return isinstance(first, Mapping) and (width_of(first) > 1 or bool(http.fields().get(http.BEAMS)))
-
-
-def has_set(manager: Any, request: Any) -> bool:
-    """Whether it names or brings an item set. Raises RefusedError if only some of its prompts do."""
-    given = request.sampling_params
-    without = []
-    for params in (each := given if isinstance(given, list) else [given]):
-        one = SimpleNamespace(sampling_params=params, custom_logit_processor=request.custom_logit_processor)
-        if manager.static_front_end.take(one, None, ranked=True)[0] is None:
-            without.append(each.index(params))
-    if 0 < len(without) < len(each):
-        raise RefusedError(
-            "beam search",
-            f"sampling_params[{without[0]}] has no item set, and others of this batch have one: give each prompt its "
-            "set, or send those without one in a request of their own",
-        )
-    return not without
 
 
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> Any:
@@ -68,7 +41,7 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
         tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
-        return await _one(partial(_ask, generate, manager, lora, tokens), manager, request, params, tokens)
+        return await _one(generate, manager, lora, request, params, tokens)
 
     async def each() -> list[dict[str, Any]]:
         tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
@@ -79,14 +52,14 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
                 task.cancel()
 
     answers = await while_connected(each(), http_request)
-    if http.fields().get(http.BEAMS):  # an OpenAI endpoint, which wants an answer a choice
+    if http.fields().get(BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers
 
 
 def with_items(response: Any, results: Sequence[Any]) -> Any:
-    """An OpenAI response with each answer's item in its choice: its key, in a ranked list also its rank and score, and
-    what the list took. Responses to requests without a set stay as they are."""
+    """An OpenAI response with each answer's item in its choice: its key, in a ranked list also all its keys, its rank
+    and score, and what the list took. Responses to requests without a set stay as they are."""
     infos = [result["meta_info"] for result in results or ()]
     if not any("item" in info or "rank" in info for info in infos) or not hasattr(response, "choices"):
         return response
@@ -100,11 +73,7 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
 
 
 async def _one(
-    ask: Callable[[Pass], Awaitable[dict[str, Any]]],
-    manager: Any,
-    request: Any,
-    params: dict[str, Any],
-    prompt: list[int],
+    generate: Generate, manager: Any, lora: str | None, request: Any, params: dict[str, Any], prompt: list[int]
 ) -> dict[str, Any]:
     front_end, tokenizer = manager.static_front_end, manager.tokenizer
     if request.stream or request.return_logprob:
@@ -112,29 +81,34 @@ async def _one(
             "beam search", "a ranked list has no stream and no logprobs of single tokens: leave them out"
         )
     end = tokenizer.eos_token_id
-    options = {**http.fields(), **(params.get("custom_params") or {}), **params}
-    width = width_of(params)
-    k = width
-    if not http.fields().get(http.BEAMS):
-        if options.get("width") is not None:
-            raise RefusedError("beam search", "beam_width is the width of a list here: leave width out, and give n")
-        options["width"] = width
-        k = min(params["n"], width) if (params.get("n") or 1) > 1 else width  # SGLang: the beam, or n of it
-    # On a thread, because the set's tokens may have to be looked through.
-    item_set, search = await asyncio.to_thread(front_end.ranked, request, params, options, k, len(prompt), end)
+    asked = params[REFERENCE]
+    options = asked.ranked
+    item_set, search = await asyncio.to_thread(  # the set's tokens may have to be looked through
+        front_end.checks.ranked,
+        asked,
+        prompt_tokens=len(prompt),
+        max_tokens=params.get("max_new_tokens", 128),
+        end_token=end,
+        after=AFTER,
+    )
     said: dict[str, Any] = {}
 
     def read(one: Pass, output: dict[str, Any]) -> Answer:
         said.update(output["meta_info"])
         return _answer(one, output["meta_info"])
 
-    lists = front_end.lists(manager)
-    best = await lists.run(search, ask, read)
-    entries = await lists.on_thread(described, best, item_set)
+    found, skip = None, params.get("skip_special_tokens", True)
+    if lora is None and not options.exact and options.max_passes is None:
+        wanted = Wanted(options.k, options.beam, end, options.renormalised)
+        reference = front_end.checks.reference(asked)
+        found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
+    if found is None:
+        best = await front_end.lists.run(search, partial(_ask, generate, manager, lora, prompt), read)
+    else:
+        best = found_some(found.best)
+        said.update(found.said)
     results = []
-    for i, (item, entry) in enumerate(zip(best.items, entries, strict=True)):
-        if i % SLICE == 0:
-            await asyncio.sleep(0)
+    async for item, entry in front_end.lists.entries(best, item_set):
         ids = [*item.tokens, end]
         # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
         info = {name: value for name, value in said.items() if "logprob" not in name} | {
@@ -145,7 +119,7 @@ async def _one(
             "sequence_score": entry.pop("score"),
             **entry,
         }
-        text = tokenizer.decode(item.tokens, skip_special_tokens=params.get("skip_special_tokens", True))
+        text = found.texts[item.tokens] if found else tokenizer.decode(item.tokens, skip_special_tokens=skip)
         results.append({"output_ids": ids, "text": text, "meta_info": info})
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}

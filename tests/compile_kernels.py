@@ -8,20 +8,31 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from itemset import triton_kernels as kernels
-from itemset.batch import CHAIN, COLUMNS, TREE
+from itemset.masking import triton_kernels as kernels
+from itemset.masking.batch import CHAIN, COLUMNS, TREE
+from itemset.ranking import triton_expand as expand
+from itemset.ranking.torch_expand import ALONE, ENDED, OPEN, Rows
 
 POINTERS = {
     "logits": "*bf16",
     **dict.fromkeys(["sets", "states", "cells", "positions", "out"], "*i64"),
     **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
 }
+LISTS = {
+    "logits": "*bf16",
+    "sums": "*fp32",
+    "words": "*i32",
+    **dict.fromkeys(["scores", "found_scores", "done_scores", "new_scores", "ends"], "*fp64"),
+    **dict.fromkeys(["sets", "offsets", "keys", "places", "found_tokens", "done_tokens", *Rows._fields], "*i64"),
+    **{f"new_{name}": "*i64" for name in Rows._fields if name != "scores"},
+}
+LISTS["scores"] = "*fp64"
 GIVEN = object()  # not constant, though COMMON says so
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
 MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS}
@@ -30,6 +41,16 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
     "forced": (kernels._forced_kernel, {"GUESS": False}),
     "forced_guess": (kernels._forced_kernel, {"GUESS": True}),
+    "lists_candidates": (expand._candidates_kernel, {"ITEMS": OPEN, "WHOLE": True, "LANES": expand.CHILDREN}),
+    "lists_candidates_alone": (expand._candidates_kernel, {"ITEMS": ALONE, "WHOLE": True, "LANES": expand.CHILDREN}),
+    "lists_candidates_steps": (expand._candidates_kernel, {"ITEMS": ENDED, "WHOLE": False, "LANES": expand.CHILDREN}),
+    "lists_ended": (expand._ended_kernel, {"LANES": expand.ENDS}),
+    "lists_follow": (expand._follow_kernel, {"WHOLE": True}),
+    "lists_follow_steps": (expand._follow_kernel, {"WHOLE": False}),
+    "lists_legal_sums": (expand._legal_sums_kernel, {"WHOLE": True, "LANES": expand.CHILDREN}),
+    "lists_log_sums": (expand._log_sums_kernel, {"LANES": expand.SUM_LANES, "EACH": expand.SUM_EACH}),
+    "lists_merge": (expand._merge_kernel, {"done_tokens": None, "done_scores": None}),
+    "lists_merge_done": (expand._merge_kernel, {}),
     "mask": (kernels._mask_kernel, MASK),
     "step": (kernels._walk_kernel, NO_DRAFTS | MASK),
     "walk": (kernels._walk_kernel, {"LAYOUT": CHAIN, "logits": None} | MASK),
@@ -39,18 +60,42 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "walk_tree": (kernels._walk_kernel, {"LAYOUT": TREE, "logits": None} | MASK),
 }
 COMMON = {"rows_each": None, "positions": None, "STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
+LISTS_COMMON = {"ITEMS": expand.ITEMS, "OTHERS": expand.OTHERS, "COLUMNS": expand.COLUMNS, "LANES": expand.LANES}
+LISTS_WARPS = {"lists_log_sums": expand.SUM_WARPS, "lists_follow": expand.FOLLOW_WARPS}
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled with: its arguments' types, the values of constants, and warps."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+
+
+def form_of(name: str) -> Form:
+    """Return the form of a variant."""
+    kernel, constants = VARIANTS[name]
+    of_lists = name.startswith("lists_")
+    common, pointers = (LISTS_COMMON, LISTS) if of_lists else (COMMON, POINTERS)
+    if name == "lists_ended":
+        pointers = pointers | {"out": "*fp64"}
+    constants = {key: value for key, value in (common | constants).items() if key in kernel.arg_names}
+    constants = {key: value for key, value in constants.items() if value is not GIVEN}
+    types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
+    warps = kernels.MASK_WARPS if types.get("logits", "constexpr") != "constexpr" else kernels.WALK_WARPS
+    if of_lists:
+        warps = LISTS_WARPS.get(name.removesuffix("_steps"), expand.WARPS)
+    return Form(kernel, types, constants, warps)
 
 
 def compiled(architecture: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name of each kernel, in each variant, and its code in every form: "ptx" and "cubin" among them."""
-    for name, (kernel, constants) in VARIANTS.items():
-        constants = {key: value for key, value in (COMMON | constants).items() if key in kernel.arg_names}
-        constants = {key: value for key, value in constants.items() if value is not GIVEN}
-        types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
-        source = ASTSource(kernel, signature=types, constexprs=constants)
-        warps = kernels.MASK_WARPS if types.get("logits", "constexpr") != "constexpr" else kernels.WALK_WARPS
-        target = GPUTarget("cuda", architecture, 32)
-        yield name, triton.compile(source, target=target, options={"num_warps": warps}).asm
+    target = GPUTarget("cuda", architecture, 32)
+    for name in VARIANTS:
+        form = form_of(name)
+        source = ASTSource(form.kernel, signature=form.types, constexprs=form.constants)
+        yield name, triton.compile(source, target=target, options={"num_warps": form.warps}).asm
 
 
 if __name__ == "__main__":

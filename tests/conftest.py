@@ -12,7 +12,33 @@ from engines import Engine
 from models import cached_tiny_llama
 from pools import Pool
 from servers import Server
-from sets import NamedSet, token_sets
+from sets import NamedSet, named_options, token_sets
+
+STARTS_AN_ENGINE = ("test_vllm_*.py", "test_harness.py", "test_examples.py", "test_gpu_script.py")
+
+LONGEST = (
+    "test_vllm_draft_models.py", "test_vllm_device.py", "test_vllm_drafts.py", "test_vllm_engine.py",
+    "test_vllm_wide_lists.py", "test_vllm_server.py", "test_vllm_ranking.py", "test_kernels.py", "test_vllm_passes.py",
+    "test_sglang_speculation.py", "test_sglang_draft_models.py", "test_sglang_wide_lists.py", "test_sglang_server.py",
+    "test_sglang_engine.py", "test_sglang_device.py",
+)  # fmt: skip
+"""Modules that begin first, so that neither of two workers has a long one left when the other has none."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="omit the modules that start an engine, and what is slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Not even imported: importing vLLM takes seconds."""
+    return True if config.getoption("--quick") and any(map(collection_path.match, STARTS_AN_ENGINE)) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
 # With the scope of a module, pytest runs all of a module's tests on one runner before it turns to the other.
@@ -70,5 +96,5 @@ def static(named_sets: dict[str, NamedSet]) -> dict[str, Any]:
     """The arguments of an engine with our backend and these sets."""
     return {
         "structured_outputs_config": {"backend": "static"},
-        "additional_config": {"item_sets": {name: named.path for name, named in named_sets.items()}},
+        "additional_config": named_options(named_sets),
     }

@@ -209,6 +209,33 @@ def force_asynchronous_scheduling() -> None:
     CpuPlatform.check_and_update_config = staticmethod(keeping_the_scheduling)
 
 
+def take_triton_attention() -> None:
+    """For `Engine(prepare=...)` with attention_config={"backend": "TRITON_ATTN"}: the attention of GPUs, interpreted,
+    and their layout of the KV cache."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash as cache_write
+
+    own, platform = CpuPlatform.get_attn_backend_cls, cache_write.current_platform
+
+    def backend_of(selected: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = selected is not None and selected.name == "TRITON_ATTN"
+        return selected.get_path() if wanted else own(selected, *args, **kwargs)
+
+    class AsXPU:
+        """On CUDA its tile size depends on the capability, which a CPU has not."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(platform, name)
+
+        def is_xpu(self) -> bool:
+            return True
+
+    CpuPlatform.get_attn_backend_cls = staticmethod(backend_of)
+    cache_write.current_platform = AsXPU()
+    triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0  # one kernel for all batches: a third of the launches of the other
+
+
 def _generate(llm: Any, prompts: Any, params: Any, kwargs: dict[str, Any]) -> Any:
     return llm.generate(prompts, params, **kwargs)
 

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from itemset import hooks
+from itemset.serving import hooks
 
 Read = Callable[[str], str | None]
 """The text of a file below site-packages; None if there is none."""
@@ -33,12 +33,15 @@ FOLDED = (ast.If, ast.Try, ast.With)  # statements whose body belongs to the mod
 
 def hooks_of(engine: str) -> dict[str, Callable[..., Any] | None]:
     """What runs around each hook of the plugin for "vllm" or "sglang"; None if it is extended, not wrapped."""
-    compat, plugin = (importlib.import_module(f"{engine}_static.{name}") for name in ("compat", "plugin"))
-    every: dict[str, Callable[..., Any] | None] = dict.fromkeys(compat.HOOKS)
-    if engine == "vllm":
-        drafts = importlib.import_module("vllm_static.drafts")
-        every |= plugin.AROUND_LATER | drafts.AROUND
-    return every | plugin.AROUND
+    importlib.import_module(f"{engine}_static.plugin")
+    declared = importlib.import_module(f"{engine}_static.compat").hook.declared.values()
+    return {hook.target: hook.ours if hook.put is hooks.wrap else None for hook in declared}
+
+
+def documented(engine: str) -> str:
+    """The tables of hooks in docs/architecture.md, after a comment that names their command."""
+    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    return text.partition(f"<!-- python -m itemset.serving.hooks {engine}_static -->\n\n")[2].partition("\n<!--")[0]
 
 
 def problems(read: Read, around: Mapping[str, Callable[..., Any] | None]) -> list[str]:
@@ -47,11 +50,11 @@ def problems(read: Read, around: Mapping[str, Callable[..., Any] | None]) -> lis
     for hook, function in around.items():
         module, _, path = hook.partition(":")
         node = find(read, module, path.split("."))
-        if node is None:
+        if node is None or (function is not None and isinstance(node, ast.Assign)):
             found.append(f"{hook} is missing")
         elif function is not None:
             if isinstance(node, Function):
-                found += [f"{hook} {what}" for what in mismatches(node, hooks.resolved(function))]
+                found += [f"{hook} {what}" for what in mismatches(node, function)]
             else:
                 found.append(f"{hook} is no function")
     return found
@@ -65,6 +68,8 @@ def find(read: Read, module: str, path: list[str]) -> ast.stmt | None:
     for node in statements(tree.body):
         if isinstance(node, ast.ClassDef | Function) and node.name == path[0]:
             return node if len(path) == 1 else _member(tree, node, path[1])
+        if isinstance(node, ast.Assign) and any(ast.unparse(name) == path[0] for name in node.targets):
+            return node
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for name in node.names:
                 if (name.asname or name.name) == path[0]:

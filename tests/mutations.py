@@ -23,18 +23,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 
 import itemset
 from itemset import ItemSet, ItemSetError, report
-from itemset.host import HostState
+from itemset.masking.host import HostState
+from itemset.trie import attributes as attribute_columns
+from itemset.trie.filters import passing
 
 PATIENCE = 10  # seconds that one mutation may take
 ROOM = 128 << 20  # bytes of address space that all of them may take, beyond what reading the valid files takes
 EXTREMES = [0, 1, 2, -1, 31, 2**15, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**63 - 1, 2**64, 10**30]
-SHAPES = ("one", "ragged", "fixed", "wide", "long")
+SHAPES = ("one", "ragged", "fixed", "wide", "long", "shared", "described")
 STRANGERS: list[Any] = [None, "x", 1.5, [], [1], {}, True]  # no integers
 
 
@@ -50,8 +54,35 @@ def shapes() -> dict[str, ItemSet]:
         itemset.build(draw.integers(0, 40, (300, 4)), keys=draw.integers(-(2**62), 2**62, 300)),
         itemset.build([*draw.integers(70_000, 200_000, (60, 3)).tolist(), [5], [2**31 - 2, 7]]),
         itemset.build(long, keys=["a", "", "b", "c"]),
+        itemset.build(draw.integers(0, 4, (90, 3)), keys=[f"k{i}" for i in range(90)]),
+        described(draw.integers(0, 9, (60, 3))),
     )
     return dict(zip(SHAPES, sets, strict=True))
+
+
+def described(items: np.ndarray) -> ItemSet:
+    """A set whose attributes are stored in every way."""
+    rows = range(len(items))
+    columns = {
+        "n": [None, *rows[1:]],
+        "ok": [i % 3 == 0 for i in rows],
+        "region": [[None, "DE", "AT"][i % 3] for i in rows],
+        "name": [f"name {i} é" for i in rows],
+        "tags": [["a", "b"][: i % 3] for i in rows],
+        "day": pa.array(rows, pa.date32()),
+    }
+    with mock.patch.object(attribute_columns, "MAX_DICTIONARY", 4):
+        return itemset.build(items, attributes=columns)
+
+
+ASKED: list[dict[str, Any]] = [
+    {"n": {"$gt": 5}},
+    {"ok": True},
+    {"region": {"$in": ["DE", "x"]}},
+    {"name": {"$lt": "name 3"}},
+    {"tags": {"$ne": "a"}},
+    {"day": {"$gte": "1970-02-01"}},
+]
 
 
 class File:
@@ -296,16 +327,24 @@ class Original:
     data: bytes
     keys: Sequence[int] | Sequence[str]
     items: list[list[int]]
+    """Of each key."""
+    attributes: pa.Table
 
     @staticmethod
     def of(s: ItemSet) -> Original:
-        keys = s._keys.to_pylist()
-        return Original(s.to_bytes(), keys, s.tokens(keys))
+        keys = s.keys.to_pylist()
+        return Original(s.to_bytes(), keys, s.tokens(keys), s.attributes)
 
     def is_read_from(self, s: ItemSet) -> bool:
         known = (File(self.data).header[name] for name in ("items", "longest", "vocab_size", "prefix", "digest"))
         header = (len(s), s.longest, s.vocab_size, s.prefix, s.digest)
-        return header == tuple(known) and list(s.lookup(self.items)) == self.keys and s.tokens(self.keys) == self.items
+        if header != tuple(known) or s.tokens(self.keys) != self.items or not s.attributes.equals(self.attributes):
+            return False
+        keys: dict[tuple[int, ...], list[int | str]] = {}
+        for item, key in zip(self.items, self.keys, strict=True):
+            keys.setdefault(tuple(item), []).append(key)
+        wanted = [keys[tuple(item)] for item in self.items]
+        return s.keys_of(self.items) == wanted and list(s.lookup(self.items)) == [own[0] for own in wanted]
 
 
 def examine(path: Path, mutant: Mutant, original: Original, rng: random.Random) -> str:
@@ -339,10 +378,13 @@ def use(s: ItemSet, path: Path, original: Original, rng: random.Random) -> bool:
         lambda: (s.token_ids, s.occurring([0, 1, 2**31 - 2])),
         lambda: [s.children(item[: rng.randrange(len(item))]) for item in rng.sample(original.items, 1)],
         lambda: s.lookup(original.items[:50]),
+        lambda: s.keys_of(original.items[:50]),
         *(lambda item=item: s.lookup([item]) for item in rng.choices(original.items, k=3)),  # type: ignore[misc]
         lambda: s.lookup([[rng.choice([rng.randrange(60), rng.randrange(2**31 - 1)]) for _ in range(3)]]),
         lambda: s.tokens(original.keys[:50]),
         *(lambda key=key: s.tokens([key]) for key in rng.choices(original.keys, k=3)),  # type: ignore[misc]
+        lambda: s.attributes.equals(original.attributes),
+        *(lambda query=query: passing(query, s.attributes) for query in ASKED),  # type: ignore[misc]
         lambda: itemset.verify(path),
         lambda: report.describe(s),
         lambda: walk_by_children(s, rng),

@@ -1,4 +1,4 @@
-"""Drawing whole items, and how often each should come."""
+"""How often tests draw, and how often each item should come."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 
 # How many tokens the tests of distributions draw; 20,000 take four minutes in Triton's interpreter.
 SAMPLES = int(os.environ.get("STATIC_SAMPLES", 2_000))
+
+# How many ranked lists come and go where nothing may be left of them.
+CHURNED = int(os.environ.get("STATIC_CHURNED", 48))
 
 FEW = [[100, 200], [100, 201], [100, 202, 300], [101, 200], [101, 202], [700]]
 TEMPERATURE = 1 / 3

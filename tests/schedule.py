@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from oracle import Node, dict_trie
+from views import made
 
-import itemset
-from itemset.arena import Arena, ArenaFullError
-from itemset.batch import CHAIN, LOCAL, TREE, Batch
-from itemset.slots import NO_SET, Kernels, Slots
-from itemset.walk import DEAD, END, FREE, WAITING
+from itemset.masking.arena import Arena, ArenaFullError, room_for
+from itemset.masking.batch import CHAIN, LOCAL, TREE, Batch
+from itemset.masking.slots import NO_SET, Kernels, Slots
+from itemset.trie.walk import DEAD, END, FREE, WAITING
 
 VOCABULARY, PADDED = 48, 53  # tokens that items use, and columns of the logits
 SLOTS, MOST_ROWS, STOPS, WIDTH = 6, 28, 3, 40
@@ -29,12 +29,13 @@ PROMPT = 3
 @dataclass
 class Request:
     """items: the oracle's set, None for a request without. number: the arena's. start: the token behind which the
-    constraint begins, or -1."""
+    constraint begins, or -1. in_view: whether its set is a view, whose tables may go on after its last item."""
 
     items: Node | None
     number: int
     stops: list[int]
     start: int
+    in_view: bool = False
     output: list[int] = field(default_factory=list)
 
     def node(self, drafts: list[int]) -> Node | str | None:
@@ -91,8 +92,8 @@ class Schedule:
         self.random = random.Random(seed)
         self.device, self.window, self.each, self.positions = device, window, each, positions
         self.pool = [self._items() for _ in range(12)]
-        self.sets = [itemset.build(items) for items in self.pool]
-        room = sorted(s.nbytes for s in self.sets)
+        self.sets = [made(items) for items in self.pool]
+        room = sorted(room_for(s) for s in self.sets)
         self.arena = Arena(sum(room[-4:]) + 4096, device, max_sets=6)
         self.slots = Slots(self.arena, SLOTS, max_rows=MOST_ROWS, max_stop_tokens=STOPS, kernels=kernels)
         self.running: dict[int, Request] = {}
@@ -187,7 +188,8 @@ class Schedule:
                 expected = torch.full_like(before[i], -torch.inf)
                 kept = sorted(allowed)
                 expected[kept] = before[i][kept]
-                assert (states[i] == END) == (self.running[slot].node(drafts) == "END")
+                ended = self.running[slot].node(drafts) == "END"
+                assert (states[i] == END) == ended or (ended and self.running[slot].in_view)
             assert torch.equal(after[i], expected), (slot, drafts, allowed)
             self.checked += 1
 
@@ -231,7 +233,7 @@ class Schedule:
         except ArenaFullError:
             self.refused += 1
             return None
-        return Request(dict_trie(self.pool[which]), number, stops, start)
+        return Request(dict_trie(self.pool[which]), number, stops, start, self.sets[which].base is not None)
 
     def _draft(self, request: Request, drafts: list[int]) -> int:
         allowed = request.allowed(drafts)

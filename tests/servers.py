@@ -18,6 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -172,6 +173,14 @@ def _wait_until_healthy(process: Process, timeout: float) -> float:
             raise EngineError(f"the server was not up within {timeout} s:\n{process.log()[-LOG_TAIL:]}")
         time.sleep(0.1)
     raise EngineError(f"the server ended with status {process.returncode}:\n{process.log()[-LOG_TAIL:]}")
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Wait until something becomes true. AssertionError if it does not within two minutes."""
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def _start(

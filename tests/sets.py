@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,22 +16,55 @@ FIRST, LAST = 100, 1000  # token ids of the items: ordinary tokens of the tiny m
 
 @dataclass(frozen=True)
 class NamedSet:
+    """path: its file; of a view "", and `view` says what it is."""
+
     path: str
     items: frozenset[tuple[int, ...]]
+    view: str = ""
+
+
+def named_options(named_sets: Mapping[str, NamedSet]) -> dict[str, Any]:
+    """The plugin's options that register them."""
+    files = {name: one.path for name, one in named_sets.items() if one.path}
+    return {"item_sets": files, "item_views": {name: one.view for name, one in named_sets.items() if one.view}}
+
+
+def named_flags(named_sets: Mapping[str, NamedSet]) -> list[str]:
+    """A server's flags that register them."""
+    files, views = ([f"{name}={value}" for name, value in one.items()] for one in named_options(named_sets).values())
+    return ["--item-set", *files, "--item-view", *views]
 
 
 def token_sets(directory: Path) -> dict[str, NamedSet]:
-    """Fixed and variable length, prefixes of each other, one item, many one-token items, 50,000 items."""
+    """Fixed and variable length, prefixes of each other (one twice), one item, 150 tokens, 50,000 items, a view."""
     random = np.random.default_rng(7)
     shapes = {
         "fixed": random.integers(FIRST, LAST, (300, 4)).tolist(),
         "ragged": [random.integers(FIRST, LAST, random.integers(1, 12)).tolist() for _ in range(200)],
-        "prefixes": [list(range(FIRST, FIRST + n)) for n in (1, 2, 3, 5, 8)] + [[FIRST, 500], [700]],
+        "prefixes": [list(range(FIRST, FIRST + n)) for n in (1, 2, 3, 5, 8)] + [[FIRST, 500], [700], [700]],
         "one": [[300, 301, 302, 303, 304]],
         "labels": [[token] for token in range(FIRST, FIRST + 150)],
         "large": random.integers(FIRST, FIRST + 300, (50_000, 6)).tolist(),
     }
-    return {name: _save(directory / f"{name}.itemset", items) for name, items in shapes.items()}
+    sets = {name: _save(directory / f"{name}.itemset", items) for name, items in shapes.items()}
+    tagged = tagged_items()
+    path = directory / "tagged.itemset"
+    built = itemset.build(tagged, keys=tagged_keys(), attributes={"tag": [i % 3 for i in range(len(tagged))]})
+    built.save(path)
+    return sets | {
+        "tagged": NamedSet(str(path), frozenset(map(tuple, tagged))),
+        "seen": NamedSet("", frozenset(tuple(item) for item in tagged[::3]), 'tagged: {"tag": {"$lt": 1}}'),
+    }
+
+
+def tagged_items() -> list[list[int]]:
+    """Items with attributes, of which many share prefixes and some are equal: item i has the tag i % 3."""
+    random = np.random.default_rng(11)
+    return [random.integers(FIRST, FIRST + 4, random.integers(1, 7)).tolist() for _ in range(400)]
+
+
+def tagged_keys() -> list[str]:
+    return [f"item {i}" for i in range(400)]
 
 
 def _save(path: Path, items: list[list[int]]) -> NamedSet:

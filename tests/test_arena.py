@@ -11,8 +11,8 @@ from devices import DEVICE
 
 import itemset
 from itemset import ItemSetError
-from itemset.arena import Arena, ArenaFullError
-from itemset.torch_kernels import mask
+from itemset.masking.arena import Arena, ArenaFullError
+from itemset.masking.torch_kernels import mask
 
 
 def numbered(first: int, items: int = 300) -> itemset.ItemSet:

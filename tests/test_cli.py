@@ -18,7 +18,6 @@ import itemset
 from itemset import cli
 
 TITLES = ["Toy Story (1995)", "Toy Story", "GoldenEye (1995)", "Four Rooms (1995)", "Toy Story"]
-FOLDED = "items equal to an earlier one: 1. The first one's key stays, those of the others cannot be looked up"
 KEYS = [11, 12, 13, 14, 15]
 MATRIX = np.array([[5, 6, 7], [5, 6, 8], [5, 9, 7], [300, 1, 2], [5, 6, 7]], np.int32)
 
@@ -105,12 +104,9 @@ def spawn(*argv, **options):
 def test_build_texts(capsys, csv, tokenizers, tmp_path):
     path = tmp_path / "films.itemset"
     arguments = ["--column", "title", "--key", "movie_id", "--tokenizer", tokenizers[0], "--prefix", " "]
-    assert cli.main(["build", csv, *arguments, "-o", str(path)]) == 0
-    out, err = capsys.readouterr()
-    assert err == f"itemset: {FOLDED}: 'Toy Story' (key 15, found as 12)\n"
+    out = run(capsys, "build", csv, *arguments, "-o", str(path))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])
-    with pytest.warns(itemset.ItemSetWarning, match=r"'Toy Story' \(key 15, found as 12\)"):
-        direct = itemset.build_text(TITLES, tokenizer, keys=KEYS, prefix=" ")
+    direct = itemset.build_text(TITLES, tokenizer, keys=KEYS, prefix=" ")
     saved = itemset.load(path)
     assert saved.digest == direct.digest
     assert saved.tokenizer.name == "one"
@@ -119,6 +115,7 @@ def test_build_texts(capsys, csv, tokenizers, tmp_path):
     for line in [
         "items +4",
         "duplicates +1 folded",
+        "keys +5; items with several: 1",
         rf"tokens +{min(lengths)} \(shortest item\) to {max(lengths)} \(longest\)",
         rf"size +{saved.nbytes:,} bytes, {saved.nbytes / 4:.2f} an item.*",
         rf"file +{re.escape(str(path))} \({path.stat().st_size:,} bytes\)",
@@ -150,6 +147,7 @@ def test_refused_builds(capsys, csv, npy, tokenizers, tmp_path):
     out = str(tmp_path / "a.itemset")
     assert "--tokenizer" in refused(capsys, "build", csv, "--column", "title", "-o", out)
     assert "'movie_id', 'title'" in refused(capsys, "build", csv, "--column", "x", "-o", out)
+    assert "say which one holds the items with --column" in refused(capsys, "build", csv, "-o", out)
     texts = [csv, "--column", "title", "--tokenizer", tokenizers[0]]
     assert "--vocab-size" in refused(capsys, "build", *texts, "--vocab-size", "5", "-o", out)
     assert "--prefix" in refused(capsys, "build", npy, "--prefix", " ", "-o", out)
@@ -205,9 +203,10 @@ def test_lookup_both_ways(capsys, sids):
 def test_lookup_of_texts(capsys, films, tokenizers):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])
     ids = ",".join(map(str, tokenizer(" Toy Story")["input_ids"]))
-    line = f"12\t{ids}\t' Toy Story'\n"
-    assert run(capsys, "lookup", films, "--text", "Toy Story", "--tokenizer", tokenizers[0]) == line
-    assert run(capsys, "lookup", films, "--key", "12", "--tokenizer", tokenizers[0]) == line
+    lines = [f"{key}\t{ids}\t' Toy Story'\n" for key in (12, 15)]
+    assert run(capsys, "lookup", films, "--text", "Toy Story", "--tokenizer", tokenizers[0]) == "".join(lines)
+    for key, line in zip(("12", "15"), lines, strict=True):
+        assert run(capsys, "lookup", films, "--key", key, "--tokenizer", tokenizers[0]) == line
 
 
 def test_lookup_of_texts_in_python(films, tokenizers):
@@ -243,7 +242,10 @@ def test_refused_lookups(capsys, sids, films, tokenizers):
     assert "--tokenizer" in refused(capsys, "lookup", films, "--text", "Toy Story")
     message = refused(capsys, "lookup", films, "--text", "Toy Story", "--tokenizer", tokenizers[1])
     assert "another tokenizer" in message
-    refused(capsys, "lookup", films, "--text", "Tenet", "--tokenizer", tokenizers[0])
+    message = refused(capsys, "lookup", films, "--text", "Tenet", "--tokenizer", tokenizers[0])
+    assert message == "itemset: the text 'Tenet' is no item of the set\n"
+    message = refused(capsys, "lookup", films, "--text", "", "--tokenizer", tokenizers[0])
+    assert message == "itemset: the text ('') is empty: remove it\n"
     for token in ("0", "299", "301", "65536", str(2**31 - 1)):
         for tokens in (token, f"5,6,{token}", f"5,6,7,{token}"):
             refused(capsys, "lookup", sids, "--tokens", tokens)
@@ -269,18 +271,37 @@ def test_help_has_an_example(capsys, command):
     assert f"example:\n  itemset {command} " in capsys.readouterr().out
 
 
-def test_folded_items_are_named_where_they_are_known(capsys, tmp_path):
-    source = tmp_path / "a.jsonl"
+@pytest.mark.parametrize("memory", ["1GB", "1"])
+def test_equal_items_keep_all_their_keys(capsys, tmp_path, memory):
+    source, path = tmp_path / "a.jsonl", str(tmp_path / "a.itemset")
     ids = [*range(9), 0, 1, 2, 0, 5]
     source.write_text("".join(f'{{"sid": [{i}, {i}], "id": "k{n}"}}\n' for n, i in enumerate(ids)))
-    arguments = ["build", str(source), "--column", "sid", "--key", "id", "-o", str(tmp_path / "a.itemset")]
-    counted = f"itemset: {FOLDED}".replace("1.", "5.")
-    assert cli.main(arguments) == 0
-    named = "[0, 0] (key 'k9', found as 'k0'), [1, 1] (key 'k10', found as 'k1'), [2, 2] (key 'k11', found as 'k2')"
-    assert capsys.readouterr().err == f"{counted}: {named} and 2 more\n"
-    assert cli.main([*arguments, "--memory", "1"]) == 0
-    assert f"{counted}\n" in capsys.readouterr().err
-    run(capsys, *(word for word in arguments if word not in ("--key", "id")))  # row numbers: nobody's own keys
+    assert cli.main(["build", str(source), "--column", "sid", "--key", "id", "--memory", memory, "-o", path]) == 0
+    out = capsys.readouterr().out
+    for text in (out, run(capsys, "info", path)):
+        assert re.search("^duplicates +5 folded$", text, re.MULTILINE)
+        assert re.search("^keys +14; items with several: 4$", text, re.MULTILINE)
+    assert run(capsys, "lookup", path, "--tokens", "0,0") == "k0\t0,0\nk9\t0,0\nk12\t0,0\n"
+    assert run(capsys, "lookup", path, "--key", "k12", "--key", "k13") == "k12\t0,0\nk13\t5,5\n"
+
+
+@pytest.mark.parametrize("memory", ["1GB", "1"])
+def test_attributes(capsys, tmp_path, memory):
+    source, path = tmp_path / "a.csv", str(tmp_path / "a.itemset")
+    source.write_text("sid,region,released,stars\n<a>,DE,2026-11-14,4.5\n<b>,,2026-11-01,3\n<a>,AT,,1\n")
+    backend = Tokenizer(models.WordLevel({"<a>": 0, "<b>": 1, "<unk>": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path / "tokenizer")
+    columns = [word for name in ("region", "released", "stars") for word in ("--attribute", name)]
+    given = ["--column", "sid", *columns, "--tokenizer", str(tmp_path / "tokenizer"), "--memory", memory]
+    assert cli.main(["build", str(source), *given, "-o", path]) == 0
+    out = capsys.readouterr().out
+    for text in (out, run(capsys, "info", path)):
+        assert re.search(r"^attributes +region \(string\), released \(date\), stars \(float\)$", text, re.MULTILINE)
+    saved = itemset.load(path)
+    assert saved.keys.to_pylist() == [0, 2, 1]
+    assert saved.attributes.column("region").to_pylist() == ["DE", "AT", None]
+    assert cli.main(["build", str(source), *given, "--attribute", "nothing", "-o", path]) == 1
+    assert "has no column 'nothing'" in capsys.readouterr().err
 
 
 def test_special_tokens_are_named(capsys, tmp_path, tokenizers):

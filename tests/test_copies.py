@@ -1,7 +1,7 @@
 """Copies beside steps: what waits for what, on streams whose work is done late, in any order that events allow.
 
-The streams are those of `torch.cuda` as far as `itemset.copies` uses them, with the device's freedom made explicit: an
-order that is not enforced is one that happens.
+The streams are those of `torch.cuda` as far as `itemset.masking.copies` uses them, with the device's freedom made
+explicit: an order that is not enforced is one that happens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import itemset
-from itemset import copies
-from itemset.arena import Arena, ArenaFullError, room_for
-from itemset.copies import Copies
+from itemset.masking import copies
+from itemset.masking.arena import Arena, ArenaFullError, room_for
+from itemset.masking.copies import Copies
 
 
 class Marker:

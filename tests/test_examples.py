@@ -11,6 +11,7 @@ import pytest
 import itemset
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+import cold_start
 import retrieval_data
 import retrieval_model
 
@@ -58,3 +59,15 @@ def test_a_model_learns_what_comes_next(codes, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     answer = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=end)
     assert answer[0, prompt.shape[1] :].tolist() == [*encoded[2], end]
+
+
+def test_a_cold_start_holds_out_the_newest_films_altogether():
+    titles = {key: f"Film {key} ({1980 + key})" for key in range(1, 20)} | {20: "Film 20", 21: "Seven (Se7en) (1999)"}
+    years = cold_start.years(titles)
+    assert (years[1], years[20], years[21]) == (1981, 0, 1999)
+    histories = [[1, 19, 2, 21], [21, 3], [4, 5], [6, 7, 21]]
+    fresh = cold_start.newest(years, histories)
+    assert fresh == {19, 21}  # of 21 films: both of 1999
+    assert cold_start.without(histories, fresh) == [[1, 2], [3], [4, 5], [6, 7]]
+    assert cold_start.cases(histories, fresh) == [([1], 19), ([6, 7], 21)]
+    assert cold_start.recalls([[19, 1], [1, *range(2, 10), 21], [5]], [19, 21, 4]) == (1 / 3, 2 / 3)

@@ -23,10 +23,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import itemset
-from itemset import ItemSetError, build_external, cli, columns, external, sources
-from itemset.memory import available_memory, needed_memory
-from itemset.progress import build_bar
-from itemset.scratch import outcome, scratch_folder, state_of
+from itemset import ItemSetError, build_external, cli
+from itemset.building import columns, external, sources
+from itemset.building.memory import available_memory, needed_memory
+from itemset.building.progress import build_bar
+from itemset.building.scratch import outcome, scratch_folder, state_of
+from itemset.trie import attributes
 
 VOCAB = 70
 KILLS = int(os.environ.get("ITEMSET_KILLS", "20"))
@@ -41,6 +43,8 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "_PARQUET_ROWS", 3)
     monkeypatch.setattr(columns, "_BLOCK_BYTES", 128)
     monkeypatch.setattr(sources, "_NPY_BATCH_BYTES", 64)
+    monkeypatch.setattr(attributes, "BATCH_ROWS", 11)
+    monkeypatch.setattr(attributes, "MAX_DICTIONARY", 9)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +57,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def in_memory(path: Path, tokenizer: Any = None, **options: Any) -> bytes:
     """The index of `sources.read` and a build in memory."""
-    names = {name: options.pop(name) for name in ("column", "key") if name in options}
+    names = {name: options.pop(name) for name in ("column", "key", "attributes") if name in options}
     source = sources.read(path, **names)
+    options |= {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
     if source.texts is not None:
-        return itemset.build_text(source.texts, tokenizer, keys=source.keys, **options).to_bytes()
-    return itemset.build(source.tokens, keys=source.keys, tokenizer=tokenizer, **options).to_bytes()
+        return itemset.build_text(source.texts, **options).to_bytes()
+    return itemset.build(source.tokens, **options).to_bytes()
 
 
 def refusal(path: Path, **options: Any) -> str:
@@ -96,6 +101,39 @@ def test_the_same_bytes_from_tables_of_texts(
     path = write_table(tmp_path / f"a.{suffix}", table)
     options = {"column": "title", "key": keys, "tokenizer": tokenizer, "prefix": "four "}
     assert build_external(path, folder=tmp_path, **options).to_bytes() == in_memory(path, **options)
+
+
+@pytest.mark.usefixtures("_small_batches")
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(item_sets(6, max_items=90), st.randoms(use_true_random=False))
+def test_the_same_attributes_of_every_type(tmp_path: Path, items: list[list[int]], random: Any) -> None:
+    """Some strings are few enough for numbers, others are not; any value may be missing."""
+
+    def column(kind: Any, draw: Any) -> pa.Array:
+        return pa.array([None if random.random() < 0.2 else draw() for _ in items], kind)
+
+    def word() -> str:
+        return random.choice(["", "a", "b\0é", "long " * 9])
+
+    every = {
+        "bool": column(pa.bool_(), lambda: random.random() < 0.5),
+        "float": column(pa.float32(), random.random),
+        "few": column(pa.string(), word),
+        "many": column(pa.string(), lambda: f"{word()} {random.randrange(999)}"),
+        "category": column(pa.string(), word).dictionary_encode(),
+        "day": column(pa.date32(), lambda: random.randrange(-9, 20_000)),
+        "moment": column(pa.timestamp("ns", "Asia/Tokyo"), lambda: 1000 * random.randrange(10**15)),
+        "tags": column(pa.list_(pa.string()), lambda: [word() for _ in range(random.randrange(3))]),
+        "notes": column(pa.large_list(pa.large_string()), lambda: [f"{word()} {random.randrange(99)}"]),
+    }
+    for kind in (pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()):
+        every[str(kind)] = column(kind, lambda kind=kind: random.randrange(1 << (kind.bit_width - 1)))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"item": pa.array(items, pa.list_(pa.int64())), **every}), path)
+    options = {"column": "item", "attributes": list(every)}
+    s = build_external(path, folder=tmp_path, **options)
+    assert s.to_bytes() == in_memory(path, **options)
+    assert s.attributes.to_pydict() == pa.table(every).take(s.keys).to_pydict()
 
 
 @pytest.mark.usefixtures("_small_batches")
@@ -204,7 +242,7 @@ def test_what_a_build_in_memory_refuses(tmp_path: Path, tokenizer: PreTrainedTok
     texts = write_table(tmp_path / "a.csv", {"t": TEXTS})
     tokens = write_table(tmp_path / "a.jsonl", {"t": [[1, 2]]})
     assert "give the model's tokenizer" in refusal(texts)
-    assert "leave the vocabulary size away" in refusal(texts, tokenizer=tokenizer, vocab_size=5)
+    assert "omit the vocabulary size" in refusal(texts, tokenizer=tokenizer, vocab_size=5)
     assert "the prefix is for texts" in refusal(tokens, prefix=" ")
     assert "no file" in refusal(tmp_path / "none.csv")
     assert "no columns" in refusal(write_table(tmp_path / "a.txt", {"t": ["a"]}), key="t")
@@ -224,7 +262,7 @@ def test_without_duckdb_or_room_the_mend_is_named(tmp_path: Path, monkeypatch: p
         assert "pip install 'static-backend[big]'" in refusal(path)
     with monkeypatch.context() as patch:
         full = OSError(28, os.strerror(28))
-        patch.setattr(external._Spool, "append", lambda self, numbers: (_ for _ in ()).throw(full))
+        patch.setattr(external.Spool, "append", lambda self, numbers: (_ for _ in ()).throw(full))
         assert "No space left on device" in refusal(path)
     assert os.listdir(tmp_path) == ["a.npy"]
 
@@ -318,7 +356,7 @@ def test_a_scratch_folder_goes_with_its_block_and_with_its_process(tmp_path: Pat
         pass
     code = f"""
 import os, signal, sys
-from itemset.scratch import scratch_folder
+from itemset.building.scratch import scratch_folder
 with scratch_folder({str(output)!r}) as folder:
     (folder / "spilled").write_bytes(b"x")
     os.kill(os.getpid(), signal.SIGKILL)

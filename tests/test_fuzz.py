@@ -15,6 +15,7 @@ import itemset
 SEED = 20
 
 
+@pytest.mark.slow
 def test_two_thousand_mutations() -> None:
     tally = run(SEED, 0, 2_000)
     assert not tally.failures, "\n\n".join(tally.failures[:5])
@@ -23,10 +24,11 @@ def test_two_thousand_mutations() -> None:
     assert {"refused, unchecked refused", "refused, unchecked answers", "answers, unchecked answers"} <= ends
 
 
+@pytest.mark.slow
 def test_no_access_outside_an_array(pytestconfig: pytest.Config) -> None:
     """The same with compiled code that checks every index. Compiling takes seconds, so it is kept while no source
     changes: Numba itself would not notice where one file's function is compiled into another's."""
-    sources = b"".join(path.read_bytes() for path in sorted(Path(itemset.__file__).parent.glob("*.py")))
+    sources = b"".join(path.read_bytes() for path in sorted(Path(itemset.__file__).parent.rglob("*.py")))
     cache = pytestconfig.cache.mkdir("numba-boundscheck")  # type: ignore[union-attr]
     current = cache / f"{zlib.crc32(sources):08x}"
     for old in {*cache.iterdir()} - {current}:

@@ -26,8 +26,8 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
-import itemset.slots, itemset.triton_kernels
-from itemset.arena import Arena, room_for
+import itemset.masking.slots, itemset.masking.triton_kernels
+from itemset.masking.arena import Arena, room_for
 items = itemset.build([[5, 6, 7], [5, 9]])
 print(Arena(room_for(items)).acquire(items), len(items))
 """

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import itemset
-from itemset import held
-from itemset.catalogue import Catalogue, with_versions
-from itemset.config import StaticConfig
 from itemset.errors import ItemSetError
+from itemset.serving import held
+from itemset.serving.catalogue import Catalogue, with_versions
+from itemset.serving.config import StaticConfig
 
 ITEMS, OTHERS = [[9], [5, 6, 7], [5, 8]], [[1, 2], [3, 4]]
 
@@ -30,7 +30,7 @@ ITEMS, OTHERS = [[9], [5, 6, 7], [5, 8]], [[1, 2], [3, 4]]
 CHANGES = changes.IN_PLACE | {"delete": Path.unlink}
 
 
-OPEN = "import sys; from itemset import held; print(held.open_copy(*sys.argv[1:])[1])"
+OPEN = "import sys; from itemset.serving import held; print(held.open_copy(*sys.argv[1:])[1])"
 
 
 @pytest.fixture
@@ -165,10 +165,13 @@ def open_after(gate, path: str, cache: str) -> None:
 
 def test_starts_at_the_same_time_and_kills_at_any_moment_leave_one_whole_copy(tmp_path, cache):
     path = save(tmp_path / "big.itemset", np.random.default_rng(0).integers(0, 2048, (200_000, 8)))
-    version, chosen = itemset.index_file.version(path), random.Random(0)
+    version, chosen = itemset.trie.file.version(path), random.Random(0)
     fork = multiprocessing.get_context("fork")
-    ended = Counter()
-    for _ in range(6):
+    ended: Counter[int] = Counter()
+    rounds = 0
+    while rounds < 6 or ended[-signal.SIGKILL] < 3:  # a busy machine may kill them too late
+        rounds += 1
+        assert rounds < 100
         shutil.rmtree(cache, ignore_errors=True)
         gate = fork.Event()
         starts = [fork.Process(target=open_after, args=(gate, str(path), str(cache))) for _ in range(4)]
@@ -185,7 +188,6 @@ def test_starts_at_the_same_time_and_kills_at_any_moment_leave_one_whole_copy(tm
         assert (cache / version).read_bytes() == path.read_bytes()
         held.delete_unused(str(cache))
         assert copies(cache) == [version]
-    assert ended[-signal.SIGKILL] > 2
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "device"])

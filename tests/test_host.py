@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import dict_trie, prefixes
 from strategies import item_sets
+from views import made
 
 import itemset
-from itemset.host import HostState, fill_bitmasks, forced_tokens
-from itemset.walk import FREE
+from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
+from itemset.trie.walk import END, FREE
 
 STOPS = {66, 69}
 
@@ -30,7 +31,7 @@ def bits(state: HostState, vocab_size: int) -> list[int]:
 @given(item_sets(65))
 @settings(max_examples=200, deadline=None)
 def test_the_bitmask_of_every_state(items: list[list[int]]) -> None:
-    s = itemset.build(items)
+    s = made(items)
     for before, tokens, ends in prefixes(dict_trie(items)):
         state = HostState(s, STOPS)
         assert state.accept(before)
@@ -38,7 +39,7 @@ def test_the_bitmask_of_every_state(items: list[list[int]]) -> None:
         assert state.allowed_prefix([66, 69, 66]) == ([66, 69, 66] if ends else [])
         if ends:
             assert state.accept([66])
-            assert state.complete
+            assert state.state == END
             assert bits(state, 70) == sorted(STOPS)
             state.rollback(1)
             assert bits(state, 70) == sorted({*tokens, *STOPS})
@@ -53,7 +54,7 @@ def test_accept_validate_rollback(items: list[list[int]], tail: list[int], data:
     legal = 0
     while legal < len(tokens) and tuple(tokens[: legal + 1]) in known:
         legal += 1
-    state = HostState(itemset.build(items), ())
+    state = HostState(made(items), ())
     assert state.allowed_prefix(tokens) == tokens[:legal]
     assert bits(state, 70) == known[()][0]
     assert state.accept(tokens) is (legal == len(tokens))
@@ -70,7 +71,7 @@ def test_accept_validate_rollback(items: list[list[int]], tail: list[int], data:
 def test_a_stop_token_that_continues_an_item_is_the_items() -> None:
     state = HostState(itemset.build([[1], [1, 2]]), {2})
     assert state.accept([1, 2])
-    assert state.complete
+    assert state.state == END
 
 
 @pytest.mark.parametrize("vocab_size", [70, 96, 97])
@@ -100,7 +101,7 @@ def test_a_batch_is_filled_as_its_rows_are(sets: list[list[list[int]]], vocab_si
     """States of several sets, some ended, in rows of any order; a free row allows everything, others stay."""
     hosts = []
     for items in sets:
-        item_set = itemset.build(items)
+        item_set = made(items)
         for item in data.draw(st.lists(st.sampled_from(items), max_size=4)):
             hosts.append(HostState(item_set, STOPS))
             assert hosts[-1].accept(item[: data.draw(st.integers(0, len(item)))])
@@ -123,7 +124,7 @@ def test_a_batch_is_filled_as_its_rows_are(sets: list[list[list[int]]], vocab_si
 def test_draft_states_are_those_of_accepting_one_by_one(
     items: list[list[int]], tail: list[int], data: st.DataObject
 ) -> None:
-    host = HostState(itemset.build(items), STOPS)
+    host = HostState(made(items), STOPS)
     item = data.draw(st.sampled_from(items))
     before = data.draw(st.integers(0, len(item)))
     assert host.accept(item[:before])
@@ -162,7 +163,7 @@ def test_every_width_of_the_tables(top: int, tail: int) -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_no_copy_reads_what_another_state_keeps(copied: Callable[[HostState], object]) -> None:
-    with pytest.raises(TypeError, match="holds addresses, so that it cannot be copied or pickled: make a new one"):
+    with pytest.raises(TypeError, match="holds addresses, so it cannot be copied or pickled: make a new one"):
         copied(HostState(itemset.build([[1]]), ()))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracle import dict_trie
 from strategies import item_sets
 from transformers import AutoModelForCausalLM
+from views import made
 
 import itemset
 from itemset.huggingface import ItemSetLogitsProcessor
@@ -39,6 +40,7 @@ def children_of(items: list[list[int]]) -> Callable[[int, torch.Tensor], list[in
     return allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["greedy", "beams", "sampled", "wide"])
 def test_the_same_as_a_function_of_prefixes(model, named_sets, kind):
     ways = {
@@ -71,7 +73,7 @@ def test_what_is_allowed_is_what_the_oracle_allows(items, data):
     node, prefix = dict_trie(items), item[: data.draw(st.integers(0, len(item)))]
     for token in prefix:
         node = node[token]
-    processor = ItemSetLogitsProcessor(itemset.build(items), prompt_length=2, stop_tokens=[stop])
+    processor = ItemSetLogitsProcessor(made(items), prompt_length=2, stop_tokens=[stop])
     scores = processor(torch.tensor([[0, 0, *prefix]]), torch.zeros(1, vocabulary))
     expected = {stop if token is None else token for token in node}
     assert set(np.flatnonzero(np.isfinite(scores[0].numpy()))) == expected

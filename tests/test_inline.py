@@ -14,14 +14,20 @@ import pytest
 from models import tiny_tokenizer
 
 import itemset
-from itemset import catalogue
-from itemset.catalogue import Catalogue, InlineSet
-from itemset.checks import Checks, Words
-from itemset.config import StaticConfig
-from itemset.encoding import Encoder, Steps
-from itemset.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, InlineTexts, _slices
+from itemset.serving import catalogue
+from itemset.serving.admission import Checks, Words
+from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.config import StaticConfig
+from itemset.serving.encoding import Encoder, Steps
+from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, InlineTexts, _slices
+from itemset.serving.request import ItemRequest
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+
+
+async def prepared(checks: Checks, choice: Any) -> Any:
+    """The set that a front end makes of these texts."""
+    return (await checks.prepare(ItemRequest(choice=choice))).choice
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +57,16 @@ def test_equal_lists_at_once_are_encoded_once(tokenizer):
     checks = front_end(tokenizer, on_encoded=gate)
 
     async def run() -> list[InlineSet]:
-        tasks = [asyncio.create_task(checks.prepare(list(texts))) for _ in range(5)]
+        tasks = [asyncio.create_task(prepared(checks, list(texts))) for _ in range(5)]
         await asyncio.to_thread(gate.begun.wait)
         gate.opened.set()
-        return await asyncio.gather(*tasks, checks.prepare(texts))
+        return await asyncio.gather(*tasks, prepared(checks, texts))
 
     found = asyncio.run(run())
     assert len({id(one) for one in found}) == 1
     assert gate.texts == [SLICE_TEXTS] * 3
-    assert checks.inline(texts) == checks.inline(found[0]) == found[0].reference
+    references = [checks.reference(ItemRequest(choice=choice)) for choice in (texts, found[0])]
+    assert references == [found[0].reference] * 2
     assert gate.texts == [SLICE_TEXTS] * 3
     assert sorted(found[0].item_set.items()) == sorted(tokenizer(texts, add_special_tokens=False)["input_ids"])
 
@@ -69,7 +76,7 @@ def test_a_known_set_waits_for_no_list_and_a_short_one_passes_a_long_one(tokeniz
     checks = front_end(tokenizer, on_encoded=gate)
 
     async def one(name: str, choice: list[str]) -> None:
-        await checks.prepare(choice)
+        await prepared(checks, choice)
         ended.append(name)
 
     async def run() -> None:
@@ -96,13 +103,13 @@ def test_encoding_stops_when_all_who_wait_have_left(tokenizer):
     checks = front_end(tokenizer, on_encoded=gate)
 
     async def run() -> None:
-        tasks = [asyncio.create_task(checks.prepare(texts)) for _ in range(2)]
+        tasks = [asyncio.create_task(prepared(checks, texts)) for _ in range(2)]
         await asyncio.to_thread(gate.begun.wait)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         gate.opened.set()
-        await checks.prepare(["red"])
+        await prepared(checks, ["red"])
 
     asyncio.run(run())
     assert gate.texts == [SLICE_TEXTS, 1]
@@ -113,7 +120,7 @@ def test_encoding_goes_on_for_those_who_stay(tokenizer):
     checks = front_end(tokenizer, on_encoded=gate)
 
     async def run() -> InlineSet:
-        leaves, stays = (asyncio.create_task(checks.prepare(texts)) for _ in range(2))
+        leaves, stays = (asyncio.create_task(prepared(checks, texts)) for _ in range(2))
         await asyncio.to_thread(gate.begun.wait)
         leaves.cancel()
         await asyncio.gather(leaves, return_exceptions=True)
@@ -130,10 +137,10 @@ def test_every_waiting_client_is_told_what_is_wrong_and_the_next_list_is_served(
     bad = ["red", "</s>", *map(str, range(2 * SLICE_TEXTS))]
 
     async def run() -> list[Any]:
-        tasks = [asyncio.create_task(checks.prepare(bad)) for _ in range(3)]
+        tasks = [asyncio.create_task(prepared(checks, bad)) for _ in range(3)]
         await asyncio.sleep(0)
         gate.opened.set()
-        return await asyncio.gather(*tasks, checks.prepare(["red"]), return_exceptions=True)
+        return await asyncio.gather(*tasks, prepared(checks, ["red"]), return_exceptions=True)
 
     *errors, good = asyncio.run(run())
     assert all("choice[1] ('</s>') holds the end-of-sequence token" in str(error) for error in errors)
@@ -150,7 +157,7 @@ def test_large_lists_are_read_beside_the_event_loop(tokenizer, monkeypatch):
     monkeypatch.setattr(InlineTexts, "_read", recorded)
     checks = front_end(tokenizer)
     for choice, beside in ((["red"] * FEW_TEXTS, False), (["red"] * (FEW_TEXTS + 1), True), (["ab" * 9] * 5, False)):
-        asyncio.run(checks.prepare(choice))
+        asyncio.run(prepared(checks, choice))
         assert (readers.pop() is not threading.main_thread()) == beside
 
 
@@ -284,5 +291,5 @@ def test_a_set_is_known_while_it_is_held(monkeypatch):
 
 def test_the_tables_lie_in_the_index_bytes():
     one = InlineSet.opened("inline:0", itemset.build([[1, 2], [3, 4]]).to_bytes())
-    for section in one.item_set.trie.tables[:-1]:
+    for section in one.item_set.trie.tables.sections.values():
         assert np.shares_memory(section, np.frombuffer(one.index, np.uint8))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from strategies import item_sets
 
 import itemset
 from itemset import ItemSetError, Rows
+from itemset.trie import file as index_file
 
 VOCAB = 70
 
@@ -45,16 +48,44 @@ def test_a_foreign_prefix_is_refused(items: list[list[int]], tokens: list[int]) 
 def test_keys_lead_to_items_and_back(items: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]
     numbers = list(range(100, 100 + len(items)))
     names = [f"key {n}" for n in numbers]
-    first = {tuple(item): i for i, item in reversed(list(enumerate(items)))}
-    distinct = [list(item) for item in first]
+    places: dict[tuple[int, ...], list[int]] = {}
+    for i, item in enumerate(items):
+        places.setdefault(tuple(item), []).append(i)
+    distinct = [list(item) for item in places]
     random.shuffle(distinct)
-    for keys in (None, numbers, names):
-        s = itemset.build(items, keys=keys)
+    for keys in (list(range(len(items))), numbers, names):
+        s = itemset.build(items, keys=None if keys[0] == 0 else keys)
+        s = random.choice([s, itemset.from_bytes(s.to_bytes())])
         assert len(s) == len(distinct)
         assert s.duplicates == len(items) - len(distinct)
-        wanted = [first[tuple(item)] if keys is None else keys[first[tuple(item)]] for item in distinct]
-        assert list(s.lookup(distinct)) == wanted
-        assert s.tokens(wanted) == distinct
+        assert s.shared == sum(len(equal) > 1 for equal in places.values())
+        wanted = [[keys[i] for i in places[tuple(item)]] for item in distinct]
+        assert s.keys_of(distinct) == wanted
+        assert list(s.lookup(distinct)) == [s.find(item)[0] for item in distinct] == [own[0] for own in wanted]
+        assert s.tokens(keys) == items
+        assert sorted(s.keys.to_pylist()) == sorted(keys)
+
+
+def test_keys_cost_nothing_if_no_two_items_are_equal() -> None:
+    assert "key_starts" not in itemset.build([[1, 2], [1, 3]]).sections
+    assert itemset.build([[1, 2], [1, 2]]).sections["key_starts"] == 8
+
+
+def test_a_file_without_every_key_opens_as_it_is() -> None:
+    """As files were before equal items kept all their keys."""
+    s = itemset.build([[1, 2], [3], [1, 2]], keys=["a", "b", "c"])
+    folded = itemset.build([[1, 2], [3]], keys=["a", "b"])
+    old = itemset.from_bytes(index_file.to_bytes(s._header(), folded._arrays()))
+    assert (old.duplicates, old.shared, len(old.keys)) == (1, 0, 2)
+    assert old.keys_of([[3], [1, 2]]) == [["b"], ["a"]]
+
+
+@pytest.mark.parametrize("starts", [[0, 3], [0, 1, 2], [1, 2, 3], [0, 0, 3], [0, 4, 3]])
+def test_keys_that_do_not_fit_their_items_are_refused(starts: list[int]) -> None:
+    s = itemset.build([[1, 2], [3], [1, 2]])
+    data = index_file.to_bytes(s._header(), s._arrays() | {"key_starts": np.array(starts, np.uint32)})
+    with pytest.raises(ItemSetError, match="the index is corrupted, its number of items does not fit its keys"):
+        itemset.from_bytes(data)
 
 
 @given(item_sets(VOCAB))
@@ -83,9 +114,9 @@ def test_prefixes_that_are_no_items_have_no_key() -> None:
             s.lookup([tokens])
     with pytest.raises(ItemSetError, match="a flat list"):
         s.children([[1, 2]])  # type: ignore[list-item]
-    with pytest.raises(ItemSetError, match="put it into a list"):
+    with pytest.raises(ItemSetError, match="put it in a list"):
         s.tokens("7")
-    assert list(s.lookup([])) == []
+    assert list(s.lookup([])) == s.keys_of([]) == []
     with pytest.raises(ItemSetError, match="no item has the key 7"):
         s.tokens([0, 7])
 
@@ -181,9 +212,9 @@ def test_bad_keys_are_named(keys: list[object], message: str) -> None:
 @pytest.mark.parametrize(
     ("module", "limit", "message"),
     [
-        ("itemset.trie.MAX_INDEX", 2, "the set needs 3 edges, the limit is 2: split the set"),
-        ("itemset.trie.MAX_INDEX", 3, "the set needs 6 tail tokens, the limit is 3"),
-        ("itemset.rows.MAX_ITEMS", 2, "3 items are too many, the limit is 2: split the set"),
+        ("itemset.trie.tables.MAX_INDEX", 2, "the set needs 3 edges, the limit is 2: split the set"),
+        ("itemset.trie.tables.MAX_INDEX", 3, "the set needs 6 tail tokens, the limit is 3"),
+        ("itemset.trie.rows.MAX_ITEMS", 2, "3 items are too many, the limit is 2: split the set"),
     ],
 )
 def test_a_set_too_large_for_its_numbers_is_refused(
@@ -267,3 +298,21 @@ def test_damaged_files_are_refused_with_the_reason(tmp_path: Path) -> None:
         itemset.load(tmp_path / "other")
     with pytest.raises(ItemSetError, match="is a directory"):
         itemset.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("counts", "what"),
+    [
+        ({"level_nodes": (1,)}, "1 levels of nodes, 2 of edges"),
+        ({"level_nodes": (), "level_edges": ()}, "0 levels of nodes, 0 of edges"),
+        ({"level_nodes": (1, 0)}, "a level without nodes or edges"),
+        ({"token_bits": 32}, "tokens of 32 bits"),
+        ({"shortest": 3}, "items of 3 to 2 tokens"),
+        ({"tail_tokens": -1}, "-1 tail tokens"),
+    ],
+)
+def test_a_header_that_cannot_be_is_named(counts: dict[str, Any], what: str) -> None:
+    s = itemset.build([[1, 2], [1, 3], [4]])
+    data = index_file.to_bytes(replace(s._header(), **counts), s._arrays())
+    with pytest.raises(ItemSetError, match=f"the index is corrupted, its header counts {what}: build it again"):
+        itemset.from_bytes(data)

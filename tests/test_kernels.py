@@ -21,14 +21,15 @@ from samples import SAMPLES
 from schedule import MOST_ROWS, SLOTS, STOPS, Schedule
 from strategies import item_sets
 from torch.utils._python_dispatch import TorchDispatchMode
+from views import made
 
 import itemset
-from itemset import torch_kernels, triton_kernels
-from itemset.arena import Arena
-from itemset.batch import COLUMNS, Batch
-from itemset.slots import Slots, kernels_for
-from itemset.walk import DEAD, END, FREE, TAIL, WAITING
-from itemset.walk import advance as host_advance
+from itemset.masking import torch_kernels, triton_kernels
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import COLUMNS, Batch
+from itemset.masking.slots import Slots, kernels_for
+from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING
+from itemset.trie.walk import advance as host_advance
 
 VOCABULARY = 70
 NAMES = ["torch", "triton"]
@@ -50,15 +51,15 @@ def tensor(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def resident(*sets: list[list[int]]) -> tuple[Arena, list[itemset.ItemSet], list[int]]:
-    built = [itemset.build(items) for items in sets]
-    arena = Arena(sum(s.nbytes for s in built) + 4096 * len(built), DEVICE)
+def resident(*sets: list[list[int]], kind: str | None = "whole") -> tuple[Arena, list[itemset.ItemSet], list[int]]:
+    built = [made(items, kind) for items in sets]
+    arena = Arena(sum(map(room_for, built)), DEVICE)
     return arena, built, [arena.acquire(s) for s in built]
 
 
 def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int) -> None:
     """The states, masks and forced tokens of every prefix (`most` of them), in a second set of the arena."""
-    arena, (_, built), (_, number) = resident([[3, 1], [4]], items)
+    arena, (_, built), (_, number) = resident([[3, 1], [4]], items, kind=None)
     nodes = list(prefixes(dict_trie(items)))
     nodes = nodes[:: -(-len(nodes) // most)]
     stop = VOCABULARY - 3
@@ -130,6 +131,7 @@ def test_random_sets_in_many_chunks(items: list[list[int]]) -> None:
     check_against_oracle(triton_kernels, items, most=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
 @pytest.mark.parametrize(("name", "steps"), [("torch", SAMPLES // 2), ("triton", SAMPLES // 10)])
 def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
@@ -235,6 +237,7 @@ def test_an_ended_row_is_never_empty(kernels: ModuleType) -> None:
     assert legal(logits) == [[5, 7], []]
 
 
+@pytest.mark.slow
 def test_a_root_with_a_million_children(kernels: ModuleType) -> None:
     children = np.unique(np.random.default_rng(1).integers(0, 2_000_000, 1_500_000))[:1_000_000]
     items = np.stack([children, children[::-1]], 1)
@@ -406,11 +409,14 @@ def test_kernels_are_chosen_by_device() -> None:
     assert kernels_for("cuda", "torch") is torch_kernels
 
 
-NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "mask", "step", "walk", "walk_columns"]
+NAMED = ["advance", "advance_unmarked", "forced", "forced_guess"]
+NAMED += ["lists_candidates", "lists_candidates_alone", "lists_candidates_steps", "lists_ended", "lists_follow"]
+NAMED += ["lists_follow_steps", "lists_legal_sums", "lists_log_sums", "lists_merge", "lists_merge_done"]
+NAMED += ["mask", "step", "walk", "walk_columns"]
 NAMED += ["walk_each", "walk_positions", "walk_tree"]
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_every_kernel_compiles_for_a_gpu(architecture: int) -> None:
     """To machine code, without a GPU: the interpreter takes what the compiler refuses."""
     script = Path(__file__).parent / "compile_kernels.py"

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import itemset
-from itemset.best import Answer, Best, Pass, Search
-from itemset.catalogue import RefusedError
-from itemset.checks import Words
-from itemset.config import StaticConfig
-from itemset.lists import Lists, options
+from itemset.ranking.search import Answer, Best, Pass, Search
+from itemset.serving.admission import Words
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.config import StaticConfig
+from itemset.serving.lists import Lists, Refusals, run_together, search_for
+from itemset.serving.request import ListOptions
 
 END = 50
 ITEMS = itemset.build(np.random.default_rng(0).integers(0, END, (4_000, 3)))
@@ -134,10 +135,38 @@ def test_what_a_request_raises_ends_its_list_alone():
 )
 def test_bad_options_are_refused(given, message):
     config = StaticConfig(ranked_list_limit=100, ranked_list_passes=500)
-    with pytest.raises(RefusedError, match=message):
-        options(given, 10, config, WORDS)
-    assert options({"width": 100, "max_passes": 500, "item_set": "x"}, 10, config, WORDS) == {
-        "width": 100,
-        "max_passes": 500,
-        "proof_passes": 500,
-    }
+    with pytest.raises(RefusedError, match=message) as refused:
+        search_for(ITEMS, ListOptions(10, **given), end_token=END, config=config, words=WORDS)
+    assert refused.value.param in given
+    search = search_for(ITEMS, ListOptions(10, width=100, max_passes=500), end_token=END, config=config, words=WORDS)
+    assert (search._width, search._max_passes, search._proof_passes) == (100, 500, 500)
+
+
+def test_searches_run_together_as_each_alone():
+    """Rounds are shared, whichever search ends first."""
+
+    def score(asked: list[tuple[int, Pass]]) -> list[Answer]:
+        rounds.append(len({i for i, _ in asked}))
+        return [Engine(1).read(one, one) for _, one in asked]
+
+    def searches() -> list[Search]:
+        return [Search(ITEMS, k, end_token=END) for k in (3, 40)] + [Search(ITEMS, 9, end_token=END, exact=True)]
+
+    rounds: list[int] = []
+    together = run_together(searches(), score)
+    assert rounds[0] == 3
+    assert len(rounds) == max(best.rounds for best in together)
+    assert together == [run_together([search], score)[0] for search in searches()]
+
+
+def test_refusals_are_remembered_and_logged_once():
+    logged: list[str] = []
+    refusals = Refusals(lambda text, reason: logged.append(reason))
+    refusals.refused("no room now")
+    assert refusals.why("films", 8) is None
+    for width in range(8, 300):
+        refusals.refused("too deep", of=("films", width))
+    assert (refusals.why("films", 299), refusals.why("films", 8)) == ("too deep", None)  # the oldest are forgotten
+    refusals.refused("no blocks", always=True)
+    assert refusals.why("others", 1) == "no blocks"
+    assert logged == ["no room now", "too deep", "no blocks"]

@@ -11,7 +11,7 @@ from oracle import dict_trie, prefixes
 
 import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.host import HostState
+from itemset.masking.host import HostState
 
 ITEMS, LENGTH, CODES, EXPONENT = 100_000, 8, 2_048, 1.2
 

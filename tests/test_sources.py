@@ -1,5 +1,6 @@
 """Every file format gives the same items and keys, and every bad file is refused with its name, row and mend."""
 
+import datetime
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from itemset import ItemSetError, Rows
-from itemset.sources import read
+from itemset.building.sources import read
 
 TEXTS = [
     "1984",
@@ -67,8 +68,8 @@ def test_texts_and_integer_keys(tmp_path, suffix):
     source = read(path, column="title", key="id")
     assert source.texts == TEXTS
     assert source.tokens is None
-    assert source.keys.dtype == np.int64
-    assert source.keys.tolist() == KEYS
+    assert source.keys.type == pa.int64()
+    assert source.keys.to_pylist() == KEYS
     assert read(str(path), column="title").keys is None
 
 
@@ -77,18 +78,18 @@ def test_string_keys(tmp_path, suffix):
     keys = ["007", "8", "tt0111161", "", "1.0", "x", "y", "z"] if suffix not in ("csv", "tsv") else ["007", *"2345678"]
     path = write_table(tmp_path / f"a.{suffix}", {"id": keys, "title": TEXTS})
     # Leading zeros would be lost in an integer. The items' column needs no name: there is only one left.
-    assert read(path, key="id").keys == keys
-    assert read(path, column="title", key="title").keys == TEXTS
+    assert read(path, key="id").keys.to_pylist() == keys
+    assert read(path, column="title", key="title").keys.to_pylist() == TEXTS
 
 
 def test_csv_keys_longer_than_64_bits_stay_strings(tmp_path):
-    assert read(write(tmp_path / "a.csv", f"t,k\na,1\nb,{2**63}\n"), key="k").keys == ["1", str(2**63)]
+    assert read(write(tmp_path / "a.csv", f"t,k\na,1\nb,{2**63}\n"), key="k").keys.to_pylist() == ["1", str(2**63)]
 
 
 def test_csv_byte_order_mark_and_line_ends(tmp_path):
     source = read(write(tmp_path / "a.csv", b'\xef\xbb\xbftitle,id\r\n"a\r\nb",1\r\nc,2\r\n'), column="title", key="id")
     assert source.texts == ["a\r\nb", "c"]
-    assert source.keys.tolist() == [1, 2]
+    assert source.keys.to_pylist() == [1, 2]
 
 
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,7 +107,7 @@ def test_token_lists(tmp_path, suffix, rows):
     assert as_lists(source.tokens) == rows
     assert isinstance(source.tokens, np.ndarray) == (rows is MATRIX)
     assert source.texts is None
-    assert source.keys == ["a", "b", "c"]
+    assert source.keys.to_pylist() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("value", [pa.uint8(), pa.int16(), pa.uint32(), pa.uint64()])
@@ -123,8 +124,8 @@ def test_parquet_text_types(tmp_path, kind):
     pq.write_table(table, tmp_path / "a.parquet")
     source = read(tmp_path / "a.parquet", column="t", key="k")
     assert source.texts == ["a", "b", "a"]
-    assert source.keys.tolist() == [1, 2, 3]
-    assert read(tmp_path / "a.parquet", column="t", key="t").keys == ["a", "b", "a"]
+    assert source.keys.to_pylist() == [1, 2, 3]
+    assert read(tmp_path / "a.parquet", column="t", key="t").keys.to_pylist() == ["a", "b", "a"]
 
 
 def test_parquet_folder_names_are_no_columns(tmp_path):
@@ -292,3 +293,77 @@ def test_damaged_npy(tmp_path):
     with (tmp_path / "b.npy").open("wb") as file:
         np.savez(file, a=np.zeros((2, 2), int))
     assert "archive" in refusal(tmp_path / "b.npy")
+
+
+COLUMNS = {
+    "year": ["1977", "", "-5"],
+    "price": ["1", "2.50", "-1e3"],
+    "code": ["007", "12", "13"],
+    "in_stock": ["true", "False", ""],
+    "released": ["2026-11-14", "1977-05-25", ""],
+    "seen": ["2026-11-14T12:00", "2026-11-14 12:00:01.5", ""],
+    "updated": ["2026-11-14T12:00:00Z", "2026-11-14T12:00:00+01:00", ""],
+    "no_date": ["2026-11-14", "2026-02-30", "2026-11-16"],
+    "large": ["1", "99999999999999999999", "2"],
+    "nothing": ["", "", ""],
+}
+NOON = datetime.datetime(2026, 11, 14, 12)
+WRITTEN = {
+    "year": (pa.int64(), [1977, None, -5]),
+    "price": (pa.float64(), [1.0, 2.5, -1000.0]),
+    "code": (pa.large_string(), COLUMNS["code"]),
+    "in_stock": (pa.bool_(), [True, False, None]),
+    "released": (pa.date32(), [datetime.date(2026, 11, 14), datetime.date(1977, 5, 25), None]),
+    "seen": (pa.timestamp("us"), [NOON, NOON + datetime.timedelta(seconds=1.5), None]),
+    "updated": (
+        pa.timestamp("us", "UTC"),
+        [NOON.replace(tzinfo=datetime.UTC), NOON.replace(hour=11, tzinfo=datetime.UTC), None],
+    ),
+    "no_date": (pa.large_string(), COLUMNS["no_date"]),
+    "large": (pa.float64(), [1.0, 99999999999999999999.0, 2.0]),
+    "nothing": (pa.large_string(), [None] * 3),
+}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_attributes_of_text_files_have_the_type_that_they_are_written_as(tmp_path, suffix):
+    path = write_table(tmp_path / f"a.{suffix}", {"t": TEXTS[:3], **COLUMNS})
+    items = read(path, column="t", key="code", attributes=[*COLUMNS, "year"])
+    for name, (kind, values) in WRITTEN.items():
+        column = items.attributes.column(name)
+        assert (name, column.type, column.to_pylist()) == (name, kind, values)
+    assert items.attributes.column_names == list(COLUMNS)
+    assert items.keys.to_pylist() == COLUMNS["code"]
+
+
+def test_attributes_of_json_lines(tmp_path):
+    rows = [
+        {"t": [1], "n": 1, "f": 1, "b": None, "s": "2026-02-30", "d": None, "l": [], "x": {"a": 1}},
+        {"t": [2], "f": 1.5, "b": True, "s": "b", "d": "2026-11-14", "l": ["a", "b"]},
+        {"t": [3], "n": None, "f": 2, "b": False, "s": "c", "d": "1977-05-25", "l": None, "late": 5},
+    ]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    items = read(path, column="t", attributes=["n", "f", "b", "s", "d", "l", "late", "never"])
+    assert items.attributes.to_pydict() == {
+        "n": [1, None, None],
+        "f": [1.0, 1.5, 2.0],
+        "b": [None, True, False],
+        "s": ["2026-02-30", "b", "c"],
+        "d": [None, datetime.date(2026, 11, 14), datetime.date(1977, 5, 25)],
+        "l": [[], ["a", "b"], None],
+        "late": [None, None, 5],
+        "never": [None, None, None],
+    }
+
+
+def test_refused_attributes(tmp_path):
+    for values in ([1, "a"], [True, 1], [{}, {}], [[1], [2]], [2**64, 1]):
+        path = write_table(tmp_path / "a.jsonl", {"t": [[1], [2]], "x": values})
+        assert "the values of attribute 'x' must be of one kind" in refusal(path, column="t", attributes=["x"])
+    path = write(tmp_path / "b.jsonl", '{"t": [1], "x": 1}\n{"t": [1], "x": }\n')
+    assert "row 2 is no JSON object" in refusal(path, column="t", attributes=["x"])
+    for suffix in ("csv", "parquet"):
+        path = write_table(tmp_path / f"a.{suffix}", {"t": ["a"], "x": ["b"]})
+        assert "has no column 'y', it has 't', 'x'" in refusal(path, column="t", attributes=["x", "y"])
+    assert read(path, attributes=["x"]).texts == ["a"]
+    assert "omit column, key and attributes" in refusal(write(tmp_path / "a.txt", "a"), attributes=["x"])

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from itemset import ItemSetError
-from itemset.text import BATCH, TokenizerId, encode, fingerprint, identify, load_tokenizer
+from itemset.text import _PROBES, BATCH, TokenizerId, encode, fingerprint, identify, load_tokenizer
 
 CORPUS = [
     "Toy Story (1995)",
@@ -236,17 +235,25 @@ def test_identify_names_the_model_or_its_folder(tmp_path, monkeypatch):
         assert identify(tokenizer).name == name
 
 
-def test_fingerprint_is_fast():
+def test_fingerprint_asks_the_tokenizer_twice_however_large_it_is():
     vocabulary = {f"word{i}": i for i in range(150_000)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="word0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        fingerprint(tokenizer)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1.0  # about 0.25 s on an idle machine
+    asked = []
+
+    class Counted(PreTrainedTokenizerFast):
+        def get_vocab(self):
+            asked.append("vocabulary")
+            return super().get_vocab()
+
+        def __call__(self, texts, **options):
+            asked.append(len(texts))
+            return super().__call__(texts, **options)
+
+    tokenizer = Counted(tokenizer_object=backend)
+    asked.clear()
+    fingerprint(tokenizer)
+    assert asked == ["vocabulary", len(_PROBES)]
 
 
 @pytest.mark.parametrize("where", ["missing", "a/b/c", "~/no-such-folder-here", "empty", "file"])

@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import json
+import shutil
 from pathlib import Path
 
 import hooked_names
 import pytest
-from vllm import LLM, SamplingParams
+import torch
+from vllm import SamplingParams
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 import itemset
-from itemset import startup
-from vllm_static import compat, drafts, plugin
+from itemset.serving import hooks, startup
+from vllm_static import compat, drafts, lists, plugin, scratch
 
 
-def test_every_hook_is_used_and_said_why():
-    extended = {"vllm.config.structured_outputs:StructuredOutputsConfig", "vllm.v1.engine.core:EngineCore"}
-    assert set(plugin.AROUND) | extended == set(compat.HOOKS)
-    assert set(drafts.AROUND) == set(compat.WORKER_HOOKS)
-    assert set(plugin.AROUND_LATER) == set(compat.LATER_HOOKS)
-    compat.check(compat.LATER_HOOKS)
+def test_every_hook_is_said_why():
+    assert all(hook.why for hook in compat.hook.declared.values())
+    printed = "docs/architecture.md lacks what this prints: python -m itemset.serving.hooks vllm_static"
+    assert hooked_names.documented("vllm") == compat.hook.table(), printed
+
+
+def test_every_hook_is_used_once():
     plugin.register()
     plugin.register()
-    assert LLM.__init__.__name__ == "__init__"
+    used = [
+        hook
+        for hook in compat.hook.declared.values()
+        if hook.when not in (drafts.SPECULATION, lists.LISTS) and not hook.optional
+    ]
+    assert len(used) > 30
+    for hook in used:
+        module, _, path = hook.target.partition(":")
+        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        if hook.put is hooks.wrap:
+            assert hasattr(function, "__static_backend__")
+            assert not hasattr(function.__wrapped__, "__static_backend__")
+            assert function.__name__ == path.split(".")[-1]
 
 
 WHEELS = sorted((Path(__file__).parent.parent / ".cache" / "wheels").glob("vllm*.whl"))  # of other versions, if any
@@ -79,12 +105,13 @@ def test_an_unsupported_version_is_named(monkeypatch, version):
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1.dev3"])
 def test_a_supported_version_passes(monkeypatch, version):
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
-    compat.check()
+    compat.install(hooks.START)
 
 
 @pytest.mark.parametrize("hook", ["vllm.engine.arg_utils:EngineArgs.gone", "vllm.gone:Class.function"])
 def test_a_missing_hook_is_named(monkeypatch, hook):
-    monkeypatch.setitem(compat.HOOKS, hook, "a reason")
+    monkeypatch.setattr(compat.hook, "declared", dict(compat.hook.declared))
+    compat.hook(hook, why="a reason")(print)
     with pytest.raises(RuntimeError, match=rf"has no {hook.replace(':', '.')}, .* \(a reason\): install another"):
         plugin.register()
 
@@ -138,6 +165,50 @@ def test_another_item_set_compiles_no_graph_anew(tiny_model, named_sets):
         config(**one).additional_config["item_set_versions"] != config(**other).additional_config["item_set_versions"]
     )
     assert config(**one).compute_hash() == config(**other).compute_hash() != config(**one, mine=1).compute_hash()
+
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 32}
+WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's configuration has, the engine's arguments
+    (None, {}, {}),
+    (None, MIXTRAL, {}),
+    ("experts under data parallelism", MIXTRAL, {"data_parallel_size": 2}),
+    ("a multimodal model", WHISPER, {}),
+    ("pipeline parallelism", {}, {"pipeline_parallel_size": 2}),
+    ("context parallelism", {}, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
+    ("a KV connector", {}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
+    ("speculation", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+    ("prompt embeddings", {}, {"enable_prompt_embeds": True}),
+]
+
+
+@pytest.mark.parametrize(("reason", "model", "arguments"), WHY_ROUNDS)
+def test_engines_that_make_no_lists_inside_a_step(tiny_model, tmp_path, monkeypatch, reason, model, arguments):
+    """By their configurations, which are vLLM's own; such engines need other machines."""
+    plugin.register()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # where there is no GPU, as in the interpreter
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | model))
+    args = EngineArgs(str(path), structured_outputs_config={"backend": "static"}, **arguments)
+    assert compat.why_rounds(args.create_engine_config()) == reason
+
+
+def test_caches_that_beams_cannot_share():
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    full = FullAttentionSpec(**sizes)
+
+    def suits(*specs):
+        groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+        return scratch._one_full_attention(KVCacheConfig(8, [], groups))
+
+    assert suits(full)
+    assert suits(MLAAttentionSpec(**sizes))
+    assert not suits(full, full)
+    assert not suits(SlidingWindowSpec(**sizes, sliding_window=64))
+    assert not suits(FullAttentionSpec(**sizes, sliding_window=64))
+    assert not suits(ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=64))
 
 
 def test_another_backend_refuses_an_item_set(engines, tiny_model):

@@ -96,8 +96,8 @@ def watch_drafts(llm: Any) -> None:
     """Before each verification, count the draft rows whose state is DEAD; and note what a GPU would have to compile."""
     from test_vllm_device import forms_at_the_start, processor_of
 
-    from itemset.batch import LOCAL
-    from itemset.walk import DEAD
+    from itemset.masking.batch import LOCAL
+    from itemset.trie.walk import DEAD
 
     processor, llm.forms_known = processor_of(llm), forms_at_the_start(llm)
     apply, llm.drafts_checked, llm.drafts_illegal = processor.apply, 0, 0

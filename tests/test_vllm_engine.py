@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from sets import tagged_items, tagged_keys
 from test_vllm_ranking import check_scores_beside_others, same_lists
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -89,7 +91,6 @@ def test_a_step_is_filled_at_once_and_as_vllm_would(engine, way, named_sets):
     if way[1] == "device":
         pytest.skip("no bitmask is made for item sets")
     params = [named(name) for name in named_sets] + [inline(CITIES), SamplingParams(max_tokens=8)]
-    params.append(SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{12}")))
     counted = engine.call(count_fills, ["p"] * len(params), params)
     assert counted["rows"] > counted["steps"]
     assert counted["mixed"]
@@ -97,15 +98,42 @@ def test_a_step_is_filled_at_once_and_as_vllm_would(engine, way, named_sets):
     assert counted["different"] == 0
 
 
+SELECTIONS = [
+    ({"item_filter": {"tag": 1}}, lambda i: i % 3 == 1),
+    ({"item_filter": {"tag": {"$ne": 1}}, "exclude_keys": tagged_keys()[:300]}, lambda i: i % 3 != 1 and i >= 300),
+    ({"exclude_keys": tagged_keys()[::2]}, lambda i: i % 2),
+    ({"only_keys": tagged_keys()[7:27]}, lambda i: 7 <= i < 27),
+    ({"item_filter": {"tag": {"$in": [0, 1]}}, "only_keys": tagged_keys()[11:14]}, lambda i: i in (12, 13)),
+]
+"""What requests may choose of the set `tagged`, and which items that leaves, by their numbers in the input."""
+
+
+def left_by(keeps: Callable[[int], object]) -> set[tuple[int, ...]]:
+    return {tuple(item) for i, item in enumerate(tagged_items()) if keeps(i)}
+
+
+def test_requests_choose_among_the_items(engine, named_sets):
+    """By filters, exclusions and candidates, and of a view; all in one batch, and again when they are known."""
+    chosen = [(named("tagged", extra_args={"item_set": "tagged", **words}), left_by(k)) for words, k in SELECTIONS]
+    of_view = {"item_set": "seen", "exclude_keys": tagged_keys()[:200]}
+    chosen += [(named("tagged"), left_by(lambda i: True)), (named("seen"), named_sets["seen"].items)]
+    chosen += [(named("seen", extra_args=of_view), left_by(lambda i: i % 3 == 0 and i >= 200))]
+    for _ in range(2):
+        outputs = engine.generate([f"request {i}" for i in range(4 * len(chosen))], [p for p, _ in chosen] * 4)
+        found = [answer(output) for output in outputs]
+        assert all(item in left for item, (_, left) in zip(found, chosen * 4, strict=True))
+        assert len(set(found)) > 10
+
+
 def count_fills(llm, prompts: list[Any], params: list[SamplingParams]) -> Counter[str]:
-    """Generate, and fill each step's bitmask also as vLLM does, row by row.
+    """Generate beside a request with a regex, and fill each step's bitmask also as vLLM does, row by row.
 
     Returns steps with item sets, their rows, compiled calls, steps with other grammars beside them, and how many steps
     have a bitmask that differs.
     """
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from itemset import host
+    from itemset.masking import host
     from vllm_static.backend import StaticGrammar
 
     counted: Counter[str] = Counter()
@@ -124,6 +152,10 @@ def count_fills(llm, prompts: list[Any], params: list[SamplingParams]) -> Counte
         counted["different"] += not np.array_equal(bitmask, by_vllm)
         return bitmask
 
+    regex = StructuredOutputsParams(regex="[0-9]{60}")
+    llm.llm_engine.add_request("0", "p", SamplingParams(max_tokens=80, structured_outputs=regex))
+    while not llm.llm_engine.step():  # its grammar is compiled beside the steps: the items could all be done before
+        pass
     host._fill_rows, StructuredOutputManager.grammar_bitmask = count, compare
     try:
         llm.generate(prompts, params, use_tqdm=False)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engines import FAST
 from ranking import EOS, PROMPT, oracle_of
+from sets import named_flags, tagged_items, tagged_keys
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
@@ -36,7 +37,10 @@ def ranked(llm: Any, params: RankingParams, prompt: list[int] = PROMPT) -> list[
     answers = []
     for output in llm.beam_search([{"prompt_token_ids": prompt}] * 2, params):
         items = [(one.cum_logprob, tuple(one.tokens[len(prompt) :]), one.text, one.key) for one in output.sequences]
-        answers.append({"items": items, "proven": output.proven, "passes": output.passes, "rounds": output.rounds})
+        keys = [one.keys for one in output.sequences]
+        answers.append(
+            {"items": items, "keys": keys, "proven": output.proven, "passes": output.passes, "rounds": output.rounds}
+        )
     return answers
 
 
@@ -58,13 +62,27 @@ def check(answer: dict[str, Any], expected: list[tuple[float, tuple[int, ...]]])
     np.testing.assert_allclose([score for score, *_ in answer["items"]], [s for s, _ in expected], atol=2e-3)
 
 
-@pytest.mark.parametrize(("name", "width"), [("prefixes", 7), ("one", 3), ("labels", 150)])
+@pytest.mark.parametrize(("name", "width"), [("prefixes", 7), ("one", 3), ("labels", 150), ("seen", 134)])
 def test_a_beam_as_wide_as_the_set_ranks_all_of_it(engine, oracle, named_sets, name, width):
     """One of the sets has a node of 150 children: more than vLLM's --max-logprobs and its logprob_token_ids allow."""
     expected = oracle(sorted(named_sets[name].items))
     for answer in engine.call(ranked, beams(width, item_set=name)):
         check(answer, expected)
         assert answer["proven"]
+
+
+def test_a_list_of_what_a_filter_leaves(engine, oracle):
+    """Exact, without the items of some keys; equal items stay with the keys that pass."""
+    words = {"item_filter": {"tag": {"$gte": 1}}, "exclude_keys": tagged_keys()[:40]}
+    left = {tuple(item): [] for i, item in enumerate(tagged_items()) if i % 3 and i >= 40}
+    for i, item in enumerate(tagged_items()):
+        if i % 3 and i >= 40:
+            left[tuple(item)].append(tagged_keys()[i])
+    expected = oracle(sorted(left))[:9]
+    for answer in engine.call(ranked, beams(9, item_set="tagged", exact=True, **words)):
+        check(answer, expected)
+        assert answer["proven"]
+        assert answer["keys"] == [left[item] for _, item in expected]
 
 
 def test_the_proven_best(engine, oracle, named_sets):
@@ -144,7 +162,7 @@ def test_an_inline_set(engine):
 
 @pytest.fixture
 def server(runner, servers, tiny_model, named_sets):
-    flags = ["--item-set", *(f"{name}={named.path}" for name, named in named_sets.items())]
+    flags = named_flags(named_sets)
     return servers(runner, tiny_model, arguments=("--guided-decoding-backend", "static", *flags))
 
 
@@ -168,6 +186,8 @@ def test_over_http(server, named_sets, oracle, endpoint):
     assert scores == sorted(scores, reverse=True)
     assert len({choice["item"]["key"] for choice in choices}) == 7
     assert all(choice["item"]["proven"] and choice["item"]["passes"] >= 3 for choice in choices)
+    assert all(choice["item"]["keys"][0] == choice["item"]["key"] for choice in choices)
+    assert sorted(choice["item"]["keys"] for choice in choices) == [[0], [1], [2], [3], [4], [5], [6, 7]]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
     if endpoint == "/v1/completions":
         assert found == [item for _, item in oracle(sorted(named_sets["prefixes"].items))]
@@ -208,6 +228,25 @@ def test_a_bad_request_is_http_400(server, body, message):
     status, answer = server.post("/v1/completions", asked | body)
     assert status == 400, answer
     assert re.search(message, answer["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"widht": 64}, "widht"),
+        ({"width": 1}, "width"),
+        ({"n": 1_001}, "n"),
+        ({"exact": "yes"}, "exact"),
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"item_set": "raged"}, "item_set"),
+        ({"item_set": None, "structured_outputs": {"choice": [""]}}, "structured_outputs"),
+        ({"item_set": None, "structured_outputs": {"choice": CITIES}, "max_passes": 0}, "max_passes"),
+    ],
+)
+def test_a_bad_request_names_the_field_at_fault(server, body, param):
+    asked = {"model": "tiny", "prompt": "p", "use_beam_search": True, "n": 2, "max_tokens": 20, "item_set": "ragged"}
+    status, answer = server.post("/v1/completions", asked | body)
+    assert (status, answer["error"]["param"]) == (400, param)
 
 
 def test_a_wider_beam_over_http(server, named_sets, oracle):

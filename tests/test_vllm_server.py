@@ -11,7 +11,8 @@ from pathlib import Path
 import changes
 import hostile
 import pytest
-from servers import start_expecting_failure
+from servers import start_expecting_failure, wait_for
+from sets import named_flags, tagged_keys
 
 import itemset
 
@@ -29,7 +30,7 @@ LONG = "a label of many words, whose encoding takes its time"
 
 @pytest.fixture
 def server(runner, servers, tiny_model, static, named_sets):
-    flags = ["--item-set", *(f"{name}={named.path}" for name, named in named_sets.items())]
+    flags = named_flags(named_sets)
     compact = ("--structured-outputs-config.disable_any_whitespace", "true")  # which is xgrammar's
     words = {"v1": (*compact, "--structured-outputs-config.backend"), "v2": ("--guided-decoding-backend",)}[runner]
     return servers(runner, tiny_model, arguments=(*words, "static", *flags))
@@ -132,6 +133,24 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
         ({"structured_outputs": {"choice": ["ab" * 5_000_000]}}, "has 10,000,000 characters"),
         ({"structured_outputs": {"choice": "red"}}, "valid list"),
         ({"structured_outputs": {"choice": [1, 2]}}, "valid string"),
+        (
+            {"item_filter": {"tag": 1}},
+            "item_filter chooses among the items of a registered set: name the set as item_set",
+        ),
+        ({"item_set": "tagged", "item_filter": "tag"}, "item_filter must be an object of conditions, not 'tag'"),
+        ({"item_set": "tagged", "item_filter": {"tga": 1}}, 'there is no attribute "tga": the set has "tag" (integer)'),
+        ({"item_set": "tagged", "item_filter": {"tag": 7}}, 'no item is left: "tag" $eq 7 leaves 0'),
+        ({"item_set": "one", "item_filter": {"tag": 7}}, "the set has none"),
+        ({"item_set": "tagged", "exclude_keys": "item 1"}, "exclude_keys must be a list of keys, not 'item 1'"),
+        ({"item_set": "tagged", "exclude_keys": [1]}, "the keys of this set are strings, not integers such as 1"),
+        ({"item_set": "tagged", "only_keys": ["none"]}, "no item is left: only_keys leaves 0 keys"),
+        ({"item_set": "tagged", "only_keys": ["a"] * 10_001}, "only_keys has 10,001 keys, the limit is 10,000"),
+        ({"item_set": "tagged", "exclude_keys": ["item 1", None]}, "exclude_keys: a key is missing (null)"),
+        ({"item_set": "tagged", "only_keys": ["\ud800"]}, "only_keys: keys must be all integers or all strings"),
+        ({"item_set": "tagged", "item_filter": {"\ud800": 1}}, 'there is no attribute "\\ud800": the set has'),
+        ({"item_set": "seen", "item_filter": {"tag": 1}}, 'no item is left: "tag" $eq 1 leaves 0'),
+        ({"item_set": "tagged", "filter": {"tag": 1}}, "there is no field 'filter': did you mean item_filter?"),
+        ({"item_set": "tagged", "item_fliter": {"tag": 1}}, "there is no field item_fliter: send item_filter"),
         ({"item_sets": "labels"}, "there is no field item_sets: name the item set in item_set"),
         *(
             ({word: "labels"}, f"there is no field {word}: name")
@@ -149,6 +168,8 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
         ({"choice": ["a"]}, "there is no field choice: send the texts as structured_outputs"),
         ({"guided_choice": ["a"], "structured_outputs": {"choice": ["a"]}}, "an older word for structured_outputs"),
         ({"guided_choice": ["a"], "item_set": "one"}, "exclude each other"),
+        ({"guided_choice": "abc"}, "guided_choice must be a list of texts, not 'abc'"),
+        ({"vllm_xargs": {"item_set": "one", "exact": True}}, "exact is for ranked lists: add use_beam_search and n"),
         ({"item_set": "one", "guided_regex": "a"}, "an item set and guided_regex exclude each other"),
         ({"item_set": "x" * 1_000_000}, f"no item set is called '{'x' * 60}'...: it has fixed"),
         ({"item_set": {"a": "x" * 1_000}}, "a string, not an object"),
@@ -166,6 +187,23 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         if set(body) == {"structured_outputs"} and not judged:
             assert answer["error"]["param"] == "structured_outputs"
     assert item_of(complete(server, item_set="one", return_token_ids=True)) in named_sets["one"].items
+
+
+def test_requests_choose_among_the_items(server):
+    """Also in a list, and in the fields of each endpoint; only keys that pass are named."""
+    words = {"item_set": "tagged", "item_filter": {"tag": {"$gt": 0}}, "exclude_keys": tagged_keys()[:100]}
+    left = {tagged_keys()[i] for i in range(100, 400) if i % 3}
+    answers = [complete(server, **words), chat(server, **words), complete(server, **words, temperature=0)]
+    assert {answer["item"]["key"] for answer in answers} <= left
+    body = {"model": "tiny", "prompt": "p", "max_tokens": 20, "use_beam_search": True, "n": 20, **words}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+    keys = [key for choice in answer["choices"] for key in choice["item"]["keys"]]
+    assert len(keys) >= 20
+    assert set(keys) <= left
+    (only,) = tagged_keys()[7:8]
+    assert complete(server, item_set="tagged", only_keys=[only])["item"]["key"] == only
+    assert complete(server, item_set="seen", exclude_keys=[])["item"]["key"] in set(tagged_keys()[::3])
 
 
 def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
@@ -323,22 +361,20 @@ def test_encoding_stops_when_the_client_leaves(server):
     connection.close()
     others = [f"other label {i}" for i in range(5_000)]
     assert complete(server, structured_outputs={"choice": others})["text"] in others
-    stopped = encoded(server)
-    assert stopped - before < len(texts)
-    time.sleep(0.5)  # in which it would go on
-    assert encoded(server) == stopped
+    counts = [encoded(server)]
+
+    def stands() -> bool:
+        time.sleep(0.5)  # in which it would go on
+        counts.append(encoded(server))
+        return counts[-1] == counts[-2]
+
+    wait_for(stands)
+    assert counts[-1] - before < len(texts)
 
 
 def encoded(server) -> float:
     """Texts of inline sets that it has encoded so far."""
     return figures(server).get("item_set:encoded_texts_total", 0)
-
-
-def wait_for(condition) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("runner", ["v1"], scope="module")

@@ -1,7 +1,7 @@
 """The item of every answer: found where vLLM's front end finishes an output, put into the bodies of its endpoints.
 
-Functions that run around vLLM's own (`plugin`). An output's item is `CompletionOutput.item`: {"key": ...}, or None if
-the answer did not end at an item's end. Outputs of requests without a set have no such attribute.
+An output's item is `CompletionOutput.item`: {"key": ...}, or None if the answer did not end at an item's end. Outputs
+of requests without a set have no such attribute.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from itemset.serving.hooks import IMPORTED
+from vllm_static.compat import hook
+
 EXPECTED = "expected_item"
-"""Attribute of a request's parameters: what makes an `itemset.answer.Expected` of the request. Of its state in vLLM's
-output processor: that. Parameters take attributes and do not send them to the engine; copies made for `n` have none."""
+"""Attribute of a request's parameters: what makes an `itemset.serving.answer.Expected` of the request. Of its state in
+vLLM's output processor: that. Parameters take attributes and do not send them to the engine; copies made for `n` have
+none."""
 
 
+@hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")
 def add_request(
     original: Callable[..., Any], self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kw: Any
 ) -> None:
-    """Around `OutputProcessor.add_request`: its state of a request is told the request's set."""
+    """Its state of a request is told the request's set."""
     original(self, request, prompt, parent_req, *args, **kw)
     expecting = getattr((parent_req or request).sampling_params, EXPECTED, None)
     if expecting is not None and request.request_id in self.request_states:
         setattr(self.request_states[request.request_id], EXPECTED, expecting(request))
 
 
+@hook("vllm.v1.engine.output_processor:RequestState._new_completion_output", why="which item a finished answer is")
 def new_completion_output(
     original: Callable[..., Any], self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any
 ) -> Any:
-    """Around `RequestState._new_completion_output`: the one place where all tokens of a finished answer are known."""
+    """The one place where all tokens of a finished answer are known."""
     output = original(self, token_ids, finish_reason, stop_reason)
     expected = getattr(self, EXPECTED, None)
     if expected is not None and finish_reason is not None:
@@ -38,8 +44,8 @@ def new_completion_output(
     return output
 
 
+@hook("vllm.outputs:RequestOutput.add", why="drops what it does not know, the item, where a stream's reader is slow")
 def merge(original: Callable[..., Any], self: Any, next_output: Any, aggregate: bool) -> None:
-    """Around `RequestOutput.add`, which copies known fields only where a stream's reader is slow."""
     original(self, next_output, aggregate)
     for done in next_output.outputs:
         for output in self.outputs:
@@ -47,6 +53,11 @@ def merge(original: Callable[..., Any], self: Any, next_output: Any, aggregate: 
                 output.item = done.item
 
 
+@hook(
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+    why="an answer's item; a list's ranks and scores",
+    when=IMPORTED,
+)
 def completion_response(
     original: Callable[..., Any], self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -55,6 +66,11 @@ def completion_response(
     return response
 
 
+@hook(
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+    why="an answer's item; a list's ranks and scores",
+    when=IMPORTED,
+)
 async def chat_response(
     original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -68,6 +84,11 @@ async def chat_response(
     return response
 
 
+@hook(
+    "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch",
+    why="an answer's item",
+    when=IMPORTED,
+)
 async def chat_batch_response(
     original: Callable[..., Any], self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -82,6 +103,11 @@ async def chat_batch_response(
     return response
 
 
+@hook(
+    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.responses_full_generator",
+    why="an answer's item, streamed or not",
+    when=IMPORTED,
+)
 async def responses_response(
     original: Callable[..., Any],
     self: Any,
@@ -101,6 +127,11 @@ async def responses_response(
     return response
 
 
+@hook(
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
+    why="an answer's item, streamed",
+    when=IMPORTED,
+)
 async def completion_stream(
     original: Callable[..., Any],
     self: Any,
@@ -122,6 +153,11 @@ async def completion_stream(
             yield event
 
 
+@hook(
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
+    why="an answer's item, streamed",
+    when=IMPORTED,
+)
 async def chat_stream(
     original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[str, None]:
@@ -151,7 +187,7 @@ async def _noted(results: AsyncIterator[Any], note: Callable[[Any], None]) -> As
 
 
 async def _with_items(events: AsyncIterator[str], items: dict[int, Any]) -> AsyncGenerator[str, None]:
-    from itemset import asgi
+    from itemset.serving import asgi
 
     async for event in events:
         yield asgi.with_items(event, items)

@@ -20,11 +20,12 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from itemset import ItemSet, ItemSetError
-from itemset.catalogue import Catalogue, InlineSet
-from itemset.config import INDEX, REFERENCE, StaticConfig
-from itemset.host import HostState, fill_bitmasks, forced_tokens, warm_up
+from itemset.masking.host import HostState, fill_bitmasks, forced_tokens, warm_up
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import StaticConfig
+from itemset.serving.words import INDEX, LIST, PLACE, REFERENCE
 from vllm_static import compat
-from vllm_static.device import PLACE, DevicePath
+from vllm_static.device import DevicePath
 from vllm_static.metrics import Figures, label
 
 if TYPE_CHECKING:
@@ -92,12 +93,12 @@ class StaticBackend(StructuredOutputBackend):
             return False
         index = params.extra_args.get(INDEX)
         if index is not None:
-            kept = self._catalogue.inline(reference) or self._catalogue.keep(InlineSet.opened(reference, index))
+            kept = self._catalogue.kept(reference, index)
             params.extra_args[INDEX] = kept.index  # requests that run with the same set share its bytes
-        if self._device is not None and self._device.admit(manager, request, self._catalogue[reference]):
-            self._figures.by_path["device"] += 1
+        if self._device is not None and self._device.claim(manager, request, self._catalogue[reference]):
+            self._figures.by_path["device"] += LIST not in params.extra_args  # a list has no masks
             return True
-        self._figures.by_path["host"] += 1
+        self._figures.by_path["host"] += LIST not in params.extra_args
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != INDEX}
         return False
 
@@ -111,7 +112,8 @@ class StaticBackend(StructuredOutputBackend):
             return
         self._figures.answered[label(reference)] += 1
         item_set = self._catalogue.get(reference)
-        start = params.extra_args.get(PLACE, [-1])[-1]
+        place = params.extra_args.get(PLACE)
+        start = -1 if place is None else place.begins_after
         output = list(request.output_token_ids)
         if item_set is not None and (start < 0 or start in output):
             item = output[output.index(start) + 1 :] if start >= 0 else output

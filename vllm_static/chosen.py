@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from itemset.serving.hooks import IMPORTED
+from vllm_static.compat import hook
+
 LOGITS_MODES = ("raw_logits", "processed_logits")
 """Of `--logprobs-mode`: those in which vLLM gives logits where it is asked for log-probabilities."""
 
 
+@hook(
+    "vllm.v1.sample.sampler:Sampler.forward",
+    why="V1: scores of chosen tokens, for ranked lists, take other requests' most likely tokens away",
+    when=IMPORTED,
+)
 def sample(
     forward: Callable[..., Any], self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **kw: Any
 ) -> Any:
@@ -33,11 +41,16 @@ def sample(
     return _with(output, list(chosen), *scores)
 
 
+@hook(
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+    why="V1: with speculation, chosen tokens end the engine",
+    when=IMPORTED,
+)
 def verify(
     forward: Callable[..., Any], self: Any, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any
 ) -> Any:
     """Around `RejectionSampler.forward` (v1/sample/rejection_sampler.py): a row of logits for each draft of a request,
-    and one behind them."""
+    and one after them."""
     chosen = sampling_metadata.logprob_token_ids
     if not chosen:
         return forward(self, metadata, draft_probs, logits, sampling_metadata)
@@ -71,7 +84,7 @@ def _scores(sampler: Any, logits: Tensor, rows: list[int], tokens: list[list[int
 
 
 def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
-    """The sampler's output with these columns in its rows, behind that of the sampled token."""
+    """The sampler's output with these columns in its rows, after that of the sampled token."""
     tensors = output.logprobs_tensors
     width = ids.shape[1]
     more = (0, max(0, 1 + width - tensors.logprobs.shape[1]))

@@ -1,4 +1,4 @@
-"""Every hook into vLLM that is no official interface, in one place; checked against vLLM's version at start-up."""
+"""Every name of vLLM's that is no official interface, but for the functions that hooks run around."""
 
 from __future__ import annotations
 
@@ -12,66 +12,15 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
-from itemset import config, hooks
-from itemset.answer import after
-from itemset.config import BACKEND
+from itemset.serving import flags, hooks
+from itemset.serving.answer import after
+from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.hooks import START
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
 
-KERNEL_SCAN = "vllm.triton_utils.dispatcher:_rebind_kernels"
-
-HOOKS = {
-    KERNEL_SCAN: "on a CPU, vLLM looks for its kernels in every imported module and trips over Numba's llvmlite",
-    "vllm.config.structured_outputs:StructuredOutputsConfig": "the backend name is a Literal of this class",
-    "vllm.engine.arg_utils:EngineArgs.add_cli_args": "the flags --item-set and --guided-decoding-backend",
-    "vllm.engine.arg_utils:EngineArgs.from_cli_args": "what these flags mean",
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "the device path's logits processor, the sets' versions",
-    "vllm.config.vllm:VllmConfig.compute_hash": "another item set must not compile the model anew",
-    "vllm.sampling_params:SamplingParams._validate_structured_outputs": "knows the built-in backends only",
-    "vllm.v1.engine.input_processor:InputProcessor.__init__": "item sets are checked before the engine starts",
-    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "the item set is attached to its request",
-    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "inline sets are encoded beside the event loop",
-    "vllm.v1.engine.output_processor:OutputProcessor.add_request": "the set, kept until its answer is there",
-    "vllm.v1.engine.output_processor:RequestState._new_completion_output": "which item a finished answer is",
-    "vllm.outputs:RequestOutput.add": "drops what it does not know, the item, where a stream's reader is slow",
-    "vllm.v1.structured_output:StructuredOutputManager.__init__": "the backend object, made at start-up",
-    "vllm.v1.structured_output:StructuredOutputManager.grammar_init": "inline sets reach the engine with their request",
-    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask": "the rows of all item sets are filled at once",
-    "vllm.v1.engine.core:EngineCore": "answers the front end's question for its figures",
-    "vllm.v1.core.sched.output:NewRequestData.from_request": "an inline set's index goes to the workers once",
-    "vllm.v1.core.sched.scheduler:Scheduler._free_request": "an ended request's set may leave the device",
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params": "the field item_set",
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "the field item_set",
-    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params": "the field item_set",
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params": "drops constraints",
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params": "drops constraints",
-}
-"""What is replaced or extended, and why. docs/architecture.md says more."""
-
-_BEAMS, _OPENAI = "vllm.entrypoints.generate.beam_search", "vllm.entrypoints.openai"
-LATER_HOOKS = {
-    f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": "ranked lists: vLLM's own loop loses legal candidates",
-    f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": "the same, over HTTP",
-    "starlette.requests:Request.json": "an HTTP body is judged as soon as it is parsed, before anything is dropped",
-    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": "an answer's item",
-    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.completion_stream_generator": "the same, streamed",
-    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": "an answer's item",
-    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": "the same, streamed",
-    f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch": "the same",
-    f"{_OPENAI}.responses.serving:OpenAIServingResponses.responses_full_generator": "the same, streamed or not",
-    "vllm.v1.sample.sampler:Sampler.forward": "chosen tokens' scores take other requests' most likely tokens away",
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "with speculation, chosen tokens end the engine (V1)",
-}
-"""The same, in modules that not every process imports: checked when they are."""
-
-_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
-WORKER_HOOKS = {
-    f"{_SPECULATORS}.speculator:DraftModelSpeculator.sample_draft": "which rows a draft model drafts",
-    f"{_SPECULATORS}.speculator:DraftModelSpeculator.compute_draft_logits": "a draft model's logits are masked",
-    f"{_SPECULATORS}.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits": "the same",
-    f"{_SPECULATORS}.ngram.speculator:NgramGPUSpeculator.propose": "forced tokens as drafts",
-}
-"""The same, in workers that speculate on the device path: too heavy to import elsewhere."""
+hook = hooks.Hooks(START)
+"""Declares a hook into vLLM."""
 
 
 def vllm_version() -> str:
@@ -84,32 +33,22 @@ def vllm_version() -> str:
     raise RuntimeError("static-backend needs vLLM: pip install static-backend[vllm]")
 
 
-def check(named: dict[str, str] = HOOKS) -> None:
-    """Raises RuntimeError that names the version or the missing hook."""
+def install(*times: str) -> None:
+    """Check and put in place the hooks of these times. Raises RuntimeError that names the version or a missing hook."""
     installed = vllm_version()
     hooks.check_version("vLLM", installed, SUPPORTED)
-    hooks.check(f"vLLM {installed}", {hook: why for hook, why in named.items() if hook != KERNEL_SCAN})
-
-
-def wrap_later(hook: str, around: Callable[..., Any]) -> None:
-    """Wrap a function of LATER_HOOKS as soon as its module is imported, which fails where there is no such function."""
-
-    def apply() -> None:
-        check({hook: LATER_HOOKS[hook]})
-        hooks.wrap(hook, around)
-
-    hooks.after_import(hook.partition(":")[0], apply)
+    hook.install(f"vLLM {installed}", *times)
 
 
 MIDDLEWARE = "vllm_static.http.ItemSetWords"
-_CONFIG_MODULE = "vllm.config.structured_outputs"
+_CONFIG = "vllm.config.structured_outputs:StructuredOutputsConfig"
 
 
-def add_backend_name() -> None:
+@hook.extends(_CONFIG, why="the backend's name, in a Literal; its validator judges the other fields as xgrammar's")
+def _add_backend_name(structured: Any) -> None:
     """Let StructuredOutputsConfig take our name, with all that it takes with xgrammar's."""
     from pydantic.dataclasses import rebuild_dataclass
 
-    structured = importlib.import_module(_CONFIG_MODULE).StructuredOutputsConfig
     known = get_args(structured.__annotations__["backend"])
     if BACKEND in known:
         return
@@ -132,7 +71,7 @@ def _validated(validate: Callable[[Any], Any], structured: Any) -> Any:
 def add_backend_name_at_import() -> None:
     """Do so as soon as the class is there: `LLM(structured_outputs_config={"backend": "static"})` checks the name
     before it loads the general plugins (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
-    hooks.after_import(_CONFIG_MODULE, add_backend_name)
+    hooks.after_import(_CONFIG.partition(":")[0], partial(hooks.extend, _CONFIG, _add_backend_name))
 
 
 def xgrammar_config(structured: Any) -> Any:
@@ -152,7 +91,12 @@ def beams_by_xgrammar(params: Any) -> Any:
     return params
 
 
-def hide_llvmlite(scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@hook(
+    "vllm.triton_utils.dispatcher:_rebind_kernels",
+    why="on a CPU, vLLM looks for its kernels in every imported module and trips over Numba's llvmlite",
+    optional=True,
+)
+def _hide_llvmlite(scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the kernel scan with llvmlite out of its sight."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
     try:
@@ -169,11 +113,6 @@ def without_thread_pool(grammar_init: Callable[..., Any], manager: Any, request:
         grammar_init(manager, request)
     finally:
         manager._use_async_grammar_compilation = pooled
-
-
-def add_engine_method(name: str, method: Callable[[Any], Any]) -> None:
-    """Give vLLM's engine core a method that its front ends can call (v1/engine/core_client.py, call_utility_async)."""
-    setattr(importlib.import_module("vllm.v1.engine.core").EngineCore, name, method)
 
 
 def unfinished(client: Any) -> int:
@@ -198,6 +137,29 @@ def why_host_path(vllm_config: Any) -> str | None:
     if platform.is_tpu() or platform.is_out_of_tree():
         return f"the platform {platform.device_name} has a sampler of its own"
     return None
+
+
+def why_rounds(vllm_config: Any) -> str | None:
+    """What keeps this engine from making ranked lists inside a step, so that each is rounds of requests; None if
+    nothing does."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    experts_apart = model.is_moe and parallel.data_parallel_size > 1
+    reasons = {
+        "model runner V1": not vllm_config.use_v2_model_runner,
+        "the host path": not on_device_path(vllm_config),
+        "ranked_list_beams is 0": StaticConfig.of(vllm_config.additional_config).ranked_list_beams == 0,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        "experts under data parallelism": experts_apart or parallel.enable_eplb,
+        "speculation": vllm_config.speculative_config is not None,
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "a multimodal model": model.is_multimodal_model,
+        "prompt embeddings": model.enable_prompt_embeds,
+        "positions of more than one dimension": model.uses_mrope,
+        "an encoder": model.is_encoder_decoder,
+        "an auxiliary output": vllm_config.aux_output_config.enabled,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def can_draft_on_device(vllm_config: Any) -> bool:
@@ -273,13 +235,6 @@ def content_after_reasoning(
     return reasoner.extract_content_ids if mark is None else partial(after, [mark])
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command-line flags this plugin brings."""
-    config.add_flags(
-        parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend"
-    )
-
-
 def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where vLLM's own configuration has its place for it."""
     if MIDDLEWARE not in getattr(args, "middleware", [MIDDLEWARE]):
@@ -294,11 +249,12 @@ def apply_flags(args: argparse.Namespace) -> None:
             args.structured_outputs_config = dataclasses.replace(current or StructuredOutputsConfig(), backend=BACKEND)
     if getattr(args, "item_set_path", None):
         args.additional_config = {**(args.additional_config or {}), "item_set_path": args.item_set_path}
-    if getattr(args, "item_set", None):
-        if chosen_backend(args) != BACKEND:
-            raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
-        args.additional_config = config.with_sets(getattr(args, "additional_config", None) or {}, args.item_set)
-        args.item_set = None  # with several API servers, each reads the same flags again
+    for flag, option in flags.NAMED.items():
+        if named := getattr(args, flag, None):
+            if chosen_backend(args) != BACKEND:
+                raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
+            args.additional_config = flags.with_named(getattr(args, "additional_config", None) or {}, option, named)
+            setattr(args, flag, None)  # with several API servers, each reads the same flags again
 
 
 def chosen_backend(args: argparse.Namespace) -> str | None:
@@ -312,7 +268,7 @@ def add_versions(config: Any) -> None:
 
     Opens the sets where they are not there yet; raises ItemSetError as `Catalogue` does.
     """
-    from itemset.catalogue import with_versions
+    from itemset.serving.catalogue import with_versions
 
     if isinstance(getattr(config, "additional_config", None), dict):
         config.additional_config = with_versions(config.additional_config)
@@ -320,6 +276,6 @@ def add_versions(config: Any) -> None:
 
 def without_options(vllm_config: Any) -> Any:
     """The same configuration without the plugin's options."""
-    plain, ours = copy.copy(vllm_config), [option.name for option in dataclasses.fields(config.StaticConfig)]
+    plain, ours = copy.copy(vllm_config), StaticConfig.__struct_fields__
     plain.additional_config = {key: value for key, value in plain.additional_config.items() if key not in ours}
     return plain

@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
-from itemset.arena import ArenaFullError, Plan, Resident, arena_bytes
-from itemset.config import INDEX, StaticConfig
-from itemset.slots import MAX_STOP_TOKENS
+from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
+from itemset.masking.slots import MAX_STOP_TOKENS
+from itemset.serving.config import StaticConfig
+from itemset.serving.words import INDEX, PLACE
 from vllm_static import compat
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
-
-PLACE = "item_set_place"
-"""Key of `SamplingParams.extra_args` from the engine core to its workers: [the set's number in the arena, its first
-byte there, its digest, the token behind which the constraint begins or -1]."""
 
 RESIDENT = "item_set_resident"
 """Attribute of a request in the engine core: the Resident that it holds, until it ends."""
@@ -39,10 +36,10 @@ class DevicePath:
         for item_set in registered:
             self.plan.acquire(item_set)
 
-    def admit(self, manager: Any, request: Request, item_set: ItemSet) -> bool:
-        """Make the request an ordinary one for vLLM's scheduler, with its set named to the workers.
+    def claim(self, manager: Any, request: Request, item_set: ItemSet) -> bool:
+        """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
 
-        False, and nothing done, where it must take the host path: the arena is full, it has too many stop tokens, or
+        False, and nothing done, if it must take the host path: the arena is full, it has too many stop tokens, or
         the end of its reasoning is more than one token.
         """
         params = request.sampling_params
@@ -55,7 +52,7 @@ class DevicePath:
             logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
             return False
         setattr(request, RESIDENT, resident)
-        place = [resident.number, resident.start, resident.digest, start]
+        place = Place(resident.number, resident.start, resident.digest, start)
         compat.make_ordinary(request, {**params.extra_args, PLACE: place})
         return True
 

@@ -13,10 +13,13 @@ from weakref import WeakValueDictionary
 import torch
 from vllm.logger import init_logger
 
-from itemset import hooks
 from vllm_static import compat
+from vllm_static.compat import hook
 
 logger = init_logger(f"vllm.{__name__}")
+
+SPECULATION = "Checked in workers that speculate on the device path"
+"""When these hooks are put in place: their modules are too heavy to import elsewhere."""
 
 NGRAM = ("ngram", "ngram_gpu")
 UNMASKED = {
@@ -48,9 +51,7 @@ def install(processor: Masks, speculative: Any, *, forced: bool) -> None:
     forced: let forced tokens take the place of what an n-gram drafter proposes.
     Raises RuntimeError where vLLM lacks a hook.
     """
-    compat.check(compat.WORKER_HOOKS)
-    for hook, around in AROUND.items():
-        hooks.wrap(hook, around)
+    compat.install(SPECULATION)
     if forced or speculative.method not in NGRAM:
         _processors[id(speculative)] = processor
     unmasked = UNMASKED.get(speculative.method)
@@ -64,6 +65,11 @@ def install(processor: Masks, speculative: Any, *, forced: bool) -> None:
         )
 
 
+@hook(
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft",
+    why="which rows a draft model drafts",
+    when=SPECULATION,
+)
 def _sample_draft(
     original: Callable[..., torch.Tensor],
     self: Any,
@@ -82,6 +88,12 @@ def _sample_draft(
     return original(self, hidden_states, *at, temperature, seeds, draft_step, *args, **kwargs)
 
 
+@hook(
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits",
+    "vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits",
+    why="a draft model's logits are masked",
+    when=SPECULATION,
+)
 def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     logits = original(self, *args, **kwargs)
     processor, rows = _processors.get(id(self.speculative_config)), getattr(self, "static_rows", None)
@@ -96,6 +108,11 @@ def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any, *arg
     return logits
 
 
+@hook(
+    "vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",
+    why="forced tokens as drafts",
+    when=SPECULATION,
+)
 def _propose(
     original: Callable[..., torch.Tensor], self: Any, input_batch: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -104,14 +121,3 @@ def _propose(
     if processor is not None and not kwargs.get("dummy_run"):
         processor.force_drafts(drafts, input_batch.idx_mapping, input_batch.idx_mapping_np)
     return drafts
-
-
-_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
-
-AROUND: dict[str, Callable[..., Any]] = {
-    f"{_SPECULATORS}.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
-    f"{_SPECULATORS}.speculator:DraftModelSpeculator.compute_draft_logits": _compute_draft_logits,
-    f"{_SPECULATORS}.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits": _compute_draft_logits,
-    f"{_SPECULATORS}.ngram.speculator:NgramGPUSpeculator.propose": _propose,
-}
-"""What runs around each of vLLM's functions in `compat.WORKER_HOOKS`."""

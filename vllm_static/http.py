@@ -8,20 +8,19 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from itemset import asgi
-from itemset.catalogue import RefusedError
-from itemset.config import REFERENCE
 from itemset.errors import shown
-from itemset.lists import RANKING
-from itemset.words import CHOICE, GUIDED, STRUCTURED, Surface, chooses, nearest, refuse_tools, rename_guided
+from itemset.serving import asgi, words
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.request import ItemRequest
+from itemset.serving.words import BEAMS, CHOICE, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from vllm_static import metrics
+from vllm_static.request import asked_by
 
-BEAMS = "use_beam_search"
 XARGS = "vllm_xargs"
 
-_READ = {"": (REFERENCE, GUIDED, STRUCTURED), STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
+_READ = {"": (REFERENCE, GUIDED, STRUCTURED, *SELECTION), STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
 _TEXTS = 'send the texts as structured_outputs: {"choice": [...]}'
-SURFACE = Surface(
+SURFACE = words.Surface(
     served=dict.fromkeys(
         ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"), _READ
     ),
@@ -37,6 +36,7 @@ SURFACE = Surface(
         CHOICE: _TEXTS,
         STRUCTURED: _TEXTS,
         GUIDED: _TEXTS,
+        **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
     },
 )
 
@@ -79,15 +79,15 @@ def _take_choice(body: dict[str, Any]) -> None:
     if body.get(STRUCTURED) is not None and not isinstance(body[STRUCTURED], dict):  # vLLM would answer 500
         raise RefusedError("wrong type", f"{STRUCTURED} must be an object, not {shown(body[STRUCTURED])}")
     choice: dict[str, Any] = {}
-    rename_guided(body, choice)
+    words.rename_guided(body, choice)
     if choice:
         body[STRUCTURED] = choice
     xargs = body.get(XARGS)
     named = body.get(REFERENCE) is not None or (isinstance(xargs, dict) and xargs.get(REFERENCE) is not None)
-    brings = chooses(body.get(STRUCTURED))
+    brings = words.chooses(body.get(STRUCTURED))
     _brings_choice.set(brings)
     if named or brings:
-        refuse_tools(body)
+        words.refuse_tools(body)
 
 
 def _serves_sets(app: Any) -> bool:
@@ -97,73 +97,57 @@ def _serves_sets(app: Any) -> bool:
 
 
 def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
-    """Carry the field `item_set` of an OpenAI request over to its sampling parameters.
+    """Carry the fields of an OpenAI request over to its sampling parameters.
 
-    Raises VLLMValidationError (HTTP 400) where it is no string, or what stands beside it is of no use.
+    Raises RefusedError as `ItemRequest.of` does, and for a list that the endpoint does not give.
     """
-    extra = request.model_extra or {}
-    name = extra.get(REFERENCE)
-    structured = getattr(request, "structured_outputs", None)
-    brings = structured is not None and structured.choice is not None
-    if _brings_choice.get() and not brings:
-        message = (
-            "the inline set would be lost: either this endpoint takes none, or vLLM makes a constraint of the tools in "
-            "its place; leave the tools out, or send it to /v1/chat/completions"
-        )
-        raise metrics.refusal("two constraints", message, "structured_outputs")
-    if name is not None or brings:
-        _refuse_what_is_ignored(request, extra)
-    if name is None:
-        return params
-    if not isinstance(name, str):
-        raise metrics.refusal("wrong type", f"item_set must be the name of an item set, a string, not {shown(name)}")
-    if (params.extra_args or {}).get(REFERENCE, name) != name:
-        raise metrics.refusal("two constraints", "item_set and vllm_xargs name different item sets: give one")
-    params.extra_args = {**(params.extra_args or {}), REFERENCE: name}
+    elsewhere = bool((request.model_extra or {}).get(BEAMS))  # a field that the endpoint does not know
+    if _asked(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None) is not None:
+        if elsewhere:
+            message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
+            raise RefusedError("beam search", message, BEAMS)
+        params.extra_args = _carried(request, params.extra_args)
     return params
-
-
-def _refuse_what_is_ignored(request: Any, extra: dict[str, Any]) -> None:
-    """Words of a ranked list, where none would come or nearly written."""
-    for key in extra:
-        word = nearest(key, (*RANKING, BEAMS))
-        if word not in (None, key):
-            raise metrics.refusal("wrong type", f"there is no field {shown(key)}: did you mean {word}?", key)
-    if extra.get(BEAMS):  # a field that the endpoint does not know
-        message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
-        raise metrics.refusal("beam search", message, BEAMS)
-    if not getattr(request, BEAMS, False):
-        for word in RANKING:
-            if extra.get(word) is not None:
-                message = f"{word} is for ranked lists: add use_beam_search and n, or leave it out"
-                raise metrics.refusal("beam search", message, word)
 
 
 def rank_item_set(request: Any, params: Any) -> Any:
     """Carry an item set, named or inline, from an OpenAI request with `use_beam_search` to vLLM's BeamSearchParams,
-    which drop constraints: `ranking` finds it there.
+    with the options of its list.
 
-    Raises VLLMValidationError (HTTP 400) as `add_item_set` does, and if log-probabilities, a stream or another
-    constraint are asked for. The options of the list are checked with its set.
+    Raises RefusedError as `add_item_set` does, and if log-probabilities, a stream or another constraint are asked for.
     """
-    carried = add_item_set(request, SamplingParams(extra_args=dict(request.vllm_xargs or {})))
-    extra = dict(carried.extra_args or {})
     structured = request.structured_outputs
-    if extra.get(REFERENCE) is None and (structured is None or structured.choice is None):
+    if _asked(request, request.vllm_xargs, structured, k=params.beam_width) is None:
         return params
     if request.logprobs is not None and request.logprobs is not False:  # 0 asks for the sampled tokens' own
-        raise metrics.refusal(
-            "beam search", "a ranked list has no logprobs of single tokens: leave logprobs out", "logprobs"
-        )
+        message = "a ranked list has no logprobs of single tokens: leave logprobs out"
+        raise RefusedError("beam search", message, "logprobs")
     if request.stream:
-        raise metrics.refusal("beam search", "a ranked list is not streamed: leave stream out", "stream")
+        raise RefusedError("beam search", "a ranked list is not streamed: leave stream out", "stream")
     if request.response_format is not None and request.response_format.type != "text":
-        raise metrics.refusal(
-            "two constraints",
-            "a ranked list and response_format exclude each other: leave response_format out",
-            "response_format",
-        )
-    given = request.model_extra or {}
-    params.extra_args = extra | {word: given[word] for word in RANKING if given.get(word) is not None}
+        message = "a ranked list and response_format exclude each other: leave response_format out"
+        raise RefusedError("two constraints", message, "response_format")
+    params.extra_args = _carried(request, request.vllm_xargs)
     params.structured_outputs = structured
     return params
+
+
+def _asked(request: Any, extra_args: dict[str, Any] | None, structured: Any, *, k: int | None) -> ItemRequest | None:
+    own, fields = getattr(request, STRUCTURED, None), request.model_extra or {}
+    brings = own is not None and own.choice is not None
+    if _brings_choice.get() and not brings:
+        raise RefusedError(
+            "two constraints",
+            "the inline set would be lost: either this endpoint takes none, or vLLM makes a constraint of the tools in "
+            "its place; leave the tools out, or send it to /v1/chat/completions",
+            STRUCTURED,
+        )
+    ours = (REFERENCE, *SELECTION)
+    if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
+        return None
+    return asked_by(extra_args, structured, fields, k=k)
+
+
+def _carried(request: Any, extra_args: dict[str, Any] | None) -> dict[str, Any]:
+    fields, ours = request.model_extra or {}, (REFERENCE, *SELECTION, *OPTIONS)
+    return {**(extra_args or {}), **{key: fields[key] for key in ours if fields.get(key) is not None}}

@@ -8,10 +8,8 @@ from collections import Counter as Tally
 from typing import Any
 
 from prometheus_client import Counter, Gauge
-from vllm.exceptions import VLLMValidationError
 
-from itemset.catalogue import INLINE, Catalogue
-from itemset.config import REFERENCE
+from itemset.serving.catalogue import INLINE, Catalogue, name_of
 
 PATH = "/metrics"
 PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in a long step
@@ -19,6 +17,7 @@ PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in 
 REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set"])
 REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])
 ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were encoded.")
+LISTS = Counter("item_set:ranked_lists", "Ranked lists: in one request, or why by rounds of requests.", ["way"])
 ANSWERED = Gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode="max")
 FORCED = Gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode="max")
 BY_PATH = Gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode="max")
@@ -31,13 +30,7 @@ ENGINE_METHOD = "item_set_figures"
 
 def label(reference: str) -> str:
     """Inline sets are counted together: a label of its own for each would never end."""
-    return "inline" if reference.startswith(INLINE) else reference
-
-
-def refusal(reason: str, message: str, parameter: str = REFERENCE) -> VLLMValidationError:
-    """vLLM's error for one bad request, HTTP 400, counted."""
-    REFUSED.labels(reason).inc()
-    return VLLMValidationError(message, parameter=parameter)
+    return "inline" if reference.startswith(INLINE) else name_of(reference)
 
 
 class Figures:

@@ -1,14 +1,26 @@
-"""The entry points: what vLLM calls in every process, and how its hooks lead to our code."""
+"""The entry points, and the hooks into vLLM that belong to no other module."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from typing import Any
 
-from itemset import hooks, startup
-from itemset.config import BACKEND, REFERENCE, StaticConfig
-from vllm_static import answers, compat, metrics
+from itemset.errors import ItemSetError
+from itemset.serving import flags, startup
+from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.hooks import IMPORTED, START
+from itemset.serving.words import REFERENCE, STRUCTURED
+from vllm_static import (
+    answers,
+    chosen,  # noqa: F401 - its hooks
+    compat,
+    drafts,  # noqa: F401
+    lists,  # noqa: F401
+    metrics,
+)
+from vllm_static.compat import hook
 
 
 def register_early() -> None:
@@ -21,25 +33,23 @@ def register() -> None:
 
     Raises RuntimeError for a vLLM version that is not supported, or that lacks one of the hooks.
     """
-    compat.check()
-    compat.add_backend_name()
-    for hook, around in AROUND.items():
-        hooks.wrap(hook, around)
-    for hook, around in AROUND_LATER.items():
-        compat.wrap_later(hook, around)
-    compat.add_engine_method(metrics.ENGINE_METHOD, _figures)
+    compat.install(START, IMPORTED)
 
 
 def is_ours(vllm_config: Any) -> bool:
     return bool(vllm_config.structured_outputs_config.backend == BACKEND)
 
 
+@hook("vllm.engine.arg_utils:EngineArgs.add_cli_args", why="the flags --item-set and --guided-decoding-backend")
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
-    compat.add_flags(parser)
+    flags.add_flags(
+        parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend"
+    )
     return parser
 
 
+@hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", why="what these flags mean")
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     startup.on_command_line()
     with startup.start_up():
@@ -49,6 +59,10 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     return original(cls, args)
 
 
+@hook(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    why="the device path's processor and the sets' versions are put where every process reads them",
+)
 def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Choose the path and the sets' versions, once, where every process will read them."""
     config = original(self, *args, **kwargs)
@@ -67,12 +81,17 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     return config
 
 
+@hook("vllm.config.vllm:VllmConfig.compute_hash", why="another item set must not compile the model anew")
 def _compute_hash(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """The name of vLLM's cache of compiled graphs: none of them depends on an item set."""
     options = isinstance(self.additional_config, dict)
     return original(compat.without_options(self) if options else self, *args, **kwargs)
 
 
+@hook(
+    "vllm.v1.engine.input_processor:InputProcessor.__init__",
+    why="item sets are opened and checked once a front end, before the engine starts",
+)
 def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Bad item sets end the start-up here, before a model is loaded."""
     original(self, vllm_config, *args, **kwargs)
@@ -88,19 +107,18 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
 
 @contextlib.contextmanager
 def _refusals(params: Any = None) -> Iterator[None]:
-    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400.
+    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted.
 
-    params: the request's, if they say which parameter brought the set.
+    params: the request's, whose structured outputs are at fault if no other field is.
     """
-    from itemset import ItemSetError
+    from vllm.exceptions import VLLMValidationError
 
     try:
         yield
     except ItemSetError as error:
-        named = (getattr(params, "extra_args", None) or {}).get(REFERENCE) is not None
-        brought = not named and getattr(params, "structured_outputs", None) is not None
-        parameter = "structured_outputs" if brought else REFERENCE
-        raise metrics.refusal(getattr(error, "reason", "bad items"), str(error), parameter) from error
+        own = REFERENCE if getattr(params, "structured_outputs", None) is None else STRUCTURED
+        metrics.REFUSED.labels(getattr(error, "reason", "bad items")).inc()
+        raise VLLMValidationError(str(error), parameter=getattr(error, "param", None) or own) from error
 
 
 def _checked(function: Callable[..., Any], *args: Any) -> Any:
@@ -108,18 +126,27 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+@hook(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    why="the item set is attached to its request: every request passes here, with its prompt's length known",
+)
 def _process_inputs(
     original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     from vllm.sampling_params import SamplingParams
 
+    from vllm_static.request import asked
+
     front_end, reference = self.static_front_end, None
     if isinstance(params, SamplingParams):
         with _refusals(params):
-            if front_end:
-                reference = front_end.find(params)
-            else:
-                _refuse_item_set(params)
+            if not front_end and (params.extra_args or {}).get(REFERENCE) is not None:  # it would be ignored
+                raise ItemSetError(
+                    "this engine has no item sets: start it with --structured-outputs-config.backend static and "
+                    "--item-set"
+                )
+            if front_end and (wanted := asked(params)) is not None:
+                reference = front_end.checks.reference(wanted)
     request = original(self, request_id, prompt, params, *args, **kwargs)
     if reference is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
@@ -130,27 +157,29 @@ def _process_inputs(
     return request
 
 
-def _refuse_item_set(params: Any) -> None:
-    """With another backend an item set would be ignored."""
-    from itemset import ItemSetError
-
-    if (params.extra_args or {}).get(REFERENCE) is not None:
-        raise ItemSetError(
-            "this engine has no item sets: start it with --structured-outputs-config.backend static and --item-set"
-        )
-
-
+@hook(
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request",
+    why="inline sets are encoded, and filters applied, beside the event loop",
+)
 async def _add_request(
     original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     front_end = self.input_processor.static_front_end
-    if front_end:
+    if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
+        from vllm_static.request import asked, with_set
+
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
         with _refusals(params):
-            params = await front_end.prepare(params)
+            wanted = asked(params)
+            if wanted is not None and (wanted.chooses or wanted.choice is not None):
+                params = with_set(params, await front_end.checks.prepare(wanted))
     return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
+@hook(
+    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
+    why="knows the built-in backends only: other constraints are validated as xgrammar's",
+)
 def _validate_structured_outputs(
     original: Callable[..., Any], self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
 ) -> None:
@@ -165,6 +194,10 @@ def _validate_structured_outputs(
         raise VLLMValidationError("Item sets are not supported for diffusion language models.")
 
 
+@hook(
+    "vllm.v1.structured_output:StructuredOutputManager.__init__",
+    why="the backend object, made at start-up: no request waits for files",
+)
 def _manager_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
     original(self, vllm_config)
     if is_ours(vllm_config):
@@ -173,6 +206,22 @@ def _manager_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> 
         self.backend = StaticBackend(vllm_config, self.tokenizer, vllm_config.model_config.get_vocab_size())
 
 
+@hook(
+    "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+    why="ranked lists have blocks of the KV cache that the scheduler does not know",
+)
+def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_ours(vllm_config):
+        return original(self, vllm_config, *args, **kwargs)
+    from vllm_static.scratch import initialize_kv_caches
+
+    return initialize_kv_caches(original, self, vllm_config, *args, **kwargs)
+
+
+@hook(
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_init",
+    why="inline sets reach the engine with their request; an item set's grammar is made at once",
+)
 def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None:
     from vllm_static.backend import StaticBackend
 
@@ -185,6 +234,10 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
     original(self, request)
 
 
+@hook(
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
+    why="the rows of all item sets are filled at once",
+)
 def _grammar_bitmask(
     original: Callable[..., Any],
     self: Any,
@@ -200,11 +253,16 @@ def _grammar_bitmask(
     return original(self, *step)
 
 
-def _figures(engine_core: Any) -> dict[str, Any]:
-    figures: dict[str, Any] = engine_core.structured_output_manager.backend.figures()
-    return figures
+@hook.extends("vllm.v1.engine.core:EngineCore", why="one method more, which /metrics asks for the engine's figures")
+def _add_figures(engine_core: type) -> None:
+    """vLLM's front ends can call any method of its engine core (v1/engine/core_client.py, call_utility_async)."""
+    setattr(engine_core, metrics.ENGINE_METHOD, lambda self: self.structured_output_manager.backend.figures())
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request",
+    why="an ended request's set may leave the device, and its answer is counted",
+)
 def _free_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_static.backend import StaticBackend
 
@@ -214,6 +272,7 @@ def _free_request(original: Callable[..., Any], self: Any, request: Any, *args: 
     return original(self, request, *args, **kwargs)
 
 
+@hook("vllm.v1.core.sched.output:NewRequestData.from_request", why="an inline set's index goes to the workers once")
 def _new_request_data(original: Callable[..., Any], cls: type, request: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_static.device import send_index_once
 
@@ -222,18 +281,34 @@ def _new_request_data(original: Callable[..., Any], cls: type, request: Any, *ar
     return data
 
 
+@hook(
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
+    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
+    why="the field item_set; an inline list that vLLM has replaced by a tool's schema",
+)
 def _to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_static.http import add_item_set
 
-    return add_item_set(self, original(self, *args, **kwargs))
+    return _checked(add_item_set, self, original(self, *args, **kwargs))
 
 
+@hook(
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params",
+    why="drops constraints, which vLLM's beam search must be told of",
+)
 def _to_beam_search_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_static.http import rank_item_set
 
     return _checked(rank_item_set, self, original(self, *args, **kwargs))
 
 
+@hook(
+    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
+    why="ranked lists: vLLM's own loop loses legal candidates, and knows the built-in backends only",
+    when=IMPORTED,
+)
 def _beam_search(
     original: Callable[..., Any],
     self: Any,
@@ -245,90 +320,46 @@ def _beam_search(
 ) -> Any:
     """Offline. Prompts are scored in rounds together, whatever concurrency vLLM's own loop is told."""
     from vllm_static import ranking
+    from vllm_static.request import asked
 
     if self.llm_engine.input_processor.static_front_end is None:
         return original(self, prompts, params, lora_request, *args, **kwargs)
-    if not ranking.has_set(params):
+    wanted = _checked(asked, params)
+    if wanted is None:
         return original(self, prompts, compat.beams_by_xgrammar(params), lora_request, *args, **kwargs)
     inputs = self._preprocess_cmpl(prompts)
     loras = self._lora_request_to_seq(lora_request, len(inputs))
     priority = kwargs.get("priority", args[2] if len(args) > 2 else None)  # since vLLM 0.33
     priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
     with _refusals(params):
-        return ranking.offline(self, inputs, params, loras, priorities)
+        return ranking.offline(self, inputs, wanted, params, loras, priorities)
 
 
+@hook(
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+    why="ranked lists over HTTP",
+    when=IMPORTED,
+)
 async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any, None]:
     from vllm_static import ranking
+    from vllm_static.request import asked
 
     way: Any = original
-    if ranking.has_set(params) and self.engine_client.input_processor.static_front_end is not None:
-        way = ranking.online
     with _refusals(params):
+        if self.engine_client.input_processor.static_front_end and (wanted := asked(params)) is not None:
+            way = partial(ranking.online, wanted)
         async for output in way(self, prompt, request_id, params, *args, **kwargs):
             yield output
 
 
+@hook(
+    "starlette.requests:Request.json",
+    why="an HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it",
+    when=IMPORTED,
+)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
-    from itemset import asgi
+    from itemset.serving import asgi
 
     return asgi.judged(original, self)
-
-
-_ARGUMENTS, _REQUESTS, _MANAGER, _INPUT, _OUTPUTS = (
-    "vllm.engine.arg_utils:EngineArgs",
-    "vllm.entrypoints.openai",
-    "vllm.v1.structured_output:StructuredOutputManager",
-    "vllm.v1.engine.input_processor:InputProcessor",
-    "vllm.v1.engine.output_processor",
-)
-
-AROUND: dict[str, Callable[..., Any]] = {
-    compat.KERNEL_SCAN: compat.hide_llvmlite,
-    f"{_ARGUMENTS}.add_cli_args": _add_cli_args,
-    f"{_ARGUMENTS}.from_cli_args": _from_cli_args,
-    f"{_ARGUMENTS}.create_engine_config": _create_engine_config,
-    "vllm.config.vllm:VllmConfig.compute_hash": _compute_hash,
-    "vllm.sampling_params:SamplingParams._validate_structured_outputs": _validate_structured_outputs,
-    f"{_INPUT}.__init__": _input_processor_init,
-    f"{_INPUT}.process_inputs": _process_inputs,
-    "vllm.v1.engine.async_llm:AsyncLLM.add_request": _add_request,
-    f"{_OUTPUTS}:OutputProcessor.add_request": answers.add_request,
-    f"{_OUTPUTS}:RequestState._new_completion_output": answers.new_completion_output,
-    "vllm.outputs:RequestOutput.add": answers.merge,
-    f"{_MANAGER}.__init__": _manager_init,
-    f"{_MANAGER}.grammar_init": _grammar_init,
-    f"{_MANAGER}.grammar_bitmask": _grammar_bitmask,
-    "vllm.v1.core.sched.output:NewRequestData.from_request": _new_request_data,
-    "vllm.v1.core.sched.scheduler:Scheduler._free_request": _free_request,
-    f"{_REQUESTS}.completion.protocol:CompletionRequest.to_sampling_params": _to_sampling_params,
-    f"{_REQUESTS}.completion.protocol:CompletionRequest.to_beam_search_params": _to_beam_search_params,
-    f"{_REQUESTS}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": _to_sampling_params,
-    f"{_REQUESTS}.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params": _to_beam_search_params,
-    f"{_REQUESTS}.responses.protocol:ResponsesRequest.to_sampling_params": _to_sampling_params,
-}
-"""What runs around each of vLLM's functions in `compat.HOOKS`."""
-
-_BEAMS = "vllm.entrypoints.generate.beam_search"
-_COMPLETIONS, _CHAT = (
-    f"{_REQUESTS}.completion.serving:OpenAIServingCompletion",
-    f"{_REQUESTS}.chat_completion.serving:OpenAIServingChat",
-)
-AROUND_LATER: dict[str, Callable[..., Any]] = {
-    f"{_BEAMS}.offline:BeamSearchOfflineMixin.beam_search": _beam_search,
-    f"{_BEAMS}.online:BeamSearchOnlineMixin.beam_search": _beam_search_online,
-    "starlette.requests:Request.json": _parse_body,
-    f"{_COMPLETIONS}.request_output_to_completion_response": answers.completion_response,
-    f"{_COMPLETIONS}.completion_stream_generator": answers.completion_stream,
-    f"{_CHAT}.chat_completion_full_generator": answers.chat_response,
-    f"{_CHAT}.chat_completion_stream_generator": answers.chat_stream,
-    f"{_REQUESTS}.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch": (
-        answers.chat_batch_response
-    ),
-    f"{_REQUESTS}.responses.serving:OpenAIServingResponses.responses_full_generator": answers.responses_response,
-    "vllm.v1.sample.sampler:Sampler.forward": hooks.later("vllm_static.chosen", "sample"),
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": hooks.later("vllm_static.chosen", "verify"),
-}
-"""What runs around each of vLLM's functions in `compat.LATER_HOOKS`."""

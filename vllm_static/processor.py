@@ -16,13 +16,13 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 )
 
 import itemset
-from itemset.arena import Arena, ArenaFullError, arena_bytes
-from itemset.batch import COLUMNS, Batch
-from itemset.catalogue import Catalogue
-from itemset.config import INDEX, REFERENCE, StaticConfig
-from itemset.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
+from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes
+from itemset.masking.batch import COLUMNS, Batch
+from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
+from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.config import StaticConfig
+from itemset.serving.words import INDEX, LIST, PLACE, REFERENCE
 from vllm_static import drafts
-from vllm_static.device import PLACE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,8 +31,14 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
+def item_sets(runner: Any) -> ItemSetProcessor:
+    """Return the processor of a model runner on the device path."""
+    (found,) = (one for one in runner.sampler.logits_processors if isinstance(one, ItemSetProcessor))
+    return found
+
+
 class ItemSetProcessor(LogitsProcessor):
-    """Model runner V2's interface (v1/worker/gpu/sample/logits_processor/interface.py) over `itemset.slots`.
+    """Model runner V2's interface (v1/worker/gpu/sample/logits_processor/interface.py) over `itemset.masking.slots`.
 
     Made while the model is loaded, so that vLLM sizes its KV cache with what the arena leaves. Only the last pipeline
     rank samples; on the others there is no arena, and no request arrives.
@@ -52,18 +58,18 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         registered = Catalogue(config).registered
-        self._arena = Arena(arena_bytes(registered.values(), config.inline_set_memory), self._req_states.device)
+        self.arena = Arena(arena_bytes(registered.values(), config.inline_set_memory), self._req_states.device)
         for item_set in registered.values():
-            self._arena.acquire(item_set)
+            self.arena.acquire(item_set)
         rows = vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
         self._slots = Slots(
-            self._arena,
+            self.arena,
             self._req_states.max_num_reqs,
             max_rows=rows,
             max_stop_tokens=MAX_STOP_TOKENS,
-            kernels=config.item_set_kernels,  # type: ignore[arg-type]
+            kernels=config.item_set_kernels,
         )
-        self._registered = registered
+        self._registered, self.kernels = registered, config.item_set_kernels
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
         self._begin = torch.zeros(self._req_states.max_num_reqs, dtype=torch.int32, device=self._req_states.device)
         if vllm_config.speculative_config is not None:
@@ -71,27 +77,34 @@ class ItemSetProcessor(LogitsProcessor):
         self._warm_up()
         logger.info(
             "Item sets on %s: %s bytes, of which the registered sets take %s",
-            self._arena.device,
-            f"{self._arena.plan.nbytes:,}",
-            f"{self._arena.plan.used:,}",
+            self.arena.device,
+            f"{self.arena.plan.nbytes:,}",
+            f"{self.arena.plan.used:,}",
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest item of the registered sets, 0 without any."""
+        return max((item_set.longest for item_set in self._registered.values()), default=0)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again."""
         extra = sampling_params.extra_args or {}
-        place = extra.get(PLACE)
-        if place is None:
+        if PLACE in extra:
+            place = Place(*extra[PLACE])  # msgspec sends a tuple as a list
+            if not self.arena.holds(place.digest, place.number, place.start):
+                item_set = self._registered.get(extra[REFERENCE])
+                if item_set is None:
+                    item_set = InlineSet.opened(extra[REFERENCE], extra[INDEX], self._registered).item_set
+                self.arena.place(item_set, place.number, place.start)
+        if PLACE not in extra or LIST in extra:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
             self._numbers[req_idx] = NO_SET
             return False
-        number, start, digest, begins_behind = place
-        if not self._arena.holds(digest, number, start):
-            item_set = self._registered.get(extra[REFERENCE]) or itemset.from_bytes(extra[INDEX])
-            self._arena.place(item_set, number, start)
         prompt = int(self._req_states.prompt_len.np[req_idx])
-        self._staged[req_idx] = [prompt, number, begins_behind, *sorted(sampling_params.all_stop_token_ids)]
-        self._numbers[req_idx] = number
+        self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
+        self._numbers[req_idx] = place.number
         self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return True
 
@@ -111,7 +124,7 @@ class ItemSetProcessor(LogitsProcessor):
         numbers = self._numbers[slots]
         if (numbers == NO_SET).all():
             return logits
-        self._arena.use(numbers)
+        self.arena.use(numbers)
         # What the host knows: one token and the accepted drafts a step, and the output so far of one that comes back.
         most = int(self._behind[slots].max()) + 1 + self._drafts
         self._behind[slots] = 0
@@ -155,7 +168,7 @@ class ItemSetProcessor(LogitsProcessor):
         device = self._req_states.device
         with contextlib.suppress(ArenaFullError):
             for high in (1, 2**16):
-                self._arena.release(self._arena.acquire(itemset.build([[0, 0, high], [0, 1]])))
+                self.arena.release(self.arena.acquire(itemset.build([[0, 0, high], [0, 1]])))
 
         def zeros(dtype: torch.dtype) -> Any:
             return torch.zeros(1, dtype=dtype, device=device)

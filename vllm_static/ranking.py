@@ -1,14 +1,13 @@
 """Ranked lists: the best items of a set, in place of vLLM's beam search where a request has one.
 
 vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
-Here each round is a batch of ordinary requests that score chosen tokens: the children of a prefix, or a whole tail.
+Here a list is one request, whose beams run inside a step of model runner V2 (`wide_lists`). Where that cannot be, each
+round is a batch of ordinary requests that score chosen tokens: the children of a prefix, or a whole tail.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,16 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
-from itemset.best import Answer, Best, Pass, described
-from itemset.config import REFERENCE
-from itemset.lists import found_some
-from vllm_static import metrics
+from itemset.ranking.search import Answer, Best, Pass, described
+from itemset.serving.lists import run_together
+from itemset.serving.request import ItemRequest
 
-SLICE = 32  # items of an answer that are written out in one turn of the event loop
+_NEAR = 8  # tokens before an item that its text may depend on
 
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
-    `itemset.lists.RANKING`."""
+    `itemset.serving.words.OPTIONS`."""
 
     extra_args: dict[str, Any] | None = None
 
@@ -38,17 +36,17 @@ class ScoringParams(SamplingParams):
         pass
 
 
-class Ranking:
+class RankedList:
     """One ranked list that is being made: the set, the prompt, and the search."""
 
-    def __init__(self, front_end: Any, params: Any, prompt: list[int], end_token: int) -> None:
+    def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
-        extra = dict(getattr(params, "extra_args", None) or {})
-        given = SimpleNamespace(extra_args=extra, structured_outputs=params.structured_outputs)
-        reference = front_end.find(given)
-        self._item_set, self.search = front_end.ranked(reference, extra, params, len(prompt), end_token)
-        self._prompt, self._end, self._v2 = prompt, end_token, front_end.v2
-        metrics.REQUESTS.labels(metrics.label(reference)).inc()
+        self.item_set, self.search = front_end.ranked(
+            asked, prompt_tokens=len(prompt), max_tokens=params.max_tokens, end_token=end_token
+        )
+        self.prompt, self._end, self._v2 = prompt, end_token, front_end.v2
+        self.whole = front_end.one_list(asked, end_token)
+        """The parameters of the one request that asks for the list; None if rounds must make it."""
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
@@ -63,7 +61,7 @@ class Ranking:
             "flat_logprobs": True,  # columns, not an object a token
             "skip_clone": True,  # no other request has these parameters
         }
-        tokens, run = [*self._prompt, *one.tokens], one.tokens[one.known :]
+        tokens, run = [*self.prompt, *one.tokens], one.tokens[one.known :]
         if not self._v2:
             # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
             after = one.after.tolist()
@@ -76,7 +74,7 @@ class Ranking:
         wanted[-1, : len(one.after)] = one.after
         params = ScoringParams(
             prompt_logprob_token_ids=wanted,
-            prompt_logprob_start=len(self._prompt) + one.known - 1,
+            prompt_logprob_start=len(self.prompt) + one.known - 1,
             skip_reading_prefix_cache=not cached,
             **common,
         )
@@ -88,7 +86,7 @@ class Ranking:
         if self._v2:
             return output.prompt_token_id_logprobs is None
         # V1 fills in rows that it has computed, and leaves what was in memory for the others.
-        return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= len(self._prompt) + one.known
+        return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= len(self.prompt) + one.known
 
     def answer(self, one: Pass, output: Any) -> Answer:
         """What vLLM has scored."""
@@ -97,45 +95,42 @@ class Ranking:
             table = np.asarray(output.prompt_token_id_logprobs, np.float64)
             return table[: len(run), 0], table[len(run), : len(one.after)]
         own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
-        first = len(self._prompt) + one.known
+        first = len(self.prompt) + one.known
         scores = [own.logprobs[own.start_indices[i]] for i in range(first, first + len(run))]
         return np.array(scores), np.array(after.logprobs[1:])  # the first is the sampled token's
 
-    def described(self, best: Best) -> list[dict[str, Any]]:
-        """What an answer says of each of the items found."""
-        return described(best, self._item_set)
-
 
 def offline(
-    llm: Any, inputs: Sequence[Any], params: Any, lora_requests: Sequence[Any], priorities: Sequence[int] | None = None
+    llm: Any,
+    inputs: Sequence[Any],
+    asked: ItemRequest,
+    params: Any,
+    lora_requests: Sequence[Any],
+    priorities: Sequence[int] | None = None,
 ) -> list[Any]:
-    """`LLM.beam_search` of prompts that vLLM has tokenized, all of them round by round together."""
+    """`LLM.beam_search` of prompts that vLLM has tokenized, all of them together."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 
-    tokenizer = llm.get_tokenizer()
+    end_token, tokenizer = llm.get_tokenizer().eos_token_id, llm.get_tokenizer()
     front_end = llm.llm_engine.input_processor.static_front_end
-    rankings = [Ranking(front_end, params, list(one["prompt_token_ids"]), tokenizer.eos_token_id) for one in inputs]
-    while waiting := [(i, ranking) for i, ranking in enumerate(rankings) if ranking.search.passes]:
-        asked = [(i, one) for i, ranking in waiting for one in ranking.search.passes]
-        answers = iter(_scored(llm, rankings, asked, lora_requests, priorities))
-        for _, ranking in waiting:
-            ranking.search.take([next(answers) for _ in ranking.search.passes])
+    made = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
     outputs = []
-    for i, ranking in enumerate(rankings):
-        sequences, best = [], found_some(ranking.search.result)
-        for item, entry in zip(best.items, ranking.described(best), strict=True):
-            tokens = [*inputs[i]["prompt_token_ids"], *item.tokens, tokenizer.eos_token_id]
+    for i, best in enumerate(_found(llm, front_end, made, lora_requests, priorities)):
+        sequences, prompt = [], made[i].prompt
+        after = [[*item.tokens, end_token] for item in best.items]
+        texts = _texts(tokenizer, prompt, after, skip_special_tokens=params.skip_special_tokens)
+        for item, tokens, text, entry in zip(best.items, after, texts, described(best, made[i].item_set), strict=True):
             sequence = BeamSearchSequence(
                 inputs[i],
-                tokens=tokens,
+                tokens=[*prompt, *tokens],
                 logprobs=[],
                 lora_request=lora_requests[i],
                 cum_logprob=item.score,
-                text=tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
+                text=text,
                 finish_reason="stop",
-                stop_reason=tokenizer.eos_token_id,
+                stop_reason=end_token,
             )
-            sequence.key = entry["key"]
+            sequence.key, sequence.keys = entry["key"], entry["keys"]
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
         output.proven, output.passes, output.rounds = best.proven, best.passes, best.rounds
@@ -143,66 +138,104 @@ def offline(
     return outputs
 
 
-def _scored(
+def _texts(tokenizer: Any, prompt: list[int], continuations: list[list[int]], **options: Any) -> list[str]:
+    """Return the text of the prompt with each continuation. A prompt of any length is decoded once, but for its last
+    tokens, on which the text that follows may depend. options: of `decode`."""
+    near = prompt[-_NEAR:]
+    whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
+    if not whole.endswith(end):  # these tokens begin inside a character
+        near, end = prompt, whole
+    before = whole[: len(whole) - len(end)]
+    return [before + tokenizer.decode([*near, *tokens], **options) for tokens in continuations]
+
+
+def _found(
     llm: Any,
-    rankings: Sequence[Ranking],
-    asked: Sequence[tuple[int, Pass]],
+    front_end: Any,
+    made: Sequence[RankedList],
     lora_requests: Sequence[Any],
     priorities: Sequence[int] | None,
-) -> list[Answer]:
-    answers: dict[int, Answer] = {}
-    for cached in (True, False):
-        left = [n for n in range(len(asked)) if n not in answers]
-        if not left:
-            break
-        requests = [rankings[asked[n][0]].ask(asked[n][1], cached=cached) for n in left]
-        outputs = llm.generate(
-            [{"prompt_token_ids": tokens} for tokens, _ in requests],
-            [params for _, params in requests],
+) -> list[Best]:
+    """The lists: each in one request if it can be, the others round by round together."""
+
+    def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
+        """The outputs of requests, each with the index of its list."""
+        outputs: list[Any] = llm.generate(
+            [{"prompt_token_ids": tokens} for _, tokens, _ in requests],
+            [params for *_, params in requests],
             use_tqdm=False,
-            lora_request=[lora_requests[asked[n][0]] for n in left] if any(lora_requests) else None,
-            priority=None if priorities is None else [priorities[asked[n][0]] for n in left],
+            lora_request=[lora_requests[i] for i, *_ in requests] if any(lora_requests) else None,
+            priority=None if priorities is None else [priorities[i] for i, *_ in requests],
         )
-        for n, output in zip(left, outputs, strict=True):
-            ranking, one = rankings[asked[n][0]], asked[n][1]
-            if not ranking.missing(one, output):
-                answers[n] = ranking.answer(one, output)
-    return [answers[n] for n in range(len(asked))]
+        return outputs
+
+    whole = [(i, one.prompt, one.whole) for i, one in enumerate(made) if one.whole is not None]
+    found: dict[int, Best | None] = {}
+    for (i, _, params), output in zip(whole, generate(whole) if whole else [], strict=True):
+        found[i] = front_end.one_request.best(params, output.prompt_token_id_logprobs)
+    others = [i for i in range(len(made)) if found.get(i) is None]
+
+    def score(passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        for cached in (True, False):
+            left = [n for n in range(len(passes)) if n not in answers]
+            if not left:
+                break
+            asked = [(others[passes[n][0]], *made[others[passes[n][0]]].ask(passes[n][1], cached=cached)) for n in left]
+            for n, (i, *_), output in zip(left, asked, generate(asked), strict=True):
+                if not made[i].missing(passes[n][1], output):
+                    answers[n] = made[i].answer(passes[n][1], output)
+        return [answers[n] for n in range(len(passes))]
+
+    if others:
+        found |= zip(others, run_together([made[i].search for i in others], score), strict=True)
+    return [best for _, best in sorted(found.items()) if best is not None]
 
 
 async def online(
-    serving: Any, prompt: Any, request_id: str, params: Any, lora_request: Any = None, **options: Any
+    asked: ItemRequest,
+    serving: Any,
+    prompt: Any,
+    request_id: str,
+    params: Any,
+    lora_request: Any = None,
+    **options: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
     """The beam search of vLLM's server. When the client goes, all its requests are aborted."""
     tokenizer = serving.renderer.get_tokenizer()
     client = serving.engine_client
     tokens = list(prompt["prompt_token_ids"])
     front_end = client.input_processor.static_front_end
-    params = await front_end.prepare(params)
-    ranking = Ranking(front_end, params, tokens, tokenizer.eos_token_id)
+    asked = await front_end.checks.prepare(asked)
+    made = RankedList(front_end, asked, params, tokens, tokenizer.eos_token_id)
     lists = front_end.lists(client)
+
+    async def generate(prompt: list[int], params: SamplingParams) -> Any:
+        output, name = None, f"{request_id}-{random_uuid()}"
+        given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
+        async for part in client.generate(given, params, name, lora_request=lora_request, **options):
+            output = part
+        return output
 
     async def ask(one: Pass) -> Any:
         for cached in (True, False):
-            asked, scoring = ranking.ask(one, cached=cached)
-            output = None
-            name = f"{request_id}-{random_uuid()}"
-            given = {"type": "token", "prompt_token_ids": asked}  # vLLM has nothing left to render
-            async for part in client.generate(given, scoring, name, lora_request=lora_request, **options):
-                output = part
-            if not ranking.missing(one, output):
+            output = await generate(*made.ask(one, cached=cached))
+            if not made.missing(one, output):
                 return output
         raise RuntimeError("vLLM gave no scores")
 
-    best = await lists.run(ranking.search, ask, ranking.answer)
-    entries = await lists.on_thread(ranking.described, best)
-    outputs = []
-    for i, (item, entry) in enumerate(zip(best.items, entries, strict=True)):
-        if i % SLICE == 0:
-            await asyncio.sleep(0)
+    best = None
+    if made.whole is not None:
+        async with front_end.one_request.beams(made.whole):
+            output = await generate(tokens, made.whole)
+        best = front_end.one_request.best(made.whole, output.prompt_token_id_logprobs)
+    if best is None:
+        best = await lists.run(made.search, ask, made.answer)
+    outputs: list[CompletionOutput] = []
+    async for item, entry in lists.entries(best, made.item_set):
         ids = [*item.tokens, tokenizer.eos_token_id]
         output = CompletionOutput(
-            index=i,
+            index=len(outputs),
             text=tokenizer.decode(item.tokens, skip_special_tokens=params.skip_special_tokens),
             token_ids=ids,
             cumulative_logprob=item.score,
@@ -220,10 +253,3 @@ async def online(
         prompt_token_ids=tokens,
         prompt_logprobs=None,
     )
-
-
-def has_set(params: Any) -> bool:
-    """Whether BeamSearchParams name or bring an item set."""
-    structured = params.structured_outputs
-    named = (getattr(params, "extra_args", None) or {}).get(REFERENCE)
-    return named is not None or (structured is not None and structured.choice is not None)

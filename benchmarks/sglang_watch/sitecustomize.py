@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from itemset import hooks
+from itemset.serving import hooks
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     runpy.run_path(str(Path(__file__).parents[2] / "tests" / "sglang" / "cpu" / "sitecustomize.py"))

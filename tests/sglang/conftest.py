@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from pools import Pool
+from sets import named_options
 
 try:
     distribution("sglang")
@@ -20,7 +21,7 @@ except PackageNotFoundError:
 else:
     HERE = Path(__file__).parent
     sys.path[:0] = [str(HERE), str(HERE / "cpu")]
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TESTS_SGLANG_REPORTS": "1"}
     runpy.run_path(str(HERE / "cpu" / "sitecustomize.py"))  # the engines' processes have it on PYTHONPATH
 
 PATHS = ["device", "host"]
@@ -37,7 +38,7 @@ def path(request: pytest.FixtureRequest) -> str:
 def engines() -> Iterator[Pool[Any]]:
     from sglang_engines import Engine
 
-    pool = Pool(Engine, keep=1)
+    pool = Pool(Engine, keep=2)
     yield pool
     pool.close()
 
@@ -52,17 +53,17 @@ def servers() -> Iterator[Pool[Any]]:
 
 
 @pytest.fixture(scope="session")
-def files(named_sets: dict[str, Any]) -> dict[str, str]:
-    """The file of each of the item sets that the tests register."""
-    return {name: named.path for name, named in named_sets.items()}
+def files(named_sets: dict[str, Any]) -> dict[str, Any]:
+    """The options that register the item sets of the tests."""
+    return named_options(named_sets)
 
 
 @pytest.fixture(scope="session")
-def static(engines: Pool[Any], tiny_model: Path, files: dict[str, str]) -> Callable[..., Any]:
+def static(engines: Pool[Any], tiny_model: Path, files: dict[str, Any]) -> Callable[..., Any]:
     """`static(path, **arguments)`: an engine with our backend and these sets."""
 
     def start(path: str, **arguments: Any) -> Any:
-        return engines(tiny_model, grammar_backend="static", item_sets=files, item_set_path=path, **arguments)
+        return engines(tiny_model, grammar_backend="static", **files, item_set_path=path, **arguments)
 
     return start
 

@@ -28,6 +28,7 @@ FAST: dict[str, Any] = {
     "mem_fraction_static": 0.2,
     "random_seed": 0,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # else an idle scheduler asks for work all the time, and takes a core
 }
 
 # Speculation with n-grams, with smaller trees and memory than by default.
@@ -55,6 +56,7 @@ def environment() -> dict[str, str]:
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "TESTS_SGLANG_REPORTS": "1",  # cpu/sitecustomize.py
         "OMP_NUM_THREADS": "1",
         # What SGLang compiles for speculation takes longer to compile than a tiny model to answer.
         "TORCHDYNAMO_DISABLE": "1",

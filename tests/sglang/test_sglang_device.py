@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import threading
 
 import pytest
 from asking import CITIES, EOS, answer, inline, named, prompts
@@ -11,6 +11,7 @@ from asking import CITIES, EOS, answer, inline, named, prompts
 import itemset
 
 DELAYED = "a sampling was delayed"  # cpu/sitecustomize.py
+COMPILES = "a GPU would compile"  # cpu/interpreted_triton.py
 
 
 def test_no_sampling_waits_for_the_host(static, named_sets):
@@ -20,7 +21,7 @@ def test_no_sampling_waits_for_the_host(static, named_sets):
     for path in ("device", "host"):
         engine = static(path)
         before = engine.log().count(DELAYED)
-        engine.generate(input_ids=prompts(12), sampling_params=list(map(named, names)))
+        engine.generate(input_ids=prompts(len(names)), sampling_params=list(map(named, names)))
         delays[path] = engine.log().count(DELAYED) - before
     assert delays["device"] == 0
     assert delays["host"] > 5
@@ -29,17 +30,18 @@ def test_no_sampling_waits_for_the_host(static, named_sets):
 def test_a_neighbour_with_a_grammar_delays_and_changes_nothing(static, named_sets):
     engine = static("device")
     params = [named(name, temperature=0) for name in named_sets]
-    alone = [output["output_ids"] for output in engine.generate(input_ids=prompts(6), sampling_params=params)]
+    asked = prompts(len(params) + 1)
+    alone = [output["output_ids"] for output in engine.generate(input_ids=asked[:-1], sampling_params=params)]
     mixed = [*params, {"regex": "[0-9]{12}", "max_new_tokens": 40}]
     before = engine.log().count(DELAYED)
-    outputs = engine.generate(input_ids=prompts(7), sampling_params=mixed)
+    outputs = engine.generate(input_ids=asked, sampling_params=mixed)
     assert engine.log().count(DELAYED) > before
-    assert [output["output_ids"] for output in outputs[:6]] == alone
-    assert len(outputs[6]["text"]) == 12
+    assert [output["output_ids"] for output in outputs[:-1]] == alone
+    assert len(outputs[-1]["text"]) == 12
 
 
 def test_a_set_without_room_takes_the_host_path(engines, tiny_model, files, named_sets):
-    engine = engines(tiny_model, grammar_backend="static", item_sets=files, inline_set_memory=0)
+    engine = engines(tiny_model, grammar_backend="static", **files, inline_set_memory=0)
     params = [*map(named, named_sets), inline(CITIES)] * 3
     outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
     for name, output in zip([*named_sets, None] * 3, outputs, strict=True):
@@ -100,17 +102,20 @@ def test_an_aborted_request_leaves_the_others_alone(static, named_sets):
 
 
 def _abort_some(engine, long, short) -> list[dict]:
-    """Three long requests are ended while three short ones come and go."""
-    ids = [f"long-{i}" for i in range(3)]
+    """Three long requests are ended, once each has said something, while three short ones come and go."""
 
-    def abort() -> None:
-        for rid in ids:
-            engine.tokenizer_manager.abort_request(rid=rid)
+    async def begun(params: dict) -> dict:
+        async for part in await engine.async_generate(input_ids=[5, 6, 7], sampling_params=params, stream=True):
+            engine.tokenizer_manager.abort_request(rid=part["meta_info"]["id"])
+        return part
 
-    threading.Timer(0.1, engine.loop.call_soon_threadsafe, [abort]).start()
-    return engine.generate(
-        input_ids=[[5, 6, 7]] * 6, sampling_params=[*long, *[short] * 3], rid=[*ids, *(f"short-{i}" for i in range(3))]
-    )
+    async def whole(params: dict) -> dict:
+        return await engine.async_generate(input_ids=[5, 6, 7], sampling_params=params)
+
+    async def each() -> list[dict]:
+        return await asyncio.gather(*map(begun, long), *map(whole, [short] * 3))
+
+    return engine.loop.run_until_complete(each())
 
 
 def test_slots_are_used_again_by_requests_with_and_without_sets(static, named_sets):
@@ -124,6 +129,20 @@ def test_slots_are_used_again_by_requests_with_and_without_sets(static, named_se
         else:
             assert answer(output) in named_sets[name].items
     assert free > 5
+
+
+def test_nothing_is_compiled_for_a_list(static):
+    engine = static("device", max_running_requests=4, item_set_kernels="triton")
+    asked = [named("prefixes", beam_width=3), named("ragged", beam_width=2)]
+    asked += [named("ragged", beam_width=2, custom_params={"renormalised": True}), inline(CITIES, beam_width=2)]
+    compiled = engine.log().count(COMPILES)
+    for params in asked:
+        (wanted, found) = (one.generate(input_ids=[7, 8], sampling_params=params) for one in (static("device"), engine))
+        assert [one["output_ids"] for one in found["meta_info"]["beam_results"]] == [
+            one["output_ids"] for one in wanted["meta_info"]["beam_results"]
+        ]
+    assert engine.log().count(COMPILES) == compiled > 0
+    assert "rounds of requests" not in engine.log()
 
 
 def test_free_requests_go_on_when_the_last_set_has_ended(static, named_sets):
@@ -145,7 +164,7 @@ def test_the_log_names_the_path_and_its_reason(static):
 def test_two_ranks_sample_the_same(engines, tiny_model, files, named_sets):
     """Tensor parallelism: every rank has an arena and samples all rows; SGLang lets them agree on the tokens."""
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    engine = engines(tiny_model, grammar_backend="static", item_sets=files, tp_size=2, env=cores)
+    engine = engines(tiny_model, grammar_backend="static", **files, tp_size=2, env=cores)
     params = [*map(named, named_sets), inline(CITIES)] * 2
     outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
     for name, output in zip([*named_sets, None] * 2, outputs, strict=True):

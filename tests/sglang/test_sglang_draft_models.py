@@ -43,14 +43,15 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> NamedSet:
 
 
 @pytest.fixture(scope="session")
-def start(engines: Pool[Any], tiny_model: Path, files: dict[str, str], lone: NamedSet) -> Start:
+def start(engines: Pool[Any], tiny_model: Path, files: dict[str, Any], lone: NamedSet) -> Start:
     """`start(**arguments)`: an engine that works as on a GPU, where it speculates ahead of what it has seen."""
 
     def start(**arguments: Any) -> Any:
         return engines(
             tiny_model,
             grammar_backend="static",
-            item_sets=files | {"lone": lone.path},
+            item_sets=files["item_sets"] | {"lone": lone.path},
+            item_views=files["item_views"],
             item_set_path="device",
             chunked_prefill_size=32,
             env={"TESTS_SGLANG_OVERLAP": "1"},

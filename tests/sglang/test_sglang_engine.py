@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from asking import CITIES, EOS, answer, inline, named, prompts
+from sets import tagged_items, tagged_keys
 
 import itemset
 
@@ -54,6 +55,26 @@ def test_a_batch_mixes_sets_other_grammars_and_none(engine, named_sets, turned):
             assert GRAMMARS[what][1](output["text"]), (what, output["text"])
 
 
+SELECTIONS = [
+    ({"item_filter": {"tag": 1}}, lambda i: i % 3 == 1),
+    ({"item_filter": {"tag": {"$ne": 1}}, "exclude_keys": tagged_keys()[:300]}, lambda i: i % 3 != 1 and i >= 300),
+    ({"only_keys": tagged_keys()[7:27]}, lambda i: 7 <= i < 27),
+]
+
+
+def test_requests_choose_among_the_items(engine, named_sets):
+    """By filters, exclusions and candidates, and of a view; all in one batch, and again when they are known."""
+    asked = [("tagged", words, keeps) for words, keeps in SELECTIONS]
+    asked += [("seen", {"exclude_keys": tagged_keys()[:200]}, lambda i: i % 3 == 0 and i >= 200)]
+    asked += [("seen", {}, lambda i: i % 3 == 0), ("tagged", {}, lambda i: True)]
+    for _ in range(2):
+        params = [named(name, custom_params=dict(words)) for name, words, _ in asked] * 4
+        outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
+        for (_, _, keeps), output in zip(asked * 4, outputs, strict=True):
+            assert answer(output) in {tuple(item) for i, item in enumerate(tagged_items()) if keeps(i)}
+        assert len(set(map(answer, outputs))) > 10
+
+
 def test_a_step_of_the_host_path_fills_its_rows_at_once(engine, path, named_sets):
     params = [named(name) for name in named_sets] + [{"regex": "[0-9]{12}", "max_new_tokens": 40}]
     before = len(engine.log())
@@ -77,7 +98,10 @@ def test_both_paths_give_the_same_answers_at_temperature_0(static, named_sets):
     names = [name for name in named_sets for _ in range(3)]
     params = [named(name, temperature=0) for name in names] + [inline(CITIES, temperature=0)]
     device, host = (
-        [output["output_ids"] for output in static(path).generate(input_ids=prompts(19), sampling_params=params)]
+        [
+            output["output_ids"]
+            for output in static(path).generate(input_ids=prompts(len(params)), sampling_params=params)
+        ]
         for path in ("device", "host")
     )
     assert device == host

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 import itemset
-from itemset import hooks, host
+from itemset.masking import host
+from itemset.serving import hooks
 from sglang_static import plugin
 from sglang_static.backend import StaticGrammar
 
@@ -34,7 +35,7 @@ def compiled():
 def test_the_rows_of_sets_are_filled_by_one_call(monkeypatch, compiled, first):
     """Whichever grammar is the first of its batch; each row as its grammar alone fills it, and free rows stay free."""
     monkeypatch.setattr(BaseGrammarObject, "fill_vocab_mask_batched", BaseGrammarObject.__dict__[FILL.split(".")[-1]])
-    hooks.wrap(FILL, plugin.AROUND[FILL])
+    hooks.wrap(FILL, plugin._fill_rows)
     items = np.random.default_rng(5).integers(0, VOCABULARY, (3_000, 4)).tolist()
     item_set, grammars = itemset.build(items), []
     for i in range(16):

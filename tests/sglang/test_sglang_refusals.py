@@ -9,6 +9,7 @@ from asking import answer, inline, named, prompts
 from request_fields import fields_of
 
 import itemset
+from itemset.serving.words import BEAMS, OPTIONS, nearest
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,10 @@ import itemset
         (named("one", beam_width=2, exact=1), "exact must be true or false, not 1"),
         (named("one", beam_width=2, max_passes=0), "max_passes must be a number of forward passes, at least 1, not 0"),
         (named("ragged", beam_width=2, max_passes=1), "no item was found before the limit"),
+        (named("ragged", beam_width=2, renormalized=True), "'renormalized': did you mean renormalised?"),
+        (named("ragged", exact=True), "exact is for ranked lists: add use_beam_search and n"),
+        (named("ragged", beam_width="4"), "width must be a number of beams, at least 1, not '4'"),
+        ({"custom_params": {"item_sets": "one"}}, "sampling_params has no 'item_sets': name the set as item_set"),
         (inline([]), "at least one text"),
         (inline(["red", ""]), r"choice\[1\] \(''\) is empty"),
         (inline(["red", "\ud800"]), r"choice\[1\] .* surrogate"),
@@ -107,6 +112,7 @@ def test_a_bad_file_ends_the_start_up(tmp_path, tiny_model, damage, message):
     [
         ({"item_sets": {"a:b": "x"}}, "holds a colon"),
         ({"item_set_path": "gpu"}, "item_set_path must be one of auto, device, host"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num above 1 takes requests in processes"),
         ({"grammar_backend": "xgrammar", "item_sets": {}}, "item_sets need the static backend: add grammar_backend"),
         (
             {"item_set_path": "device", "enable_pdmux": True},
@@ -129,7 +135,7 @@ def test_the_server_goes_on_after_many_bad_requests(engine, named_sets):
     for i in range(30):
         with pytest.raises(ValueError, match="no item set is called"):
             engine.generate(input_ids=[7], sampling_params=named(f"none {i}"))
-    outputs = engine.generate(input_ids=prompts(6), sampling_params=[named(name) for name in named_sets])
+    outputs = engine.generate(input_ids=prompts(len(named_sets)), sampling_params=[named(name) for name in named_sets])
     assert all(answer(o) in named_sets[name].items for name, o in zip(named_sets, outputs, strict=True))
 
 
@@ -141,3 +147,5 @@ def test_no_field_of_sglangs_own_is_taken_for_a_misspelled_word():
     for path in (*SURFACE.served, "/v1/score"):
         SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
         SURFACE.check(path, {"sampling_params": dict.fromkeys(fields, 1)}, ours=True)
+    for field in fields:
+        assert nearest(field, (*OPTIONS, BEAMS)) is None, field

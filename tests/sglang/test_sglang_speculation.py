@@ -16,9 +16,9 @@ from test_sglang_ranking import check_lists, lists_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import itemset
-from itemset import triton_kernels
-from itemset.config import StaticConfig
-from itemset.slots import Slots
+from itemset.masking import triton_kernels
+from itemset.masking.slots import Slots
+from itemset.serving.config import StaticConfig
 from sglang_static import processor
 from sglang_static.processor import ItemSetSampler, parents_of
 
@@ -64,7 +64,7 @@ def test_answers_are_those_without_speculation(static, path, named_sets, specula
     else:  # a random model's drafts, not masked, are hardly ever legal
         assert 0 < verifications(outputs) <= steps
     names = list(named_sets) * 2
-    sampled = engine.generate(input_ids=prompts(12), sampling_params=list(map(named, names)))
+    sampled = engine.generate(input_ids=prompts(len(names)), sampling_params=list(map(named, names)))
     for name, output in zip(names, sampled, strict=True):
         assert answer(output) in named_sets[name].items
     assert "sets were read UNNAMED" not in engine.log()  # cpu/sitecustomize.py

@@ -5,12 +5,12 @@ Nothing happens unless SGLANG_USE_CPU_ENGINE is 1, and then only when the module
 
 - triton: the stub that SGLang itself uses on a Mac, unless there is a real one;
 - torchvision: the declarations of two operators, unless its extension can be loaded;
-- itemset.triton_kernels: Triton's interpreter, where bootstrap.py has put it;
+- our Triton kernels: Triton's interpreter, where bootstrap.py has put it;
 - sgl_kernel: a module whose functions are those of `cpu_kernels`, and raise when called where that has none;
 - some places in SGLang: what a CPU lacks for speculation with draft trees and sampling.
 
 With TESTS_SGLANG_OVERLAP=1, the overlap scheduler stays on with speculation too, as it does on a GPU; without
-speculation it is on anyway.
+speculation it is on anyway. With TESTS_SGLANG_REPORTS=1, the log says what tests count, which costs time.
 """
 
 from __future__ import annotations
@@ -154,10 +154,59 @@ def report_unnamed_reads(module: ModuleType) -> None:
 
         return call
 
-    from itemset.walk import FREE
+    from itemset.trie.walk import FREE
 
     module.Arena.use = named_use
     module.Slots.step, module.Slots.walk = watched(module.Slots.step), watched(module.Slots.walk)
+
+
+def report_reads(module: ModuleType) -> None:
+    """Write to the log from how many rows the next beams of a list are chosen, and how often the host waits for it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default")
+            self.count += any(word in str(func) for word in waits)
+            return func(*args, **(kwargs or {}))
+
+    select = module.ItemGroup.select
+
+    def watched(group: Any, pieces: Any, *args: Any) -> Any:
+        with Reads() as reads:
+            chosen = select(group, pieces, *args)
+        print(f"beams of a list chosen from {sum(map(len, pieces))} rows, read back: {reads.count}", flush=True)
+        return chosen
+
+    module.ItemGroup.select = watched
+
+
+def report_encoding(module: ModuleType) -> None:
+    """Write to the log when the first texts of an inline set have been encoded."""
+    encode = module.InlineTexts._encode
+
+    def encode_and_report(*args: Any) -> Any:
+        slices = encode(*args)
+        yield next(slices)
+        print("an inline set is encoded", flush=True)
+        return (yield from slices)
+
+    module.InlineTexts._encode = encode_and_report
+
+
+def report_left(module: ModuleType) -> None:
+    """When the cache is flushed, write to the log which rows and KV slots neither are free nor were in the cache."""
+    flush = module.Scheduler.flush_cache
+
+    def report_and_flush(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = self.req_to_token_pool.size - self.req_to_token_pool.available_size()
+        slots = self.max_total_num_tokens - self.token_to_kv_pool_allocator.available_size()
+        print(f"left: {rows} rows, {slots - self.tree_cache.evictable_size()} slots", flush=True)
+        return flush(self, *args, **kwargs)
+
+    module.Scheduler.flush_cache = report_and_flush
 
 
 def report_fills(module: ModuleType) -> None:
@@ -174,7 +223,6 @@ def report_fills(module: ModuleType) -> None:
 BEFORE: dict[str, Callable[[], None]] = {"sglang.srt.utils": stub_triton, "torchvision": declare_torchvision_operators}
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "itemset.host": report_fills,
     "sglang.kernels.ops.sampling.murmur_hash": use_cpu_kernels("murmur_hash32"),
     "sglang.kernels.ops.sampling.renorm": use_cpu_kernels("top_k_renorm_prob", "top_p_renorm_prob"),
     "sglang.kernels.ops.speculative.gather_spec_extras": use_cpu_kernels("gather_spec_extras"),
@@ -183,15 +231,24 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.arg_groups.speculative_hook": keep_overlap,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": patch_batch_invariant_ops,
     "sglang.srt.layers.attention.torch_native_backend": patch_torch_native_backend,
-    "sglang.srt.managers.tp_worker": report_delays,
     "sglang.srt.parser.reasoning_parser": add_reasoning_parser,
     "sglang.srt.speculative.draft_utils": patch_draft_utils,
     "sglang.srt.speculative.eagle_utils": patch_eagle_utils,
-    "sglang_static.processor": report_unnamed_reads,
 }
 
+REPORTS: dict[str, Callable[[ModuleType], None]] = {
+    "itemset.masking.host": report_fills,
+    "itemset.serving.inline": report_encoding,
+    "sglang.srt.managers.scheduler": report_left,
+    "sglang.srt.managers.tp_worker": report_delays,
+    "sglang_static.lists": report_reads,
+    "sglang_static.processor": report_unnamed_reads,
+}
+if os.environ.get("TESTS_SGLANG_REPORTS") == "1":
+    AFTER |= REPORTS
+
 # Other submodules must not be found: SGLang asks for some of them to learn what this build of the kernels can do.
-OUR_KERNELS = ("itemset.triton_tables", "itemset.triton_kernels")
+OUR_KERNELS = ("itemset.masking.triton_tables", "itemset.masking.triton_kernels", "itemset.ranking.triton_expand")
 KERNEL_MODULES = ("sgl_kernel", "sgl_kernel.speculative")
 
 

@@ -1,0 +1,138 @@
+"""Times `itemset.beam` beside the same beam by a mask over the vocabulary, on a GPU if there is one, else in torch.
+
+python benchmarks/beam.py --json docs/benchmarks/beam.json
+
+A set of 10^6 random semantic IDs of 4 codes, in a vocabulary of 151,936. No model runs: the logits of the four steps
+are given. The mask is how this project did it before: log-softmax of all logits in float32, the vocabulary masked, the
+best of rows x vocabulary. Both find the same items. On a GPU each search is also replayed from a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import itemset
+from itemset.beam import beam_search
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.slots import kernels_for
+from itemset.trie.walk import DEAD
+
+ITEMS, STEPS, CODES, VOCABULARY = 1_000_000, 4, 2_048, 151_936
+WIDTHS = (140, 512)
+
+
+def masked(arena: Arena, number: int, logits: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
+    """The `width` best items, [width, STEPS], and their scores, by masks: every item has STEPS tokens."""
+    kernels, device = kernels_for(arena.device), arena.device
+    tokens = torch.full((width, STEPS), -1, device=device)
+    scores = torch.full((width,), -torch.inf, device=device)
+    scores[:1].zero_()
+    states = torch.where(scores == 0, number << 32, DEAD)
+    marks, slots = (torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((1, 1), (width,)))
+    for step, one in enumerate(logits):
+        log_probs = torch.log_softmax(one[0].float(), -1)
+        kernels.mask(arena, log_probs, states, marks, slots)
+        scores, picked = (scores[:, None] + log_probs).flatten().topk(width)
+        parents, token = picked // VOCABULARY, picked % VOCABULARY
+        tokens = tokens[parents]
+        tokens[:, step] = token
+        states = states[parents]
+        kernels.advance(arena, states, token, None, states)
+    return tokens, scores
+
+
+def table(device: str, repeats: int, emit: Callable[[str, Any], None]) -> None:
+    """Emit a row for each width and type of logits: ms of a search of STEPS steps, its median, and peak memory."""
+    codes = np.random.default_rng(0).integers(0, CODES, (ITEMS, STEPS))
+    items = itemset.build(codes + (VOCABULARY - CODES))  # where a model that learned them has them
+    arena = Arena(room_for(items), device)
+    number = arena.acquire(items)
+    for width in WIDTHS:
+        for dtype in (torch.float32, torch.bfloat16):
+            # The same for all rows: prefixes of almost equal scores may stand in either order.
+            rows = [torch.randn(1, 1, VOCABULARY, device=device).to(dtype) for _ in range(STEPS)]
+            logits = [row.repeat(1, width, 1) for row in rows]
+            given = {"batch": 1, "width": width, "longest": STEPS}
+            ways: dict[str, Callable[[], Any]] = {
+                "masked": lambda logits=logits, width=width: masked(arena, number, logits, width),
+                "children": lambda logits=logits, given=given: beam_search(
+                    arena, number, lambda so_far, _: logits[so_far.shape[2]], **given
+                ),
+            }
+            if dtype == torch.float32:  # else prefixes of equal scores stand in other rows, and get other logits
+                tokens, scores = ways["masked"]()
+                found = ways["children"]()
+                torch.testing.assert_close(found.scores[0], scores, rtol=1e-4, atol=1e-4)
+                assert sorted(found.tokens[0].tolist()) == sorted(tokens.tolist())
+            if device == "cuda":
+                from gpu_peers import capture
+
+                ways |= {f"{name}, graph": capture([way]) for name, way in list(ways.items())}
+            row: dict[str, Any] = {"rows": width, "logits": str(dtype).removeprefix("torch.")}
+            for name, times in measured(ways, device, repeats).items():
+                row[f"{name}, ms"] = round(statistics.median(times), 3)
+            row["times faster"] = round(row["masked, ms"] / row["children, ms"], 1)
+            if device == "cuda":
+                row |= {f"{name}, MiB": peak(way) for name, way in ways.items() if "graph" not in name}
+            emit("beam", row)
+
+
+def measured(ways: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each way, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            wait(device)
+            began = time.perf_counter()
+            way()
+            wait(device)
+            times[name].append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak(way: Callable[[], Any]) -> float:
+    """MiB that a way takes at most, beside what is there."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    way()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows: list[dict[str, Any]] = []
+
+    def emit(_: str, row: dict[str, Any]) -> None:
+        if not rows:
+            print(f"| {' | '.join(row)} |\n|{'--:|' * len(row)}")
+        rows.append(row)
+        print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
+
+    table("cuda" if torch.cuda.is_available() else "cpu", args.repeats, emit)
+    if args.json:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "beam": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

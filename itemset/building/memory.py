@@ -1,0 +1,69 @@
+"""How much memory there is, and how much a build in memory would take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pa_parquet
+
+_ROW_BYTES, _TOKEN_BYTES = 22, 3  # an item and a token of a matrix, beside the matrix itself
+_FILE_FACTOR = 13  # other files: texts and lists are in memory as Arrow columns, Python strings and token ids
+
+
+def available_memory(system: Path = Path("/")) -> int:
+    """Return the bytes that this process can take without swapping: the system's, or those of its control group (v2).
+
+    system: the folder that holds proc and sys.
+    """
+    try:
+        free = 1024 * _counter(system / "proc/meminfo", "MemAvailable:")
+    except (OSError, LookupError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = system / "sys/fs/cgroup"
+    with suppress(OSError, LookupError, ValueError):  # no such group, or no limit ("max")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = _counter(group / "memory.stat", "inactive_file")  # files' pages, which can be taken back
+        free = min(free, max(0, limit - used + cached))
+    return free
+
+
+def _counter(file: Path, name: str) -> int:
+    """Return the number after `name` in a file of one counter a line."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines()) if len(words) > 1}[name]
+
+
+def needed_memory(
+    path: str | os.PathLike[str], column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
+) -> int:
+    """Estimate the peak memory of `build` or `build_text` for the items of this file, in bytes; 0 if it is unreadable.
+
+    The estimate comes from the file's size. It is high if a CSV or JSON file has other long columns.
+    """
+    path = Path(path)
+    try:
+        if path.suffix.lower() == ".npy":
+            matrix = np.load(path, mmap_mode="r")
+            rows, width = matrix.shape
+            return int(rows * (_ROW_BYTES + width * (matrix.itemsize + _TOKEN_BYTES)))
+        if path.suffix.lower() == ".parquet":
+            return _FILE_FACTOR * _parquet_bytes(path, {column, key, *attributes} if column else set())
+        return _FILE_FACTOR * path.stat().st_size
+    except (OSError, ValueError, EOFError, AttributeError, pa.ArrowException):
+        return 0  # `sources.read` says what is wrong with it
+
+
+def _parquet_bytes(path: Path, names: set[str | None]) -> int:
+    """Return the uncompressed bytes of these columns, of all if none is named."""
+    metadata = pa_parquet.read_metadata(path)
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    chunks = (group.column(i) for group in groups for i in range(group.num_columns))
+    return sum(
+        int(chunk.total_uncompressed_size)
+        for chunk in chunks
+        if not names or chunk.path_in_schema.partition(".")[0] in names
+    )

@@ -1,0 +1,239 @@
+"""Items and keys out of a file: one text a line, CSV, TSV, JSON lines, Parquet, or a NumPy matrix of token ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from itemset.building.columns import Columns, line_blocks, read_csv, read_jsonl, read_parquet
+from itemset.errors import ItemSetError
+from itemset.trie.attributes import is_list, is_text
+from itemset.trie.rows import Rows
+
+_NPY_BATCH_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Items:
+    """Consecutive items of a file, N of them: either `texts` or `tokens`, the other is None.
+
+    texts: N strings. tokens: integer matrix [N, L], or Rows if lengths differ.
+    keys: int64 or large_string array [N], None if no key was asked for.
+    attributes: a table of N rows, None if none were asked for.
+    done: share of the file up to the last of these items.
+    """
+
+    texts: list[str] | None = None
+    tokens: NDArray[Any] | Rows | None = None
+    keys: pa.Array | None = None
+    attributes: pa.Table | None = None
+    done: float = 1.0
+
+    def __len__(self) -> int:
+        items = self.tokens if self.texts is None else self.texts
+        return 0 if items is None else len(items)
+
+
+def read(
+    path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
+) -> Items:
+    """Read the items of a file; its suffix says the format. A .npy matrix is mapped, not read.
+
+    .txt: one text a line. .csv, .tsv (with a header): texts. .jsonl, .ndjson, .parquet: texts or lists of token ids.
+    .npy: matrix of token ids [N, L].
+    column: the items' column, needed if there is more than one besides `key`. key: the column of the items' keys,
+    integers or strings. In CSV and TSV, where everything is text, keys are integers if each is written as one
+    (no leading zero). attributes: columns that are kept as they are; in CSV and TSV they are integers, floats, bools,
+    dates or times if each is written as one, in JSON lines dates or times, else what they are there.
+    Raises ItemSetError: no such file, unknown suffix or column, wrong type, a missing value (rows count from 1, header
+    and blank lines not counted), bad syntax, no item.
+    """
+    if Path(path).suffix.lower() == ".npy":
+        with _opened(path, column, key, attributes) as path:
+            return Items(tokens=_native(_map_npy(path)))
+    return _joined(list(batches(path, column=column, key=key, attributes=attributes)))
+
+
+def batches(
+    path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
+) -> Generator[Items]:
+    """Read a file as `read` does, some megabytes at a time: for files larger than memory."""
+    attributes = list(dict.fromkeys(attributes))
+    with _opened(path, column, key, attributes) as path:
+        suffix, rows = path.suffix.lower(), 0
+        if suffix in _PLAIN:
+            parts = _PLAIN[suffix](path)
+        else:
+            parts = _table(path, _TABLES[suffix](path, column, key, attributes))
+        for items in parts:
+            rows += len(items)
+            yield items
+        if not rows:
+            raise ItemSetError(f"{path} has no rows: it must hold at least one item")
+
+
+@contextmanager
+def _opened(
+    path: str | os.PathLike[str], column: str | None, key: str | None, attributes: Sequence[str]
+) -> Iterator[Path]:
+    """Check the path, its suffix and the options, and turn errors of Arrow and of the system into ItemSetErrors."""
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        raise ItemSetError(f"{path} is a folder: name a file in it")
+    if not path.exists():
+        raise ItemSetError(f"no file {path}: check the path")
+    if suffix not in _PLAIN and suffix not in _TABLES:
+        raise ItemSetError(f"{path}: unknown suffix {suffix!r}, use one of {', '.join([*_PLAIN, *_TABLES])}")
+    try:
+        if not path.stat().st_size:
+            raise ItemSetError(f"{path} is empty: it must hold at least one item")
+        if suffix in _PLAIN and (column is not None or key is not None or attributes):
+            raise ItemSetError(f"{path}: a {suffix} file has no columns, omit column, key and attributes")
+        yield path
+    except pa.ArrowException as error:
+        raise ItemSetError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ItemSetError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _joined(parts: list[Items]) -> Items:
+    """Join the parts of a file."""
+    keys = None if parts[0].keys is None else pa.concat_arrays([part.keys for part in parts])
+    attributes = None if parts[0].attributes is None else pa.concat_tables([part.attributes for part in parts])
+    if parts[0].texts is not None:
+        texts = list(chain.from_iterable(part.texts or () for part in parts))
+        return Items(texts=texts, keys=keys, attributes=attributes)
+    flat, lengths = zip(*(_flat(part.tokens) for part in parts if part.tokens is not None), strict=True)
+    tokens = _matrix_or_rows(np.concatenate(flat), np.concatenate(lengths))
+    return Items(tokens=tokens, keys=keys, attributes=attributes)
+
+
+def _read_txt(path: Path) -> Iterator[Items]:
+    lines = 0
+    for data, done in line_blocks(path):
+        if texts := _lines(path, data, lines):
+            yield Items(texts=texts, done=done)
+            lines += len(texts)
+
+
+def _lines(path: Path, data: bytes, before: int) -> list[str]:
+    """Return the texts of whole lines. before: the number of lines before them."""
+    try:
+        # Not splitlines(): that also splits at form feeds and Unicode separators, which may be part of an item.
+        lines = data.decode().split("\n")
+    except UnicodeDecodeError as error:
+        line = before + data.count(b"\n", 0, error.start) + 1
+        raise ItemSetError(f"{path}, line {line}: not UTF-8, save the file as UTF-8") from error
+    if not lines[-1]:
+        lines.pop()
+    texts = [line.removesuffix("\r") for line in lines]
+    for number, text in enumerate(texts, before + 1):
+        if not text or text.isspace():
+            raise ItemSetError(f"{path}, line {number} is blank: remove it, every line is an item")
+    return texts
+
+
+def _read_npy(path: Path) -> Iterator[Items]:
+    matrix = _map_npy(path)
+    items, rows = len(matrix), max(1, _NPY_BATCH_BYTES // matrix[0].nbytes)
+    for start in range(0, items, rows):
+        # Copied out of a mapping of its own: pages that were read stay in memory as long as their mapping.
+        part = np.array(_map_npy(path)[start : start + rows], order="C")
+        yield Items(tokens=_native(part), done=min(1.0, (start + rows) / items))
+
+
+def _map_npy(path: Path) -> NDArray[Any]:
+    try:
+        matrix = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise ItemSetError(f"{path} is no matrix of token ids: {error}") from error
+    if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.integer):
+        what = f"{matrix.dtype} {list(matrix.shape)}" if isinstance(matrix, np.ndarray) else "an archive"
+        raise ItemSetError(f"{path} holds {what}: save one integer matrix [items, tokens]")
+    if not matrix.size:
+        raise ItemSetError(f"{path} has shape {list(matrix.shape)}: it must hold at least one item of one token")
+    return matrix
+
+
+def _native(matrix: NDArray[Any]) -> NDArray[Any]:
+    return matrix if matrix.dtype.isnative else matrix.astype(matrix.dtype.newbyteorder("="))
+
+
+def _table(path: Path, parts: Iterator[Columns]) -> Iterator[Items]:
+    """Turn Arrow columns into texts or tokens, and keys."""
+    before = 0
+    for part in parts:
+        if not len(part.items):
+            continue
+        items = _plain(path, part.column, part.items, before)
+        keys = None if part.key is None else _keys(path, part.key, part.keys, before)
+        if is_text(items.type):
+            yield Items(items.to_pylist(), None, keys, part.attributes, part.done)
+        elif is_list(items.type) and pa.types.is_integer(items.type.value_type):
+            yield Items(None, _tokens(path, part.column, items, before), keys, part.attributes, part.done)
+        else:
+            raise ItemSetError(
+                f"{path}: column {part.column!r} holds {items.type}, neither texts nor lists of token ids"
+            )
+        before += len(items)
+
+
+def _plain(path: Path, name: str, column: Any, before: int) -> Any:
+    """Return the column without dictionary encoding. Raises ItemSetError if a value is missing."""
+    if column.null_count:
+        row = before + pc.index(column.is_null(), True).as_py() + 1
+        raise ItemSetError(f"{path}, row {row} has no value in column {name!r}: fill it in or remove the row")
+    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+
+
+def _keys(path: Path, name: str, column: Any, before: int) -> pa.Array:
+    """Return the column as one array of strings or int64."""
+    column = _plain(path, name, column, before)
+    if not is_text(column.type) and not pa.types.is_integer(column.type):
+        raise ItemSetError(f"{path}: key column {name!r} holds {column.type}, keys must be integers or strings")
+    return column.cast(pa.large_string() if is_text(column.type) else pa.int64()).combine_chunks()
+
+
+def _tokens(path: Path, name: str, column: Any, before: int) -> NDArray[Any] | Rows:
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks])
+    if flat.null_count:
+        where = pc.index(flat.is_null(), True).as_py()
+        row = before + int(np.searchsorted(np.cumsum(lengths), where, side="right")) + 1
+        raise ItemSetError(f"{path}, row {row}: a list in column {name!r} holds a missing value, give every token id")
+    return _matrix_or_rows(flat.to_numpy(), lengths)
+
+
+def _flat(items: NDArray[Any] | Rows) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return all tokens, and how many each item has: what `_matrix_or_rows` takes."""
+    if isinstance(items, Rows):
+        return items.tokens, np.diff(items.offsets)
+    return items.reshape(-1), np.full(len(items), items.shape[1])
+
+
+def _matrix_or_rows(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any] | Rows:
+    """Return a matrix [N, L] if all items have one length, else Rows."""
+    if (lengths == lengths[0]).all():
+        return tokens.reshape(len(lengths), lengths[0])
+    return Rows(tokens, np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))
+
+
+_PLAIN: dict[str, Callable[[Path], Iterator[Items]]] = {".txt": _read_txt, ".npy": _read_npy}
+_TABLES: dict[str, Callable[[Path, str | None, str | None, Sequence[str]], Iterator[Columns]]] = {
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".parquet": read_parquet,
+}

@@ -1,0 +1,97 @@
+"""Numbers and columns of any length, appended to files without names and mapped into memory once all are there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from itemset.trie.keys import values_to_sections
+
+
+def nameless_file(folder: Path) -> IO[bytes]:
+    """Open a file for reading and writing that goes away with its descriptor."""
+    return tempfile.TemporaryFile(dir=folder)
+
+
+class Spool:
+    """Numbers of one type, appended to a file without a name, and mapped into memory once all are there."""
+
+    def __init__(self, folder: Path, dtype: Any) -> None:
+        self._file = nameless_file(folder)
+        self._dtype = dtype
+
+    def append(self, numbers: NDArray[Any]) -> None:
+        self._file.write(np.ascontiguousarray(numbers, self._dtype).data)
+
+    def map(self) -> NDArray[Any]:
+        with self._file as file:
+            # Writable as arrays in memory are: compiled code knows the two kinds apart.
+            return np.asarray(np.memmap(file, self._dtype, "r+")) if file.tell() else np.zeros(0, self._dtype)
+
+
+class ArraySpool:
+    """An Arrow array of bools, numbers, large strings or large lists of these, in several such files.
+
+    missing: whether values may be missing.
+    """
+
+    def __init__(self, folder: Path, kind: Any, *, missing: bool = False) -> None:
+        self._kind = kind
+        self._there = Spool(folder, np.uint8) if missing else None
+        self._rows = self._end = 0
+        self._offsets: Spool | None = None
+        self._values: Spool | ArraySpool
+        if pa.types.is_large_list(kind) or pa.types.is_large_string(kind):
+            self._offsets = Spool(folder, np.int64)
+            self._offsets.append(np.zeros(1))
+        if pa.types.is_large_list(kind):
+            self._values = ArraySpool(folder, kind.value_type)
+        elif pa.types.is_large_string(kind) or pa.types.is_boolean(kind):
+            self._values = Spool(folder, np.uint8)
+        else:
+            self._values = Spool(folder, pa.array([], kind).to_numpy().dtype)
+
+    def append(self, array: pa.Array) -> None:
+        self._rows += len(array)
+        if self._there is not None:
+            self._there.append(pc.is_valid(array).to_numpy(zero_copy_only=False))
+        if isinstance(self._values, ArraySpool):
+            lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+            self._append_lengths(lengths)
+            self._values.append(array.flatten())
+        elif self._offsets is not None:
+            sections = values_to_sections(pc.fill_null(array, "") if array.null_count else array)
+            self._append_lengths(np.diff(sections["key_offsets"]))
+            self._values.append(sections["key_text"])
+        else:
+            filled = pc.fill_null(array, pa.scalar(0, pa.int8()).cast(array.type)) if array.null_count else array
+            self._values.append(filled.to_numpy(zero_copy_only=False))
+
+    def _append_lengths(self, lengths: NDArray[np.int64]) -> None:
+        assert self._offsets is not None
+        ends = np.cumsum(lengths, dtype=np.int64) + self._end
+        self._offsets.append(ends)
+        self._end = int(ends[-1]) if len(ends) else self._end
+
+    def map(self) -> pa.Array:
+        there = None if self._there is None else _bits(self._there.map())
+        if isinstance(self._values, ArraySpool):
+            assert self._offsets is not None
+            buffers = [there, pa.py_buffer(self._offsets.map())]
+            return pa.Array.from_buffers(self._kind, self._rows, buffers, children=[self._values.map()])
+        values = self._values.map()
+        if self._offsets is not None:
+            buffers = [there, pa.py_buffer(self._offsets.map()), pa.py_buffer(values)]
+        else:
+            buffers = [there, _bits(values) if pa.types.is_boolean(self._kind) else pa.py_buffer(values)]
+        return pa.Array.from_buffers(self._kind, self._rows, buffers)
+
+
+def _bits(values: NDArray[np.uint8]) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(values, bitorder="little"))

@@ -1,0 +1,1 @@
+"""What may follow: on the host, and on a device."""

@@ -1,0 +1,324 @@
+"""The memory that the tables of all item sets share on a device.
+
+One allocation, made once. It holds each set's tables in one piece, as the file does, and one row of `Arena.sets` says
+where. A state on the device is a set's number and the state within that set, so one kernel serves every set.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.masking.copies import Copies
+from itemset.trie.levels import LevelPlan
+from itemset.trie.numbering import in_order
+from itemset.trie.tables import SECTIONS
+
+# The columns of `Arena.sets`: the word at which each section begins, then the widths of their elements.
+# DEAD_COUNT is how many entries the section at DEAD_LIST has. ALIVE is NO_BITS if a set has no such section.
+ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST, DEAD_COUNT, WIDTHS = range(11)
+NO_BITS = -1
+_COLUMNS = dict(zip((*SECTIONS, "alive", "dead"), (*range(TAILS + 1), ALIVE, DEAD_LIST), strict=True))
+NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
+
+SET_BITS = 12
+_ALIGNMENT = 128  # bytes: sections begin at a cache line
+
+
+class ArenaFullError(ItemSetError):
+    """No room for a set until one that is in use is released."""
+
+
+class Place(NamedTuple):
+    """Where a request's set lies in the arenas of its engine, and when its constraint begins.
+
+    number, digest, start: those of its Resident. begins_after: the token after which the constraint begins, or -1.
+    """
+
+    number: int
+    start: int
+    digest: str
+    begins_after: int
+
+
+@dataclass
+class Resident:
+    """One set in the arena.
+
+    number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
+    sent: whether the workers whose arenas are planned here have been given the tables. A set that comes back after it
+        was forgotten is another Resident. base: of a view, the set whose tables it reads: it stays while the view does.
+    """
+
+    number: int
+    digest: str
+    start: int
+    nbytes: int
+    users: int = 0
+    sent: bool = False
+    base: Resident | None = None
+
+
+class Plan:
+    """Who has which piece of an arena: sets are added, shared by equal content, counted, and forgotten to make room.
+
+    A set in use is never moved or forgotten; one that nobody uses stays until another needs its place. A plan touches
+    no memory, so one process can plan the arenas of several devices. Safe for threads.
+    """
+
+    def __init__(self, nbytes: int, *, max_sets: int = 1024) -> None:
+        """Raise ItemSetError if max_sets is more than a state can name (4,096)."""
+        if not 1 <= max_sets <= 1 << SET_BITS:
+            raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
+        self.nbytes = _aligned(max(nbytes, 1))
+        self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
+        self._free_numbers = list(range(max_sets - 1, -1, -1))
+        self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
+        self._by_number: dict[int, Resident] = {}
+        self._lock = threading.Lock()
+
+    def acquire(self, item_set: ItemSet) -> Resident:
+        """Return the place of this set, or of an equal one. Raises ArenaFullError, which says how much is missing."""
+        with self._lock:
+            return self._acquire(item_set)
+
+    def _acquire(self, item_set: ItemSet) -> Resident:
+        resident = self._residents.get(item_set.digest)
+        if resident is None:
+            base = None if item_set.base is None else self._acquire(item_set.base)
+            nbytes = _piece(item_set)
+            try:
+                start = self._take(nbytes)
+            except ArenaFullError:
+                if base is not None:
+                    self._release(base)
+                raise
+            resident = Resident(self._free_numbers.pop(), item_set.digest, start, nbytes, base=base)
+            self._residents[resident.digest] = self._by_number[resident.number] = resident
+        resident.users += 1
+        return resident
+
+    def release(self, number: int) -> None:
+        """Take back one `acquire`. Raises ValueError if there is none to take back."""
+        with self._lock:
+            resident = self._by_number.get(number)
+            if resident is None or not resident.users:
+                raise ValueError(f"set {number} of the arena is not in use")
+            self._release(resident)
+
+    def _release(self, resident: Resident) -> None:
+        resident.users -= 1
+        if not resident.users:
+            self._residents[resident.digest] = self._residents.pop(resident.digest)
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """What is in the arena, in use or kept: for reports and metrics."""
+        with self._lock:
+            return tuple(self._residents.values())
+
+    @property
+    def used(self) -> int:
+        """Bytes taken by sets that are in use."""
+        return sum(resident.nbytes for resident in self.residents if resident.users)
+
+    def _take(self, nbytes: int) -> int:
+        """Take a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
+        while True:
+            fitting = [hole for hole in self._holes if hole[1] >= nbytes]
+            if fitting and self._free_numbers:
+                start, size = min(fitting, key=lambda hole: hole[1])
+                self._holes.remove((start, size))
+                if size > nbytes:
+                    insort(self._holes, (start + nbytes, size - nbytes))
+                return start
+            unused = next((resident for resident in self._residents.values() if not resident.users), None)
+            if unused is None:
+                raise ArenaFullError(self._what_is_missing(nbytes))
+            self._forget(unused)
+
+    def _forget(self, resident: Resident) -> None:
+        del self._residents[resident.digest], self._by_number[resident.number]
+        if resident.base is not None:
+            self._release(resident.base)
+        self._free_numbers.append(resident.number)
+        insort(self._holes, (resident.start, resident.nbytes))
+        merged: list[tuple[int, int]] = []
+        for start, size in self._holes:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._holes = merged
+
+    def _what_is_missing(self, nbytes: int) -> str:
+        sets = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes"
+        if not self._free_numbers:
+            return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+        largest = max((size for _, size in self._holes), default=0)
+        free = sum(size for _, size in self._holes)
+        return (
+            f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
+            f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
+        )
+
+
+class Arena:
+    """Tables of item sets on a device. Call it from one thread. `room_for` says how many bytes a set takes.
+
+    words: [nbytes / 4] int32. All tables.
+    sets: [max_sets, 11] int64. Where each set's sections begin, in words, and their widths.
+    widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
+    views: whether any set here so far was a view. If not, `torch_kernels` reads nothing of one.
+    longest_dead: most entries of `Tables.dead` that any view here so far had.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
+        """Raise ItemSetError if the device has no such room, or as `Plan` does."""
+        self.plan = Plan(nbytes, max_sets=max_sets)
+        self.device = torch.device(device)
+        self.widest = 1
+        nbytes = self.plan.nbytes
+        try:
+            self.words = torch.zeros(nbytes // 4, dtype=torch.int32, device=self.device)
+        except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
+            raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
+        self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
+        self.views, self.longest_dead = False, 0
+        self._level_plans: dict[int, LevelPlan] = {}  # of what is there, by number
+        self._rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
+        self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
+        self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what is there, by number
+        self._copies = Copies(self.device, max_sets)
+
+    def acquire(self, item_set: ItemSet) -> int:
+        """Return the number of this set. Its tables are copied to the device unless they, or equal ones, are there.
+
+        The current stream sees them from now on. Raises as `Plan.acquire` and `place` do.
+        """
+        resident = self.plan.acquire(item_set)
+        try:
+            self._place_with_bases(item_set, resident)
+        except ItemSetError:
+            self.plan.release(resident.number)
+            raise
+        self.use([resident.number])
+        return resident.number
+
+    def _place_with_bases(self, item_set: ItemSet, resident: Resident) -> None:
+        if item_set.base is not None and resident.base is not None:
+            self._place_with_bases(item_set.base, resident.base)
+        self.place(item_set, resident.number, resident.start)
+
+    def release(self, number: int) -> None:
+        """Do `Plan.release`. The current stream's work so far may still read the set."""
+        self.plan.release(number)
+        self.use([number])
+
+    def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int]) -> None:
+        """Begin a step that reads these sets (numbers, or -1 for none), on the current stream.
+
+        The stream waits for copies of these sets that `place` has begun, and no others. Until the next call, these sets
+        are not overwritten. `acquire` and `release` call it. Call it before each step yourself if you call `place`, or
+        if another plan releases sets. The host waits for nothing.
+        """
+        numbers = np.asarray(numbers, np.int64)
+        if self.views:  # whose steps read the tables below them, and a view may stand over a view
+            below = self._bases[numbers]
+            numbers = np.concatenate((numbers, below, self._bases[below]))
+        self._copies.use(numbers)
+
+    def holds(self, digest: str, number: int, start: int) -> bool:
+        """Return whether the tables of this set are there, so that `place` would copy nothing."""
+        return self._placed.get(number, (None, None))[:2] == (digest, start)
+
+    def level_plan(self, number: int) -> LevelPlan:
+        """Return the plan of a set's levels, for a search over it. Raises KeyError if no such set is here."""
+        return self._level_plans[number]
+
+    def place(self, item_set: ItemSet, number: int, start: int) -> None:
+        """Copy the tables to where a plan, this arena's or another with the same room, has put them.
+
+        Nothing is copied if they are there already. Steps see them after `use`. The copy waits for steps only if they
+        may still read what it overwrites; the host waits as `copies.Staging` says. Raises ItemSetError if the tables
+        are no trie.
+        """
+        if self.holds(item_set.digest, number, start):
+            return
+        standing = (item_set.digest, start, start + _piece(item_set))
+        below = self._below(item_set)
+        row = _first_row(item_set) if below is None else self._rows[below].copy()
+        memory, parts, at = self.words.view(torch.uint8), [], start
+        for name, array in item_set.own.items():
+            row[_COLUMNS[name]] = at // 4
+            parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
+            at += _aligned(array.nbytes)
+        row[DEAD_COUNT] = len(item_set.trie.tables.dead)
+        overwritten = [n for n, (_, first, end) in self._placed.items() if first < standing[2] and start < end]
+        self._copies.copy(number, overwritten, [*parts, (self.sets[number].view(torch.uint8), row.view(np.uint8))])
+        for n in overwritten:
+            del self._placed[n], self._level_plans[n], self._rows[n]
+        self._placed.pop(number, None)  # what is placed last stands last
+        self._placed[number], self._level_plans[number], self._rows[number] = standing, item_set.level_plan, row
+        self._bases[number], self.views = number if below is None else below, self.views or below is not None
+        self.longest_dead = max(self.longest_dead, int(row[DEAD_COUNT]))
+        self.widest = max(self.widest, self._level_plans[number].most_children)
+
+    def _below(self, item_set: ItemSet) -> int | None:
+        """Return the number of the set whose tables a view shares; None for a whole set. Raises as `place` does."""
+        if item_set.base is None:
+            return None
+        for number, (digest, _, _) in reversed(self._placed.items()):  # an earlier place may be free again
+            if digest == item_set.base.digest:
+                return number
+        raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
+
+
+def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
+    """Return a whole set's row of `Arena.sets`, but for where its sections are. Raises ItemSetError as `place` does."""
+    tables = item_set.trie.tables
+    if not in_order(tables, item_set.trie.tail_tokens):
+        raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")
+    row = np.zeros(WIDTHS + 1, np.int64)
+    row[ALIVE], row[WIDTHS] = NO_BITS, tables.token_bits
+    row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
+    row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
+    return row
+
+
+def room_for(item_set: ItemSet) -> int:
+    """Return the bytes that a set takes in an arena: `ItemSet.nbytes`, with each section at a cache line.
+
+    Of a view, what it takes with its base.
+    """
+    return arena_bytes([item_set], 0)
+
+
+def _piece(item_set: ItemSet) -> int:
+    return max(_ALIGNMENT, sum(_aligned(array.nbytes) for array in item_set.own.values()))
+
+
+def arena_bytes(registered: Iterable[ItemSet], spare: int) -> int:
+    """Return the size of an arena for the registered sets and `spare` bytes for inline ones.
+
+    Processes with the same configuration give the registered sets the same places, if they acquire them in its order.
+    """
+    pieces = {}
+    for item_set in registered:
+        below: ItemSet | None = item_set
+        while below is not None:
+            pieces[below.digest], below = _piece(below), below.base
+    return sum(pieces.values()) + spare
+
+
+def _aligned(nbytes: Any) -> int:
+    return int(nbytes + -nbytes % _ALIGNMENT)

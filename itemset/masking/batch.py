@@ -1,0 +1,58 @@
+"""What one step tells the kernels about its logits rows, and what a slot's integer holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# A row's state is one integer: the state within a set (walk.py) in 32 bits, above it the set's number in 12. Above
+# these, a slot's cell holds how many committed tokens led to it, modulo 2^20. So whoever reads a cell, old or just
+# written by another program of the same launch, knows which tokens are still to be walked.
+LOCAL = (1 << 32) - 1
+CONSUMED = 44
+CONSUMED_MASK = (1 << 20) - 1
+STATE = (1 << CONSUMED) - 1
+
+
+CHAIN, TREE, COLUMNS = range(3)
+
+
+class Batch(NamedTuple):
+    """The layout of one step. All tensors are integers on the device; their contents may change between replays.
+
+    slots: [rows], or [requests] with `rows_each`. Each logits row's slot; -1 for padding.
+    history: [slots, width], or as many rows as `slots` has. Committed tokens: a request's output begins at column
+        `begin` and ends before column `end`.
+    begin, end: as many as history has rows. begin may be negative if history is a window on the newest tokens and all
+        tokens left of it have been walked.
+    by_slot: whether history, begin and end have one row a slot, or one for each of `slots`.
+    above, tokens: the drafts that lead to each row, or None and None. Laid out as a
+        CHAIN: a request's rows are neighbours. above [rows]: how many drafts lead to this row, 0 for a request's first.
+            tokens [rows]: the last of them; for a request's first row see `positions`.
+            above may be None with `rows_each`: row after row, one draft more leads to it.
+        TREE: above [rows]: the parent's row, -1 for a request's first. tokens as in a chain.
+        COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
+    max_drafts: most drafts that lead to a row, if the host knows. It only saves `torch_kernels` steps.
+    rows_each: logits rows of a request, if all have as many: [requests x rows_each] rows. None: see `slots`.
+    positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row holds in
+        `tokens`, too. It is read from there, since history may be in the host's memory. A column outside begin .. end
+        has no meaning, and other rows' are not read.
+    """
+
+    slots: Tensor
+    history: Tensor
+    begin: Tensor
+    end: Tensor
+    by_slot: bool = True
+    above: Tensor | None = None
+    tokens: Tensor | None = None
+    layout: int = CHAIN
+    max_drafts: int | None = None
+    rows_each: int | None = None
+    positions: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Logits rows."""
+        return len(self.slots) * (self.rows_each or 1)

@@ -1,0 +1,147 @@
+"""Requests' state on the device: one integer a slot, and what a step does with it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from itemset.masking.arena import Arena
+from itemset.masking.batch import CONSUMED, LOCAL, STATE, Batch
+from itemset.trie.walk import FREE, WAITING
+
+NO_SET = -1
+MAX_STOP_TOKENS = 128  # of a request on the device path; vLLM has the same limit (sample/logit_bias.py)
+Kernels = Literal["auto", "torch", "triton"]
+
+
+def kernels_for(device: torch.device | str, choice: Kernels = "auto") -> ModuleType:
+    """Return `triton_kernels` on an accelerator that has Triton, else `torch_kernels`; or what `choice` says.
+
+    Both offer advance, walk, mask, step and forced, with equal arguments and results.
+    """
+    return importlib.import_module(f"itemset.masking.{backend_for(device, choice)}_kernels")
+
+
+def backend_for(device: torch.device | str, choice: Kernels = "auto") -> Literal["torch", "triton"]:
+    """Return "triton" on an accelerator that has it, else "torch"; or what `choice` says."""
+    if choice != "auto":
+        return choice
+    on_cpu = torch.device(device).type == "cpu"
+    return "torch" if on_cpu or importlib.util.find_spec("triton") is None else "triton"
+
+
+def as_table(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
+    """Fill rows of at most `columns` integers up with -1: [rows, columns] int32, on the host.
+
+    By NumPy, since torch takes nested lists element by element: 5 ms for 256 requests' marks.
+    """
+    table = np.full((len(rows), columns), -1, np.int32)
+    for filled, row in zip(table, rows, strict=True):
+        filled[: len(row)] = row
+    return torch.from_numpy(table)
+
+
+class Slots:
+    """The state of each of an engine's request slots.
+
+    The engine keeps the token history, this class only the states. Call ``assign`` for each request, and again whenever
+    a slot gets another one (with NO_SET if that has no set). In each step write the sampled tokens to the history, move
+    `end`, and call ``step``:
+
+        arena = Arena(room_for(films), device)
+        slots = Slots(arena, 64, max_rows=64)
+        slots.assign(slot, number, marks)  # [n], [n], [n, 1 + max_stop_tokens], all on the device
+        history, end = torch.zeros(64, 4096, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+        begin = end.clone()  # each request's prompt length
+        while running:
+            logits = model(...)  # [rows, vocabulary]
+            slots.step(Batch(row_to_slot, history, begin, end), logits)  # what may not follow is -inf now
+            tokens = sample(logits)
+            history[row_to_slot, end[row_to_slot]] = tokens
+            end[row_to_slot] += 1  # a request is over when it has sampled one of its stop tokens
+
+    Give every request with a set a stop token within the vocabulary: after the item nothing else is allowed, and a row
+    without one is empty. Committed tokens never shrink: an engine that takes some back calls ``reset``.
+
+    All of it is on the device and written there. Nothing here waits for the device. Under Triton `step`, `walk` and
+    `forced` allocate nothing, and can be captured in a CUDA graph.
+
+    cells: [slots + 1] int64. Each slot's set, its state in that set, and how many tokens led there (batch.py). The last
+        cell is nobody's.
+    marks: [slots + 1, 1 + max_stop_tokens] int32. The token after which each slot's constraint begins, or -1; its stop
+        tokens, then -1.
+    row_states: [max_rows] int64. The state of each logits row after its drafts, as the last `walk` or `step` found it.
+    """
+
+    def __init__(
+        self, arena: Arena, slots: int, *, max_rows: int, max_stop_tokens: int = 16, kernels: Kernels = "auto"
+    ) -> None:
+        self.arena = arena
+        self.kernels = kernels_for(arena.device, kernels)
+        self.cells = torch.full((slots + 1,), FREE, dtype=torch.int64, device=arena.device)
+        self.marks = torch.full((slots + 1, 1 + max_stop_tokens), -1, dtype=torch.int32, device=arena.device)
+        self.row_states = torch.full((max_rows,), FREE, dtype=torch.int64, device=arena.device)
+
+    def assign(self, slots: Tensor, sets: Tensor, marks: Tensor) -> None:
+        """Put these slots at the beginning of an item, or before it if `marks` says so, whatever they held.
+
+        A request that already has output, because it was resumed or moved, is assigned like any other: the next `walk`
+        takes the tokens that it has committed.
+
+        slots: [n] integers. sets: [n] integers, the arena's numbers, or NO_SET. marks: [n, 1 + max_stop_tokens]
+        integers, as in `Slots.marks`.
+        """
+        self.marks.index_copy_(0, slots.long(), marks.to(self.marks.dtype))
+        self._begin(slots.long(), sets.long())
+
+    def reset(self, slots: Tensor) -> None:
+        """Put these slots back where `assign` had put them. They keep their sets and marks."""
+        index = slots.long()
+        cells = self.cells[index]
+        self._begin(index, torch.where(cells & LOCAL == FREE, NO_SET, (cells & STATE) >> 32))
+
+    def _begin(self, slots: Tensor, sets: Tensor) -> None:
+        local = torch.where(self.marks[slots, 0] >= 0, WAITING, 0)
+        self.cells.index_copy_(0, slots, torch.where(sets >= 0, sets << 32 | local, FREE))
+
+    def walk(self, batch: Batch, *, most: int | None = None) -> Tensor:
+        """Take the committed tokens, and return the state of each row: [rows] int64, a view of `row_states`.
+
+        most: see `torch_kernels.walk`.
+        """
+        out = self._out(batch)
+        self.kernels.walk(self.arena, self.cells, self.marks, batch, out, most)
+        return out
+
+    def step(self, batch: Batch, logits: Tensor, *, most: int | None = None) -> None:
+        """Take the committed tokens, and set to -inf in place what may not follow in the logits, [rows, vocabulary].
+
+        most: committed tokens that a request has gained at most since the last step; the width of the history if None.
+        Without Triton a step's work grows with it.
+        """
+        out = self._out(batch)
+        self.kernels.step(self.arena, self.cells, self.marks, batch, out, logits, most)
+
+    def _out(self, batch: Batch) -> Tensor:
+        if batch.rows > len(self.row_states):
+            raise ValueError(f"a step of {batch.rows} rows, but max_rows is {len(self.row_states)}")
+        return self.row_states[: batch.rows]
+
+    def mask(self, states: Tensor, slots: Tensor, logits: Tensor) -> None:
+        """Mask the logits of rows whose states [rows] and slots [rows] are given."""
+        self.kernels.mask(self.arena, logits, states, self.marks, slots)
+
+    def forced(self, states: Tensor, slots: Tensor, out: Tensor, *, guess: bool = False) -> None:
+        """Fill out [rows, k] with what must follow the states, then -1 or guesses: see `torch_kernels.forced`."""
+        self.kernels.forced(self.arena, states, self.marks, slots, out, guess)
+
+    def states(self) -> list[tuple[int, int, int]]:
+        """(set, state, committed tokens) of every slot. Waits for the device: for tests and metrics."""
+        cells = self.cells[:-1].tolist()
+        return [(cell >> 32 & 0xFFF, cell & LOCAL, cell >> CONSUMED & 0xFFFFF) for cell in cells]

@@ -1,0 +1,125 @@
+"""Reading an arena's tables in plain torch: what the functions of `torch_kernels` are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from itemset.masking.arena import (
+    ALIVE,
+    DEAD_COUNT,
+    DEAD_LIST,
+    LABELS,
+    NARROW_LABELS,
+    NARROW_TARGETS,
+    NO_BITS,
+    NODE_BASE,
+    ROW_OFFSETS,
+    TAIL_BASE,
+    TAILS,
+    TARGETS,
+    TERMINAL,
+    WIDTHS,
+    Arena,
+)
+from itemset.masking.batch import LOCAL
+from itemset.trie import tables
+from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING
+
+
+class TablesOf:
+    """The tables of each state's set. All arguments and results are int64 tensors of the states' shape."""
+
+    def __init__(self, arena: Arena, states: Tensor) -> None:
+        self.arena, self.states = arena, states
+        self.fields = arena.sets[states >> 32]
+
+    def field(self, column: int) -> Tensor:
+        return self.fields[..., column]
+
+    def word(self, column: int, index: Tensor) -> Tensor:
+        at = self.field(column) + index  # read flat: on a CPU several times faster than by an index of more dimensions
+        return self.arena.words.index_select(0, at.flatten()).view(at.shape).long() & 0xFFFFFFFF
+
+    def element(self, column: int, index: Tensor, narrow_bit: int) -> Tensor:
+        narrow = self.field(WIDTHS) & narrow_bit != 0
+        word = self.word(column, torch.where(narrow, index >> 1, index))
+        return torch.where(narrow, (word >> ((index & 1) * 16)) & 0xFFFF, word)
+
+    def label(self, edge: Tensor) -> Tensor:
+        return self.element(LABELS, edge, NARROW_LABELS)
+
+    def is_alive(self, edge: Tensor) -> Tensor:
+        """Return whether a walk may take each edge, as `walk.is_alive`."""
+        place = self.field(ALIVE)
+        word = self.word(ALIVE, torch.where(place == NO_BITS, -place, edge >> 5))
+        alive = (place == NO_BITS) | ((word >> (edge & 31)) & 1 != 0)
+        return alive & ~self._is_dead(edge)
+
+    def _is_dead(self, entry: Tensor) -> Tensor:
+        low, count = torch.zeros_like(entry), self.field(DEAD_COUNT)
+        high = count.expand_as(entry)
+        for _ in range(self.arena.longest_dead.bit_length()):
+            middle = (low + high) >> 1
+            below = (low < high) & (self.word(DEAD_LIST, torch.where(low < high, middle, 0)) < entry)
+            low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
+        return (low < count) & (self.word(DEAD_LIST, torch.where(low < count, low, 0)) == entry)
+
+    def row(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first edge and the one after the last; equal if the state is no node."""
+        node = torch.where(local < WAITING, local, 0)
+        first, end = self.word(ROW_OFFSETS, node), self.word(ROW_OFFSETS, node + 1)
+        return first, torch.where(local < WAITING, end, first)
+
+    def may_end(self, local: Tensor) -> Tensor:
+        node = torch.where(local < WAITING, local, 0)
+        bit = (self.word(TERMINAL, node >> 5) >> (node & 31)) & 1
+        ends = bit != 0
+        if self.arena.views:
+            ends = ends & ~self._is_dead(tables.TERMINAL + node)
+        return (local == END) | ((local < WAITING) & ends)
+
+    def tail_entry(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token at this position of the tails, and whether it is the last of its tail."""
+        token_bits = self.field(WIDTHS) & 0xFF
+        at = torch.where(local >= TAIL, local - TAIL, 0) * (token_bits + 1)
+        shift = at & 31
+        low, high = self.word(TAILS, at >> 5), self.word(TAILS, (at >> 5) + 1)
+        entry = (low >> shift) | (high << (32 - shift))
+        return entry & ((1 << token_bits) - 1), (entry >> token_bits) & 1 != 0
+
+    def find(self, local: Tensor, token: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+        """Return the edge of node `local` with the token, and whether there is one. Rows are shorter than 2^rounds."""
+        low, end = self.row(local)
+        high = end
+        for _ in range(rounds):
+            middle = (low + high) >> 1
+            label = self.label(torch.where(low < high, middle, 0))
+            below = (low < high) & (label < token)
+            low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
+        edge = torch.where(low < end, low, 0)
+        found = (low < end) & (self.label(edge) == token)
+        return edge, found & self.is_alive(edge) if self.arena.views else found
+
+    def follow(self, edge: Tensor) -> Tensor:
+        """Return the state after an edge, as `walk.follow`."""
+        target = self.element(TARGETS, edge, NARROW_TARGETS)
+        leaf = torch.where(self.field(WIDTHS) & NARROW_TARGETS != 0, 1 << 15, 1 << 31)
+        node = self.word(NODE_BASE, edge >> 5) + target
+        tail = self.word(TAIL_BASE, edge >> 5) + target - leaf + TAIL
+        return torch.where(target == 2 * leaf - 1, END, torch.where(target >= leaf, tail, node))
+
+    def after(self, states: Tensor, token: Tensor, marks: Tensor | None, rounds: int) -> Tensor:
+        """Return the state, with its set, after one more token."""
+        local = states & LOCAL
+        edge, found = self.find(local, token, rounds)
+        expected, last = self.tail_entry(local)
+        by_edge = torch.where(found, self.follow(edge), DEAD)
+        in_tail = torch.where(expected == token, torch.where(last, END, local + 1), DEAD)
+        result = torch.where(local >= TAIL, in_tail, by_edge)
+        result = torch.where((local == FREE) | (local == WAITING), local, result)
+        if marks is not None:
+            is_mark = (token >= 0)[:, None] & (marks == token[:, None])
+            result = torch.where((result == DEAD) & is_mark[:, 1:].any(1) & self.may_end(local), END, result)
+            result = torch.where((local == WAITING) & is_mark[:, 0], 0, result)
+        return (states & ~LOCAL) | result

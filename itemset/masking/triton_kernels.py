@@ -1,0 +1,343 @@
+"""The kernels in Triton. `torch_kernels` says what they do and describes their arguments.
+
+The kernels take a stride of 1 in the last dimension of every tensor; each function raises ValueError for another. It
+makes no contiguous copy: a recorded graph would read the copy again, and what is written to a copy is lost.
+
+One program walks one row; one program masks some chunks of a row's logits. A node's labels are compared LANES at a
+time, so a row costs what its children cost. Nothing is allocated, nothing is read back, and no launch depends on what a
+tensor holds: each can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from itemset.masking import batch as batch_module
+from itemset.masking import triton_tables as tables
+from itemset.masking.arena import Arena
+from itemset.masking.batch import Batch
+
+LANES = 256  # labels of a node that are compared at once
+WHOLE = 4096  # a row of no more logits than this is walked and masked in one launch
+CHUNK, CHUNKS = 1024, 32  # logits that are masked at once, and how many times that by one program
+WALK_WARPS, MASK_WARPS = 1, 8  # a walk waits for memory, and one warp for no other
+
+# What may differ from step to step: a kernel compiled for its value or alignment would have to be compiled again.
+# So a batch's tensors are single arguments: Triton 3.7 specializes all elements of a tuple, in spite of these lists.
+_ANY_VALUE = ["marks_stride", "history_stride", "tokens_stride", "out_stride", "columns", "rows_each"]
+_ANY_ADDRESS = ["cells", "states", "tokens", "marks", "slots", "history", "begins", "ends", "above", "positions", "out"]
+
+_STATE = tl.constexpr(batch_module.STATE)
+_CONSUMED = tl.constexpr(batch_module.CONSUMED)
+_CONSUMED_MASK = tl.constexpr(batch_module.CONSUMED_MASK)
+_TREE = tl.constexpr(batch_module.TREE)
+_COLUMNS = tl.constexpr(batch_module.COLUMNS)
+_jit = tables.jit(_ANY_VALUE, _ANY_ADDRESS)
+
+
+def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
+    _refuse_strides(states=states, tokens=tokens, marks=marks, out=out)
+    _advance_kernel[(len(states),)](
+        arena.words, arena.sets, states, tokens, marks, 0 if marks is None else marks.stride(0), out,
+        **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
+    )
+    return out
+
+
+def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, most: int | None = None) -> Tensor:
+    _launch(arena, cells, marks, batch, out, None)
+    return out
+
+
+def mask(
+    arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None = None
+) -> Tensor:
+    _refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
+    rows, vocabulary = logits.shape
+    chunk = min(CHUNK, _power_of_2(vocabulary))
+    chunks = min(CHUNKS, -(-vocabulary // chunk))
+    _mask_kernel[(rows, -(-vocabulary // (chunk * chunks)))](
+        arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
+        logits, logits.stride(0), vocabulary,
+        **_stop_lanes(marks), LANES=LANES, CHUNK=chunk, CHUNKS=chunks, num_warps=MASK_WARPS,
+    )
+    return logits
+
+
+def step(
+    arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor, most: int | None = None
+) -> Tensor:
+    """Launch once if one program masks all of a row, else twice: every program would repeat the walk."""
+    _refuse_strides(logits=logits)  # before anything is written
+    if logits.shape[1] <= WHOLE:
+        _launch(arena, cells, marks, batch, out, logits)
+        return logits
+    walk(arena, cells, marks, batch, out)
+    return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
+
+
+def forced(
+    arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False
+) -> Tensor:
+    _refuse_strides(states=states, marks=marks, slots=slots, out=out)
+    _forced_kernel[(len(states),)](
+        arena.words, arena.sets, states, slots, marks, marks.stride(0), out, out.stride(0), out.shape[1],
+        GUESS=guess, LANES=LANES, num_warps=WALK_WARPS,
+    )
+    return out
+
+
+def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
+    _refuse_strides(
+        cells=cells, marks=marks, slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end,
+        above=batch.above, tokens=batch.tokens, positions=batch.positions, out=out, logits=logits,
+    )
+    vocabulary = 0 if logits is None else logits.shape[1]
+    chunk = _power_of_2(vocabulary)
+    _walk_kernel[(batch.rows,)](
+        arena.words, arena.sets, cells, marks, marks.stride(0),
+        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end,
+        batch.above, batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
+        logits, 0 if logits is None else logits.stride(0), vocabulary,
+        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=chunk,
+        num_warps=WALK_WARPS if logits is None else step_warps(chunk),
+    )
+
+
+def step_warps(chunk: int) -> int:
+    """Return the number of warps with which no register spills."""
+    return min(max(chunk // 512, 1), MASK_WARPS)
+
+
+def _refuse_strides(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"{name} has a stride of {tensor.stride(-1)} in its last dimension, and a kernel takes 1: "
+                "give a tensor that is contiguous there"
+            )
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
+
+
+def _stop_lanes(marks: Tensor | None) -> dict[str, int]:
+    count = 0 if marks is None else marks.shape[1] - 1
+    return {"STOPS": count, "STOP_LANES": _power_of_2(count)}
+
+
+@_jit
+def _advance_kernel(
+    words, sets, states, tokens, marks, marks_stride, out,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    state = tl.load(states + i)
+    token = tl.load(tokens + i).to(tl.int64)
+    tl.debug_barrier()  # `out` may be `states`: all threads read before one writes
+    row_marks = marks
+    if marks is not None:
+        row_marks = marks + i * marks_stride
+    fields = tables.set_fields(sets, state)
+    tl.store(out + i, tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES))
+
+
+@_jit
+def _walk_kernel(
+    words, sets, cells, marks, marks_stride,
+    slots, rows_each, history, history_stride, begins, ends, above, tokens, tokens_stride, positions, out,
+    logits, logits_stride, vocabulary,
+    BY_SLOT: tl.constexpr, LAYOUT: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    request = _request(rows_each)
+    slot = tl.load(slots + request).to(tl.int64)
+    if slot < 0:
+        tl.store(out + row, tables.FREE)
+    else:
+        place = slot if BY_SLOT else request
+        depth = row - request * rows_each if rows_each is not None else row * 0
+        if above is not None:
+            depth = _depth(above, row, LAYOUT)
+        begin = tl.load(begins + place).to(tl.int64)
+        end = tl.load(ends + place).to(tl.int64)
+        row_marks = marks + slot * marks_stride
+        # Another row's program may be writing the cell: one thread reads it, for all of this program's.
+        cell = tl.atomic_or(cells + slot, 0, sem="relaxed")
+        state = cell & _STATE
+        fields = tables.set_fields(sets, state)
+        if positions is not None:
+            known = tl.load(positions + row - depth).to(tl.int64)
+            newest = tl.load(tokens + row - depth).to(tl.int64)
+        if state & tables.LOCAL != tables.FREE:
+            new = (end - begin - (cell >> _CONSUMED)) & _CONSUMED_MASK
+            if new > end:  # the window does not reach back so far
+                state = (state & ~tables.LOCAL) | tables.DEAD
+            else:
+                for column in range(end - new, end):
+                    at = history + place * history_stride + column
+                    if positions is None:
+                        token = tl.load(at).to(tl.int64)
+                    else:
+                        token = tl.where(column == known, newest, tl.load(at, mask=column != known, other=0))
+                    state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
+            # Every row of a request writes the same.
+            walked = state | (((end - begin) & _CONSUMED_MASK) << _CONSUMED)
+            tl.atomic_xchg(cells + slot, walked, sem="relaxed")
+            if state & tables.LOCAL == tables.DEAD:
+                state = state - tables.DEAD + tables.END
+            if tokens is not None:
+                for i in range(1, depth + 1):
+                    place = row - depth + i
+                    if LAYOUT == _TREE:
+                        place = row
+                        for _ in range(i, depth):
+                            place = tl.load(above + place).to(tl.int64)
+                    if LAYOUT == _COLUMNS:
+                        place = row * tokens_stride + i - 1
+                    token = tl.load(tokens + place).to(tl.int64)
+                    state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
+        tl.store(out + row, state)
+        if logits is not None:
+            _mask_span(words, fields, state, row_marks, True, logits + row * logits_stride, 0, vocabulary,
+                       STOPS, STOP_LANES, LANES, CHUNK, 1)
+
+
+@_jit
+def _mask_kernel(
+    words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + _request(rows_each)).to(tl.int64)
+    state = tl.load(states + row)
+    low = tl.program_id(1) * (CHUNK * CHUNKS)
+    _mask_span(
+        words, tables.set_fields(sets, state), state, marks + tl.maximum(slot, 0) * marks_stride, slot >= 0,
+        logits + row * logits_stride, low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
+        STOPS, STOP_LANES, LANES, CHUNK, CHUNKS,
+    )
+
+
+@_jit
+def _forced_kernel(
+    words, sets, states, slots, marks, marks_stride, out, out_stride, columns,
+    GUESS: tl.constexpr, LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    state = tl.load(states + row)
+    stop = tl.load(marks + slot * marks_stride + 1, mask=slot >= 0, other=-1).to(tl.int64)
+    applies = (state & tables.LOCAL < tables.WAITING) | (state & tables.LOCAL >= tables.END)
+    fields = tables.set_fields(sets, state)
+    going = applies
+    for column in range(columns):
+        token = slot * 0 - 1
+        if going:
+            local = state & tables.LOCAL
+            if local >= tables.TAIL:
+                token, _ = tables.tail_entry(words, fields, local)
+            elif local < tables.WAITING:
+                first, count = tables.children(words, fields, local, LANES)
+                ends = tables.ends_here(words, fields, local)
+                if (count > 0) & (GUESS | ((count == 1) & ~ends)):
+                    token = tables.element(words, fields, tables.LABELS, first, tables.NARROW_LABELS, True)
+                elif ends & (count == 0):
+                    state = state - local + tables.END
+                    local = local * 0 + tables.END
+            if local == tables.END:
+                token = stop
+            going = (token >= 0) & (GUESS | (local != tables.END))
+            if going & (local != tables.END):
+                state = tables.next_state(words, fields, state, token, None, 0, 1, LANES)
+        tl.store(out + row * out_stride + column, token, mask=applies)
+
+
+@triton.jit
+def _mask_span(
+    words, fields, state, row_marks, has_marks, logits, low, high,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):
+    """Mask the logits from `low` to `high` of one row, CHUNKS times CHUNK at most."""
+    local = state & tables.LOCAL
+    if (local < tables.WAITING) | (local >= tables.END):
+        ended = local == tables.END
+        first, count, tail_token, may_end = local * 0, local * 0, local * 0 - 1, ended
+        if local >= tables.TAIL:
+            tail_token, _ = tables.tail_entry(words, fields, local)
+        elif local < tables.WAITING:
+            may_end = tables.ends_here(words, fields, local)
+            first, end = tables.row_bounds(words, fields, local)
+            count = end - first
+        may_end = may_end & has_marks
+        if count <= LANES:
+            _keep(words, fields, first, count, tail_token, row_marks, may_end, ended, logits, low, high,
+                  STOPS, STOP_LANES, LANES, CHUNK, CHUNKS)
+        else:
+            if low > 0:
+                begin = tables.first_from(words, fields, first, count, low, LANES)
+                first, count = begin, count - (begin - first)
+            # Labels ascend and differ: those of a chunk are among the next CHUNK.
+            for i in range(CHUNKS):
+                part = low + i * CHUNK
+                if part < high:
+                    until = tl.minimum(part + CHUNK, high)
+                    taken = _keep(words, fields, first, count, tail_token, row_marks, may_end, ended, logits, part,
+                                  until, STOPS, STOP_LANES, CHUNK, CHUNK, 1)
+                    first, count = first + taken, count - taken
+
+
+@triton.jit
+def _keep(
+    words, fields, first, count, tail_token, row_marks, keep_stops, ended, logits, low, high,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):
+    """Read what stays of the logits from `low` to `high`, overwrite all of them, write back what stays.
+
+    Looks at the first WIDTH edges. Returns how many of them have a label below `high`.
+    """
+    lane = tl.arange(0, WIDTH)
+    edge = tables.element(words, fields, tables.LABELS, first + lane, tables.NARROW_LABELS, lane < count)
+    label = tl.where(lane < count, edge, tl.where(lane == 0, tail_token, -1))
+    alive = tables.is_alive(words, fields, first + lane, lane < count, fields[tables.DEAD_COUNT])
+    stays = (label >= low) & (label < high) & (alive | (lane >= count))
+    kept = tl.load(logits + label, mask=stays)
+    stop_lane = tl.arange(0, STOP_LANES)
+    stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & keep_stops, other=-1).to(tl.int64)
+    stop_stays = (stop >= low) & (stop < high)
+    kept_stop = tl.load(logits + stop, mask=stop_stays)
+    kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)
+    tl.debug_barrier()
+    for i in range(CHUNKS):
+        column = low + i * CHUNK + tl.arange(0, CHUNK)
+        tl.store(logits + column, -float("inf"), mask=column < high)
+    tl.debug_barrier()
+    tl.store(logits + label, kept, mask=stays)
+    tl.store(logits + stop, kept_stop, mask=stop_stays)
+    return tl.sum(((lane < count) & (edge < high)).to(tl.int32), 0)
+
+
+@triton.jit
+def _request(rows_each):
+    """Return the request of this program's row: its index in `slots`."""
+    request = tl.program_id(0)
+    if rows_each is not None:
+        request = request // rows_each
+    return request.to(tl.int64)
+
+
+@triton.jit
+def _depth(above, row, LAYOUT: tl.constexpr):
+    """Return how many drafts lead to this row."""
+    depth = tl.load(above + (0 if LAYOUT == _COLUMNS else row)).to(tl.int64)
+    if LAYOUT == _TREE:
+        parent = depth
+        depth = row * 0
+        while parent >= 0:
+            depth += 1
+            parent = tl.load(above + parent).to(tl.int64)
+    return depth

@@ -1,0 +1,247 @@
+"""Reading an arena's tables in Triton: what the kernels of `triton_kernels` are made of.
+
+words, fields: `Arena.words`, and the row of `Arena.sets` of the state's set, as `set_fields` reads it. States and
+tokens: int64.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from itemset.masking import arena as arena_module
+from itemset.masking import batch as batch_module
+from itemset.trie import tables as tables_module
+from itemset.trie import walk as walk_module
+
+TAIL = tl.constexpr(walk_module.TAIL)
+END = tl.constexpr(walk_module.END)
+DEAD = tl.constexpr(walk_module.DEAD)
+FREE = tl.constexpr(walk_module.FREE)
+WAITING = tl.constexpr(walk_module.WAITING)
+LOCAL = tl.constexpr(batch_module.LOCAL)
+ROW_OFFSETS = tl.constexpr(arena_module.ROW_OFFSETS)
+TERMINAL = tl.constexpr(arena_module.TERMINAL)
+LABELS = tl.constexpr(arena_module.LABELS)
+TARGETS = tl.constexpr(arena_module.TARGETS)
+NODE_BASE = tl.constexpr(arena_module.NODE_BASE)
+TAIL_BASE = tl.constexpr(arena_module.TAIL_BASE)
+TAILS = tl.constexpr(arena_module.TAILS)
+ALIVE = tl.constexpr(arena_module.ALIVE)
+DEAD_LIST = tl.constexpr(arena_module.DEAD_LIST)
+DEAD_COUNT = tl.constexpr(arena_module.DEAD_COUNT)
+WIDTHS = tl.constexpr(arena_module.WIDTHS)
+NO_BITS = tl.constexpr(arena_module.NO_BITS)
+DEAD_NODE = tl.constexpr(tables_module.TERMINAL)
+NARROW_LABELS = tl.constexpr(arena_module.NARROW_LABELS)
+NARROW_TARGETS = tl.constexpr(arena_module.NARROW_TARGETS)
+
+
+def jit(values: Collection[str], addresses: Collection[str]) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator of kernels, which are not compiled for the value of some arguments, nor for the alignment of
+    others: both differ from step to step. A name that a kernel has no argument for does nothing."""
+
+    def compiled(kernel: Callable[..., None]) -> Any:
+        names = list(inspect.signature(kernel).parameters)
+        return triton.jit(
+            do_not_specialize=[name for name in values if name in names],
+            do_not_specialize_on_alignment=[name for name in addresses if name in names],
+        )(kernel)
+
+    return compiled
+
+
+@triton.jit
+def set_fields(sets, state):
+    """Load the row of the state's set in `Arena.sets`, all of it in one round trip to memory."""
+    row = sets + (state >> 32) * (WIDTHS + 1)
+    return (
+        tl.load(row + ROW_OFFSETS), tl.load(row + TERMINAL), tl.load(row + LABELS), tl.load(row + TARGETS),
+        tl.load(row + NODE_BASE), tl.load(row + TAIL_BASE), tl.load(row + TAILS), tl.load(row + ALIVE),
+        tl.load(row + DEAD_LIST), tl.load(row + DEAD_COUNT), tl.load(row + WIDTHS),
+    )
+
+
+@triton.jit
+def next_state(
+    words, fields, state, token, row_marks, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr
+):
+    """Return the state, with its set, after one more token."""
+    local = state & LOCAL
+    result = local * 0 + DEAD
+    if local == FREE:
+        result = local
+    elif local == WAITING:
+        result = local
+        if row_marks is not None:
+            if (token >= 0) & (tl.load(row_marks) == token):
+                result = local * 0
+    else:
+        may_end = local == END
+        if local >= TAIL:
+            expected, last = tail_entry(words, fields, local)
+            if expected == token:
+                result = tl.where(last, END, local + 1).to(tl.int64)
+        elif local < WAITING:
+            may_end = ends_here(words, fields, local)
+            result = child_state(words, fields, local, token, LANES)
+        if row_marks is not None:
+            if (result == DEAD) & may_end:
+                if is_stop(row_marks, token, STOPS, STOP_LANES):
+                    result = local * 0 + END
+    return (state & ~LOCAL) | result
+
+
+@triton.jit
+def child_state(words, fields, node, token, LANES: tl.constexpr):
+    """Return the state after the edge that carries `token`, or DEAD.
+
+    Each edge's target is loaded beside its label: one round trip to memory instead of two.
+    """
+    first, end = row_bounds(words, fields, node)
+    first, count = narrowed(words, fields, first, end - first, token, LANES)
+    lane = tl.arange(0, LANES)
+    edge, present = first + lane, lane < count
+    label = element(words, fields, LABELS, edge, NARROW_LABELS, present)
+    after = state_after(words, fields, edge, present)
+    carries = present & (label == token)
+    found = tl.max(tl.where(carries & _has_bit(words, fields, edge, present), after, 0), 0)  # nothing leads to node 0
+    if fields[DEAD_COUNT] > 0:
+        carrying = tl.max(tl.where(carries, edge, 0), 0)
+        if is_dead(words, fields, carrying, found > 0, fields[DEAD_COUNT]):
+            found = found * 0
+    return tl.where(found > 0, found, DEAD).to(tl.int64)
+
+
+@triton.jit
+def state_after(words, fields, edge, mask):
+    """The state after each edge, as `walk.follow`."""
+    target = element(words, fields, TARGETS, edge, NARROW_TARGETS, mask)
+    leaf = tl.where((fields[WIDTHS] & NARROW_TARGETS) != 0, 1 << 15, 1 << 31).to(tl.int64)
+    node = word(words, fields, NODE_BASE, edge >> 5, mask) + target
+    tail = word(words, fields, TAIL_BASE, edge >> 5, mask) + target - leaf + TAIL
+    return tl.where(target == 2 * leaf - 1, END, tl.where(target >= leaf, tail, node))
+
+
+@triton.jit
+def narrowed(words, fields, first, count, token, LANES: tl.constexpr):
+    """Return at most LANES of the edges, with the one that carries `token` if any does.
+
+    All edges before these carry less, all after them more.
+    """
+    lane = tl.arange(0, LANES).to(tl.int64)
+    while count > LANES:
+        stride = (count + LANES - 1) // LANES
+        sample = lane * stride
+        label = element(words, fields, LABELS, first + sample, NARROW_LABELS, sample < count)
+        skipped = tl.maximum(tl.sum(((sample < count) & (label <= token)).to(tl.int64), 0) - 1, 0) * stride
+        first += skipped
+        count = tl.minimum(stride, count - skipped)
+    return first, count
+
+
+@triton.jit
+def first_from(words, fields, first, count, token, LANES: tl.constexpr):
+    """Return the first of the edges whose label is not below `token`, or the one after the last."""
+    first, count = narrowed(words, fields, first, count, token, LANES)
+    lane = tl.arange(0, LANES)
+    label = element(words, fields, LABELS, first + lane, NARROW_LABELS, lane < count)
+    return first + tl.sum(((lane < count) & (label < token)).to(tl.int64), 0)
+
+
+@triton.jit
+def row_bounds(words, fields, node):
+    """Return a node's first edge and the one after its last."""
+    return word(words, fields, ROW_OFFSETS, node, True), word(words, fields, ROW_OFFSETS, node + 1, True)
+
+
+@triton.jit
+def children(words, fields, node, LANES: tl.constexpr):
+    """Return the first edge of a node that a walk may take, and how many there are, at least 2 for more."""
+    first, end = row_bounds(words, fields, node)
+    count = end - first
+    if (fields[ALIVE] != NO_BITS) | (fields[DEAD_COUNT] > 0):
+        at, first, count = first, end, count * 0
+        while (at < end) & (count < 2):
+            edge = at + tl.arange(0, LANES)
+            present = edge < end
+            alive = present & is_alive(words, fields, edge, present, fields[DEAD_COUNT])
+            count += tl.sum(alive.to(tl.int64), 0)
+            first = tl.minimum(first, tl.min(tl.where(alive, edge, end), 0))
+            at += LANES
+    return first, count
+
+
+@triton.jit
+def is_alive(words, fields, edge, mask, most):
+    """Return whether a walk may take each edge; most: entries of the longest list that is looked at."""
+    alive = _has_bit(words, fields, edge, mask)
+    if most > 0:
+        alive = alive & ~is_dead(words, fields, edge, mask, most)
+    return alive
+
+
+@triton.jit
+def _has_bit(words, fields, edge, mask):
+    bits = fields[ALIVE]
+    word = tl.load(words + tl.maximum(bits, 0) + (edge >> 5), mask=mask & (bits != NO_BITS), other=-1)
+    return ((word >> (edge & 31).to(tl.int32)) & 1) != 0
+
+
+@triton.jit
+def is_dead(words, fields, entry, mask, most):
+    """Return whether each entry is in the list of dead ones; none is, and nothing is read, if there is no list."""
+    low = (entry * 0).to(tl.int32)
+    high = low + fields[DEAD_COUNT].to(tl.int32)
+    while most > 0:
+        middle = (low + high) >> 1
+        below = (low < high) & (word(words, fields, DEAD_LIST, middle, mask & (low < high)) < entry)
+        high = tl.where((low < high) & ~below, middle, high)
+        low = tl.where(below, middle + 1, low)
+        most = most >> 1
+    inside = mask & (low < fields[DEAD_COUNT])
+    return inside & (word(words, fields, DEAD_LIST, low, inside) == entry)
+
+
+@triton.jit
+def ends_here(words, fields, node):
+    ends = ((word(words, fields, TERMINAL, node >> 5, True) >> (node & 31)) & 1) != 0
+    return ends & ~is_dead(words, fields, node + DEAD_NODE, ends, fields[DEAD_COUNT])
+
+
+@triton.jit
+def tail_entry(words, fields, local):
+    """Return the token at this position of the tails, and whether it is the last of its tail."""
+    token_bits = fields[WIDTHS] & 0xFF
+    at = (local - TAIL) * (token_bits + 1)
+    low = word(words, fields, TAILS, at >> 5, True)
+    high = word(words, fields, TAILS, (at >> 5) + 1, True)
+    entry = (low | (high << 32)) >> (at & 31)
+    one = token_bits * 0 + 1
+    return entry & ((one << token_bits) - 1), ((entry >> token_bits) & 1) != 0
+
+
+@triton.jit
+def element(
+    words, fields, SECTION: tl.constexpr, index, NARROW: tl.constexpr, mask
+):
+    """Return element `index` of a section of 16-bit or 32-bit elements."""
+    narrow = (fields[WIDTHS] & NARROW) != 0
+    whole = word(words, fields, SECTION, tl.where(narrow, index >> 1, index), mask)
+    return tl.where(narrow, (whole >> ((index & 1) * 16)) & 0xFFFF, whole)
+
+
+@triton.jit
+def word(words, fields, SECTION: tl.constexpr, index, mask):
+    return tl.load(words + fields[SECTION] + index, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
+def is_stop(row_marks, token, STOPS: tl.constexpr, STOP_LANES: tl.constexpr):
+    lane = tl.arange(0, STOP_LANES)
+    stop = tl.load(row_marks + 1 + lane, mask=lane < STOPS, other=-1)
+    return tl.max(((stop == token) & (stop >= 0)).to(tl.int32), 0) != 0

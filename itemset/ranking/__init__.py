@@ -1,0 +1,1 @@
+"""The best items of a set, whoever runs the model."""

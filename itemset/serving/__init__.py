@@ -1,0 +1,1 @@
+"""What every engine's plugin does: configuration, sets, requests, hooks."""

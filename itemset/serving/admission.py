@@ -1,0 +1,214 @@
+"""What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.ranking.search import Search
+from itemset.serving import lists
+from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
+from itemset.serving.chosen import Chosen
+from itemset.serving.config import StaticConfig
+from itemset.serving.inline import InlineTexts
+from itemset.serving.request import ItemRequest
+from itemset.text import fingerprint
+
+
+@dataclass(frozen=True)
+class Words:
+    """What an engine calls things, for the sentences that its users read.
+
+    context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
+    output. options: where the plugin's options stand.
+    """
+
+    context: str
+    context_flag: str
+    min_tokens: str
+    max_tokens: str
+    options: str
+
+    def option(self, name: str) -> str:
+        """How to set an option that is a number."""
+        return f'{{"{name}": N}} in {self.options}'
+
+
+def _warm_up(item_set: ItemSet) -> None:
+    """Load what naming an answer's item takes, for both widths of token ids, and check the attributes: no answer and
+    no filter should wait for it."""
+    for token in (0, 1 << 16):
+        item_set.find([token])
+    _ = item_set.attributes
+
+
+class Checks:
+    """The item sets of one front end, and what they and its requests must satisfy. Safe for threads."""
+
+    def __init__(
+        self,
+        config: StaticConfig,
+        tokenizer: Any,
+        words: Words,
+        *,
+        vocab_size: int,
+        context: int,
+        end_tokens: Collection[int],
+        reserved: int = 0,
+        on_encoded: Callable[[int], object] = lambda texts: None,
+    ) -> None:
+        """Open and check the registered sets.
+
+        context: tokens of prompt and output together, of which the engine keeps `reserved`. end_tokens: those at which
+        the model ends. on_encoded: told of the texts of inline sets as they are encoded, on another thread.
+        Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
+        vocabulary, or with items longer than the context.
+        """
+        self._config, self._words = config, words
+        self._vocab_size, self._end_tokens = vocab_size, end_tokens
+        self._context, self._reserved = context, reserved
+        self.catalogue = Catalogue(config)
+        # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._inline = InlineTexts(
+            self.catalogue,
+            config,
+            self._tokenizer,
+            words,
+            vocab_size=vocab_size,
+            context=context,
+            reserved=reserved,
+            end_tokens=end_tokens,
+            on_encoded=on_encoded,
+        )
+        self._chosen = Chosen(self.catalogue, config, words)
+        model_print = None
+        for name, item_set in self.catalogue.registered.items():
+            if item_set.base is not None:
+                continue
+            if item_set.tokenizer is not None:
+                model_print = model_print or fingerprint(self._tokenizer)
+                self._check_tokenizer(name, item_set, model_print)
+            self._check_fit(f"the item set {name!r} ({config.item_sets[name]})", item_set)
+            _warm_up(item_set)
+
+    def summary(self) -> str:
+        """The registered sets, for the log."""
+        return ", ".join(f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()) or "none"
+
+    def reference(self, asked: ItemRequest) -> str:
+        """The reference of a request's set: at once for a name and for an InlineSet.
+
+        Texts are encoded and built, and filters applied, unless they were not long ago; this waits. Raises
+        RefusedError, or ItemSetError for what is wrong with an item.
+        """
+        if asked.choice is not None:
+            return (asked.choice if isinstance(asked.choice, InlineSet) else self._inline.get(asked.choice)).reference
+        name = self._name(asked)
+        return self._chosen.get(asked, self.catalogue.registered[name]).reference if asked.chooses else name
+
+    def _name(self, asked: ItemRequest) -> str:
+        name, registered = asked.item_set or "", self.catalogue.registered
+        # To look a name up takes its time, of a name of megabytes too long.
+        if len(name) > max(map(len, registered), default=0) or name not in registered:
+            raise self.catalogue.unknown(name)
+        return name
+
+    async def prepare(self, asked: ItemRequest) -> ItemRequest:
+        """The request with its set made: with it `reference` is immediate. Raises as that does.
+
+        It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
+        """
+        if asked.chooses:
+            base = self.catalogue.registered[self._name(asked)]
+            return replace(asked, choice=await self._chosen.prepare(asked, base))
+        if asked.choice is None or isinstance(asked.choice, InlineSet):
+            return asked
+        return replace(asked, choice=await self._inline.prepare(asked.choice))
+
+    def ranked(
+        self,
+        asked: ItemRequest,
+        *,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        end_token: int,
+        after: int,
+    ) -> tuple[ItemSet, Search]:
+        """The set of a request for a ranked list, and the search for the list.
+
+        after: context tokens that must stay free after the item. Raises RefusedError if the list may not be so long, or
+        some of the items could not be scored, and as `reference` does.
+        """
+        assert asked.ranked is not None
+        reference = self.reference(asked)
+        self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
+        item_set = self.catalogue[reference]
+        search = lists.search_for(item_set, asked.ranked, end_token=end_token, config=self._config, words=self._words)
+        if max_tokens is not None and max_tokens <= item_set.longest:
+            raise RefusedError(
+                "beam search",
+                f"{self._words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it "
+                f"to at least {item_set.longest + 1} for a ranked list",
+                self._words.max_tokens,
+            )
+        return item_set, search
+
+    def request(
+        self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0
+    ) -> None:
+        """Raises RefusedError where the set and the rest of the request leave no way to end an item."""
+        item_set = self.catalogue[reference]
+        called = "the inline set" if reference.startswith(INLINE) else f"the item set {name_of(reference)!r}"
+        room, words = self._context - self._reserved - after - prompt_tokens, self._words
+        if item_set.longest > room:
+            raise RefusedError(
+                "no room in the context",
+                f"{called} has an item of {item_set.longest} tokens, but {words.context}={self._context} leaves {room} "
+                f"after a prompt of {prompt_tokens}: shorten the prompt or the item, or raise {words.context_flag}",
+            )
+        if min_tokens > item_set.shortest:
+            raise RefusedError(
+                words.min_tokens,
+                f"{words.min_tokens}={min_tokens} forbids the shortest item of {called}, which has {item_set.shortest} "
+                f"tokens: set {words.min_tokens} to at most {item_set.shortest}",
+                words.min_tokens,
+            )
+        if inside := item_set.occurring(stop_tokens):
+            raise RefusedError(
+                "stop token inside",
+                f"the stop token {inside[0]} occurs inside an item of {called}, which could never be finished: "
+                "choose another stop token, or build the set without it",
+                "stop_token_ids",
+            )
+
+    def _check_fit(self, called: str, item_set: ItemSet) -> None:
+        if ends := item_set.occurring(self._end_tokens):
+            raise ItemSetError(
+                f"{called} has an item with the model's end-of-sequence token {ends[0]} in it, which could never be "
+                "finished: build the set without it"
+            )
+        highest = int(item_set.token_ids[-1])
+        if highest >= self._vocab_size:
+            raise ItemSetError(
+                f"{called} holds token id {highest}, the model's vocabulary ends at {self._vocab_size - 1}: "
+                "build the set with this model's token ids"
+            )
+        if item_set.longest > self._context - self._reserved:
+            raise ItemSetError(
+                f"{called} has an item of {item_set.longest} tokens, longer than {self._words.context}="
+                f"{self._context}: raise {self._words.context_flag} or leave the item out"
+            )
+
+    def _check_tokenizer(self, name: str, item_set: ItemSet, model_print: str) -> None:
+        if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != model_print:
+            model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
+            raise ItemSetError(
+                f"the item set {name!r} ({self._config.item_sets[name]}) was built with the tokenizer "
+                f"{item_set.tokenizer.name} ({item_set.tokenizer.fingerprint[:12]}), the model uses {model} "
+                f"({model_print[:12]}): build the set with --tokenizer {model}"
+            )

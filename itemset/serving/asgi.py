@@ -1,0 +1,60 @@
+"""The HTTP surface of both engines: a body is judged once the server itself has parsed it; an answer's item is added.
+
+Judging what the server's own parser made leaves nothing to pass by: neither content types, encodings and escapes, nor
+how deep a body is nested. Nothing is parsed twice, and what the server cannot parse it refuses as ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import HTTPException
+
+from itemset.serving.catalogue import RefusedError
+
+JUDGE = "item_set_judge"
+"""Where a scope has what judges its body. Our middleware puts it there: a process may run other apps as well."""
+
+Judge = Callable[[Any, Any], None]
+
+
+async def judged(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    """Around `Request.json`, by which FastAPI and the engines parse a body, once a request.
+
+    Raises HTTPException 400 for what the judge refuses: the one error that FastAPI lets through here.
+    """
+    judge: Judge | None = request.scope.get(JUDGE)
+    if judge is None or hasattr(request, "_json"):
+        return await original(request)
+    try:
+        body = await original(request)
+        judge(request.scope, body)
+    except RecursionError as error:  # not every endpoint expects it of its parser
+        raise HTTPException(400, "the body is nested too deep") from error
+    except RefusedError as error:
+        raise HTTPException(400, str(error)) from error
+    return body
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """The path as the server's routes know it, without a proxy's prefix."""
+    path, root = scope["path"], scope.get("root_path") or ""
+    return str(path[len(root) :] if root and path.startswith(f"{root}/") else path)
+
+
+def with_items(event: str, items: Mapping[int, Any]) -> str:
+    """A server-sent event of an OpenAI stream, with the item of each of its choices that ends here: `item`.
+
+    items: by choice index, of those that have ended. Events before the end are not parsed.
+    """
+    head, _, data = event.partition("data: ")
+    if not items or '"finish_reason":' not in data:
+        return event
+    chunk = json.loads(data)
+    ended = [choice for choice in chunk.get("choices") or () if choice.get("finish_reason") is not None]
+    for choice in ended:
+        if choice.get("index") in items:
+            choice["item"] = items[choice["index"]]
+    return f"{head}data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event

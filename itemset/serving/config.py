@@ -1,0 +1,119 @@
+"""What the user configures, the same in every engine: the registered item sets and the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from itemset.errors import ItemSetError
+
+BACKEND = "static"
+Paths = Literal["auto", "device", "host"]
+Kernels = Literal["auto", "triton", "torch"]
+_Path = Annotated[str, Meta(min_length=1)]
+
+
+class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The plugin's options: `additional_config` in vLLM, flags or arguments of the engine in SGLang.
+
+    item_sets: file of each registered set by name.
+    item_views: by name, ``"SET: {query}"``, a registered set and a filter (`itemset.trie.filters`).
+    item_key_limit: keys that exclude_keys or only_keys of a request may have.
+    inline_item_limit: items an inline set may have.
+    inline_text_limit: characters that all items of an inline set may have together.
+    item_set_path: where masks are computed; "auto" takes the device wherever it can.
+    inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
+    item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
+    ranked_list_limit: beams that a request for a ranked list may ask for.
+    ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
+    ranked_list_beams: beams of all lists that run inside the engine at a time; 0 and none does. vLLM only.
+    forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
+    item_set_cache: folder of the copies that are served (`held`); the user's cache folder where None.
+    item_set_versions: version of each registered set by name. Internal: the process that starts an engine sets it.
+    """
+
+    item_sets: dict[str, str] = {}
+    item_views: dict[str, str] = {}
+    item_key_limit: Annotated[int, Meta(ge=0, description="a number of keys")] = 10_000
+    inline_item_limit: Annotated[int, Meta(ge=0, description="a number of items")] = 100_000
+    inline_text_limit: Annotated[int, Meta(ge=0, description="a number of characters")] = 10_000_000
+    item_set_path: Annotated[Paths, Meta(description="one of auto, device, host")] = "auto"
+    inline_set_memory: Annotated[int, Meta(ge=0, description="a number of bytes")] = 64 << 20
+    item_set_kernels: Annotated[Kernels, Meta(description="one of auto, triton, torch")] = "auto"
+    ranked_list_limit: Annotated[int, Meta(ge=0, description="a number of beams")] = 1_000
+    ranked_list_passes: Annotated[int, Meta(ge=0, description="a number of forward passes")] = 10_000
+    ranked_list_beams: Annotated[int, Meta(ge=0, description="a number of beams")] = 512
+    forced_drafts: Annotated[bool, Meta(description="true or false")] = True
+    item_set_cache: Annotated[_Path | None, Meta(description="the path of a folder")] = None
+    item_set_versions: Annotated[dict[str, str], Meta(description="versions by name")] = {}
+
+    @classmethod
+    def of(cls, given: Any) -> StaticConfig:
+        """From ``{"item_sets": {NAME: FILE} or ["NAME=FILE"], "inline_item_limit": N, ...}``; other keys are not ours.
+
+        Raises ItemSetError: a name given twice or empty, or a value of another form.
+        """
+        options = given if isinstance(given, Mapping) else {}
+        ours = {option.name: option.type for option in msgspec.structs.fields(cls)}
+        for key in options:
+            if str(key).startswith(("item_", "inline_", "ranked_", "forced_")) and key not in ours:
+                raise ItemSetError(f"there is no option {key!r}: the plugin's options are {', '.join(ours)}")
+        found = {"item_sets": {}, **{key: options[key] for key in ours if key in options}}
+        found["item_sets"] = _by_name(found["item_sets"], "item_sets", "FILE", "--item-set films=films.itemset")
+        if "item_views" in found:
+            example = """--item-view fresh='films: {"year": {"$gte": 2020}}'"""
+            found["item_views"] = _by_name(found["item_views"], "item_views", "SET: {...}", example)
+        for key, value in found.items():
+            try:
+                msgspec.convert(value, ours[key])
+            except msgspec.ValidationError as error:
+                what = get_args(ours[key])[1].description
+                raise ItemSetError(f"{key} must be {what}, not {value!r:.200}") from error
+        config = cls(**found)
+        if twice := config.item_sets.keys() & config.item_views.keys():
+            raise ItemSetError(f"{min(twice)!r} is the name of an item set and of an item view: rename one")
+        _ = config.views  # raises
+        return config
+
+    @property
+    def views(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """The set and the query of each item view, by its name. Raises ItemSetError for one that is malformed."""
+        return {name: _parted(name, given) for name, given in self.item_views.items()}
+
+
+def _parted(name: str, given: str) -> tuple[str, dict[str, Any]]:
+    base, _, query = given.partition(":")
+    try:
+        return base.strip(), msgspec.json.decode(query, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        example = """--item-view fresh='films: {"year": {"$gte": 2020}}'"""
+        raise ItemSetError(
+            f"the item view {name!r} must be the name of a set, a colon and a filter in JSON, such as {example}; got "
+            f"{given!r:.200} ({error})"
+        ) from error
+
+
+def _by_name(given: Any, option: str, what: str, example: str) -> dict[str, str]:
+    pairs: list[tuple[Any, ...]]
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        pairs = [tuple(str(entry).split("=", 1)) for entry in given]
+    else:
+        pairs = [()]
+    named: dict[str, str] = {}
+    for pair in pairs:
+        if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+            raise ItemSetError(
+                f'{option} must be {{"NAME": "{what}"}} or ["NAME={what}"], such as {example}; got {given!r:.200}'
+            )
+        name, value = pair
+        if name in named:
+            raise ItemSetError(f"the item set {name!r} is given twice ({named[name]} and {value}): rename one")
+        if ":" in name:
+            raise ItemSetError(f"the name of the item set {name!r} holds a colon: choose one without")
+        named[name] = value
+    return named

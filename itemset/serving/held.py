@@ -1,0 +1,168 @@
+"""What is served: a private copy of each registered index file, which nothing that happens to the file can change.
+
+A folder holds the copies, each under the name of its version, and a file `lock`. Who makes or deletes copies locks that
+file for itself, who opens one shares it. Each process locks the copies that it maps for as long as it lives: those that
+nobody locks may go. All of these locks end with their process, however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet, from_index
+from itemset.trie import file as index_file
+
+KEPT_SECONDS = 3600  # that a copy stays which nobody maps, from when it was last opened: a restart finds it
+_OPTION = "name another folder with the option item_set_cache"
+_VERSION = re.compile("[0-9a-f]{32}")
+_INCOMPLETE = "incomplete"  # the copy being made; there is one at a time
+
+_locks: dict[Path, int] = {}  # of this process: descriptors of the copies that it has opened
+
+
+def open_copy(path: str, folder: str | None = None, version: str | None = None) -> tuple[ItemSet, str]:
+    """The set of the index file at `path`, mapped from a private copy, and its version (`index_file.version`).
+
+    folder: where copies are; None for the user's cache folder, or one in the folder for temporary files.
+    version: the one that is wanted. Its copy is opened, whatever stands at `path`; where there is none, the file at
+    `path` must be of this version. None for that of the file.
+    Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be used, or a disk
+    that is full.
+    """
+    copies, found = _folder(folder), version or index_file.version(path)
+    with _locked(copies, fcntl.LOCK_SH):
+        item_set = _open(copies / found)
+    if item_set is None:
+        with _locked(copies, fcntl.LOCK_EX):
+            item_set = _open(copies / found)  # another process may have been faster
+            if item_set is None:
+                item_set, found = _copy(path, copies, version)
+    return item_set, found
+
+
+def delete_unused(folder: str | None = None) -> None:
+    """Delete the copies that no process maps and none has opened for KEPT_SECONDS, and what a kill has left."""
+    copies = _folder(folder)
+    with suppress(BlockingIOError), _locked(copies, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        (copies / _INCOMPLETE).unlink(missing_ok=True)
+        for copy in copies.iterdir():
+            with suppress(OSError):
+                if _VERSION.fullmatch(copy.name) and time.time() - copy.stat().st_mtime > KEPT_SECONDS:
+                    with open(copy, "rb") as file:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        copy.unlink()
+
+
+def _open(copy: Path) -> ItemSet | None:
+    """Open, lock and check a copy. None where there is none or it is damaged."""
+    try:
+        descriptor = os.open(copy, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ItemSetError(f"cannot read {copy}: {error.strerror}: delete it, or {_OPTION}") from error
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    try:
+        if index_file.version(copy) != copy.name:
+            raise ItemSetError(f"{copy} is another file")
+        item_set = from_index(*index_file.read(copy), name=str(copy), check=False)
+    except ItemSetError:
+        os.close(descriptor)
+        return None
+    with suppress(OSError):  # of another owner's copy
+        os.utime(descriptor)
+    _keep_lock(copy, descriptor)
+    return item_set
+
+
+def _copy(path: str, copies: Path, wanted: str | None) -> tuple[ItemSet, str]:
+    """Make the copy: under another name, until it has been checked. The folder is locked."""
+    incomplete = copies / _INCOMPLETE
+    try:
+        incomplete.unlink(missing_ok=True)
+        descriptor = os.open(incomplete, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o400)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            _copy_bytes(path, descriptor)
+            version = index_file.version(incomplete, path)
+            if wanted not in (None, version):
+                raise ItemSetError(
+                    f"{path} is not the file that the server was started with (version {version}, not {wanted}): give "
+                    "every machine the same file, and start the server again"
+                )
+            item_set = from_index(*index_file.read(incomplete, path), name=path, check=False)
+            incomplete.rename(copies / version)
+        except BaseException:
+            os.close(descriptor)
+            incomplete.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ItemSetError(
+            f"{path} cannot be copied to {copies}: {error.strerror}: make room there, or {_OPTION}"
+        ) from error
+    _keep_lock(copies / version, descriptor)
+    return item_set, version
+
+
+def _copy_bytes(path: str, target: int) -> None:
+    with index_file.open_file(path) as source, open(target, "wb", closefd=False) as file:
+        try:
+            # Linux only. It shares the blocks where the file system can.
+            while hasattr(os, "copy_file_range") and os.copy_file_range(source.fileno(), target, 1 << 30):
+                pass
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+        while piece := os.read(source.fileno(), 1 << 20):  # what is left: nothing, or all of it
+            file.write(piece)
+
+
+def _keep_lock(copy: Path, descriptor: int) -> None:
+    before = _locks.get(copy)
+    _locks[copy] = descriptor
+    if before is not None:
+        os.close(before)
+
+
+def _folder(given: str | None) -> Path:
+    """The folder of the copies, made where there is none. Raises ItemSetError where it cannot be written."""
+    user = os.geteuid()
+    folders = [Path(given).expanduser()] if given else []
+    if not given:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folders = [Path(cache, "static-backend")] if os.path.isabs(cache) else []
+        folders.append(Path(tempfile.gettempdir(), f"static-backend-{user}"))
+    why = ""
+    for folder in folders:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = folder.lstat()
+            if not given and (state.st_uid != user or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+                why = "others can write to it"  # and could have made it: all may guess its name
+            else:
+                with suppress(BlockingIOError), _locked(folder, fcntl.LOCK_SH | fcntl.LOCK_NB):
+                    pass  # only to see that files can be made and locked there
+                return folder
+        except OSError as error:
+            why = error.strerror or str(error)
+    raise ItemSetError(f"item sets cannot be copied to {folders[-1]}: {why}: {_OPTION}")
+
+
+@contextmanager
+def _locked(copies: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(copies / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)

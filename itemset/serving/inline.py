@@ -1,0 +1,190 @@
+"""Inline sets: from the texts that a request brings to its set, within limits. Errors name the text."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.item_set import build
+from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError
+from itemset.serving.config import StaticConfig
+from itemset.serving.encoding import Encoder, Steps
+from itemset.text import BATCH, encode, named
+from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
+
+if TYPE_CHECKING:
+    from itemset.serving.admission import Words
+
+NAME = "choice[{}]"
+ITEM_TEXT_LIMIT = 1 << 17
+"""Characters of one text, whatever the context: it is encoded in one piece, for which all other lists wait."""
+SLICE_TEXTS, SLICE_CHARACTERS = 1_000, 50_000  # encoded at once, in some 10 ms
+TEXT_COST = 16  # what a text costs beside its characters, in characters
+FEW_TEXTS, FEW_CHARACTERS = 5_000, 500_000  # recognised within a millisecond
+
+
+class InlineTexts:
+    """Makes the inline sets of one front end, and finds those it has made. Safe for threads."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        config: StaticConfig,
+        tokenizer: Any,
+        words: Words,
+        *,
+        vocab_size: int,
+        context: int,
+        reserved: int,
+        end_tokens: Collection[int],
+        on_encoded: Callable[[int], object] = lambda texts: None,
+    ) -> None:
+        """tokenizer: used by no other thread. The rest is as for `Checks`."""
+        self._config, self._tokenizer, self._words = config, tokenizer, words
+        self._vocab_size, self._end_tokens = vocab_size, np.array(sorted(end_tokens), np.int64)
+        self._context, self._longest = context, min(context - reserved, MAX_ITEM_TOKENS)
+        # As vLLM bounds the text of a prompt (renderers/params.py, _text_len_check).
+        longest_token = max(map(len, tokenizer.get_vocab()))
+        self._item_limit = min(ITEM_TEXT_LIMIT, longest_token * self._longest)
+        self._encoder, self._on_encoded = Encoder(catalogue), on_encoded
+        self._reader = ThreadPoolExecutor(1, "inline-texts")
+        _warm_up()
+
+    def get(self, choice: Any) -> InlineSet:
+        """The set of these texts, which is encoded and built unless it is known. Waits for that.
+
+        Raises RefusedError, or ItemSetError for what is wrong with an item.
+        """
+        texts = self._copied(choice)
+        future = self._ask(texts, *self._read(texts))
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def prepare(self, choice: Any) -> InlineSet:
+        """The same for an event loop, of which it takes about a millisecond: a large list is read on another thread.
+
+        If it is cancelled, and nobody else waits for an equal list, encoding stops.
+        """
+        texts = self._copied(choice)
+        if len(texts) <= FEW_TEXTS and sum(len(text) for text in texts if type(text) is str) <= FEW_CHARACTERS:
+            found = self._read(texts)
+        else:
+            found = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts)
+        return await asyncio.wrap_future(self._ask(texts, *found))
+
+    def _copied(self, choice: Any) -> list[Any]:
+        """The list, which nobody can change any more."""
+        if not isinstance(choice, list) or not choice:
+            raise RefusedError("bad items", "choice must be a list of at least one text")
+        if len(choice) > self._config.inline_item_limit:
+            raise RefusedError(
+                "inline limit",
+                f"choice has {len(choice):,} items, the limit of an inline set is {self._config.inline_item_limit:,}: "
+                f"register it with `itemset build` and --item-set, or raise {self._words.option('inline_item_limit')}",
+            )
+        return choice.copy()
+
+    def _read(self, texts: list[Any]) -> tuple[str, int]:
+        """The reference of a list, and what it costs to encode, in `_encode`'s unit.
+
+        It works in parts, so that it keeps no other thread waiting for more than a few milliseconds. Raises
+        RefusedError for an item that is no text, and for too many characters.
+        """
+        digest, characters = hashlib.blake2b(len(texts).to_bytes(8, "little"), digest_size=16), 0
+        parts = [(start, texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
+        for start, part in parts:
+            if set(map(type, part)) != {str}:
+                i = next(i for i, text in enumerate(part) if type(text) is not str)
+                raise RefusedError(
+                    "bad items", f"{NAME.format(start + i)} is no text, but of the type {type(part[i]).__name__}"
+                )
+            lengths = np.fromiter(map(len, part), np.int64, len(part))
+            i = int(lengths.argmax())
+            if lengths[i] > self._item_limit:
+                raise RefusedError(
+                    "inline limit",
+                    f"{named(NAME, start + i, part[i])} has {lengths[i]:,} characters. An item of an inline set may "
+                    f"have {self._item_limit:,} (at {self._words.context}={self._context}): leave it out, or register "
+                    "the set with `itemset build` and --item-set",
+                )
+            characters += int(lengths.sum())
+            if characters > self._config.inline_text_limit:
+                over = int(np.searchsorted(lengths[::-1].cumsum(), characters - self._config.inline_text_limit))
+                raise RefusedError(
+                    "inline limit",
+                    f"choice has more than {self._config.inline_text_limit:,} characters, the limit of an inline set "
+                    f"(passed at {NAME.format(start + len(part) - 1 - over)}): register it with `itemset build` and "
+                    f"--item-set, or raise {self._words.option('inline_text_limit')}",
+                )
+            digest.update(lengths.tobytes())
+        for _, part in parts:
+            digest.update("".join(part).encode("utf-8", "surrogatepass"))
+        return INLINE + digest.hexdigest(), characters + TEXT_COST * len(texts)
+
+    def _ask(self, texts: list[str], reference: str, cost: int) -> Future[InlineSet]:
+        return self._encoder.ask(reference, cost, lambda: self._encode(reference, texts))
+
+    def _encode(self, reference: str, texts: list[str]) -> Steps:
+        """Encode the texts slice by slice, and build their set. Raises ItemSetError that names the first bad item."""
+        tokens: list[NDArray[np.int32]] = []
+        lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+        for start, part in _slices(texts):
+            found, offsets = encode(part, self._tokenizer, before=start, name=NAME)
+            tokens.append(found)
+            lengths.append(np.diff(offsets))
+            self._on_encoded(len(part))
+            self._check(start, part, found, offsets)
+            yield sum(map(len, part)) + TEXT_COST * len(part)
+        item_set = build(Rows(np.concatenate(tokens), np.cumsum(np.concatenate(lengths))))
+        return InlineSet.opened(reference, item_set.to_bytes(), token_ids=True)
+
+    def _check(self, start: int, texts: list[str], tokens: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
+        """Raises ItemSetError where an item cannot be an answer of this model."""
+        lengths = np.diff(offsets)
+        i = int(lengths.argmax())
+        if lengths[i] > self._longest:
+            raise ItemSetError(
+                f"{named(NAME, start + i, texts[i])} has {lengths[i]:,} tokens, longer than {self._words.context}="
+                f"{self._context}: raise {self._words.context_flag} or leave the item out"
+            )
+        for bad, why in (
+            (np.isin(tokens, self._end_tokens), "an end-of-sequence token of the model, at which an answer ends"),
+            (tokens >= self._vocab_size, f"a token id above {self._vocab_size - 1}, the model's last"),
+        ):
+            if bad.any():
+                i = int(np.searchsorted(offsets, int(bad.argmax()), side="right")) - 1
+                raise ItemSetError(f"{named(NAME, start + i, texts[i])} holds {why}: leave the item out")
+
+
+def _warm_up() -> None:
+    """Load the compiled parts of `build`, and of naming an answer's item, for both widths of token ids: no list should
+    wait for another's first use."""
+    for high in (1, 2**16):
+        alike = [high] * 40  # more than sorting compares at once
+        for items in ([[*alike, 1], [*alike, 0], [0], [0]], [[0], [0], [1, high]]):
+            offsets = np.cumsum([0, *map(len, items)])
+            built = build(Rows(np.array([token for item in items for token in item], np.int32), offsets))
+            _ = InlineSet.opened("", built.to_bytes(), token_ids=True)
+            for token in (0, 1 << 16):
+                built.find([token])
+
+
+def _slices(texts: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """The texts in parts of at most SLICE_TEXTS and, unless it is one text, SLICE_CHARACTERS; with their positions."""
+    start, characters = 0, 0
+    for i, text in enumerate(texts):
+        if i - start == SLICE_TEXTS or (i > start and characters + len(text) > SLICE_CHARACTERS):
+            yield start, texts[start:i]
+            start, characters = i, 0
+        characters += len(text)
+    yield start, texts[start:]

@@ -1,0 +1,171 @@
+"""Ranked lists in a front end: within which limits, run offline or beside a server's other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from itemset.item_set import ItemSet
+from itemset.ranking.search import Answer, Best, Pass, Ranked, Search, described
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.config import StaticConfig
+from itemset.serving.request import ListOptions
+
+if TYPE_CHECKING:
+    from itemset.serving.admission import Words
+
+SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
+SLICE = 32  # items of an answer that are written out in one turn of the event loop
+OTHERS_STAY = 1.0  # seconds for which lists make room after they have met another request
+_KEPT = 256  # refusals that are remembered
+
+Result = TypeVar("Result")
+
+
+def search_for(
+    item_set: ItemSet, options: ListOptions, *, end_token: int, config: StaticConfig, words: Words
+) -> Search:
+    """The search for a request's list. Raises RefusedError for what passes the server's limits."""
+    k, width, most = options.k, options.beam, config.ranked_list_passes
+    if width > (limit := config.ranked_list_limit):
+        what, param = (f"ranked list of {k:,}", "n") if k > limit else (f"beam of width {width:,}", "width")
+        raise RefusedError(
+            "beam search",
+            f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
+            f"{words.option('ranked_list_limit')}",
+            param,
+        )
+    if (options.max_passes or 0) > most:
+        raise RefusedError(
+            "beam search",
+            f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
+            f"{words.option('ranked_list_passes')}",
+            "max_passes",
+        )
+    return Search(item_set, end_token=end_token, proof_passes=max(1, most), **asdict(options))
+
+
+def run_together(searches: Sequence[Search], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]) -> list[Best]:
+    """Run searches to their ends, round by round together.
+
+    score: runs passes, each with the index of its search. Raises RefusedError if nothing was found for one of them.
+    """
+    while asked := [(i, one) for i, search in enumerate(searches) for one in search.passes]:
+        answers = iter(score(asked))
+        for search in searches:
+            if search.passes:
+                search.take([next(answers) for _ in search.passes])
+    return [found_some(search.result) for search in searches]
+
+
+def found_some(best: Best) -> Best:
+    """The end of a search. Raises RefusedError if it has found nothing to answer with."""
+    if not best.items:
+        raise RefusedError("beam search", "no item was found before the limit: raise max_passes", "max_passes")
+    return best
+
+
+class Refusals:
+    """Why an engine lets rounds of requests make some lists, or all: remembered, and each reason logged once.
+
+    always: why it lets them make all lists; None if it may make some itself.
+    """
+
+    def __init__(self, warn: Callable[[str, str], None], always: str | None = None) -> None:
+        """warn: of a logger. always: it is known, and logged, already."""
+        self.always = always
+        self._warn, self._of, self._logged = warn, dict[tuple[str, int], str](), set[str]()
+
+    def why(self, reference: str, width: int) -> str | None:
+        """Why rounds must make a list of this set and width, as far as it is known."""
+        return self.always or self._of.get((reference, width))
+
+    def refused(self, reason: str, *, of: tuple[str, int] | None = None, always: bool = False) -> None:
+        """Note that the engine did not make a list. of: this set and width will not be made either."""
+        if always:
+            self.always = reason
+        if of is not None:
+            if len(self._of) >= _KEPT:
+                self._of.clear()
+            self._of[of] = reason
+        if reason not in self._logged and len(self._logged) < _KEPT:
+            self._logged.add(reason)
+            self._warn("A ranked list takes rounds of requests: %s", reason)
+
+
+class Lists:
+    """Runs the ranked lists of a front end, all on one event loop, so that other requests hardly notice.
+
+    The searches' own work is done on one thread of their own. Engine requests are made one in a turn of the loop, list
+    by list, and only so many are under way at a time: half of what the engine takes while the lists have it to
+    themselves, and few beside other requests, whose steps they would make longer.
+    """
+
+    def __init__(self, seats: int, unfinished: Callable[[], int]) -> None:
+        """seats: requests that the engine runs at a time. unfinished: how many it has now, those of lists included."""
+        self._alone, self._beside = max(1, seats // 2), max(1, seats // SHARE_BESIDE)
+        self._unfinished = unfinished
+        self._under_way, self._others_at = 0, -OTHERS_STAY
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "ranked-lists")
+
+    async def run(
+        self, search: Search, ask: Callable[[Pass], Awaitable[Any]], read: Callable[[Pass, Any], Answer]
+    ) -> Best:
+        """Run a search to its end. Cancelled, it cancels what it has asked.
+
+        ask: makes the engine's request for a pass. read: what its output says, called on the thread.
+        Raises RefusedError if nothing was found, and what `ask` raises.
+        """
+
+        def take(outputs: list[Any]) -> None:
+            search.take([read(one, output) for one, output in zip(search.passes, outputs, strict=True)])
+
+        while search.passes:
+            await self._on_thread(take, await self._round(search.passes, ask))
+        return found_some(await self._on_thread(lambda: search.result))
+
+    async def entries(self, best: Best, item_set: ItemSet) -> AsyncGenerator[tuple[Ranked, dict[str, Any]], None]:
+        """Each item found, with what an answer says of it: `described`. Between them others get their turn."""
+        entries = await self._on_thread(described, best, item_set)
+        for i, found in enumerate(zip(best.items, entries, strict=True)):
+            if i % SLICE == 0:
+                await asyncio.sleep(0)
+            yield found
+
+    async def _on_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def _round(self, passes: Sequence[Pass], ask: Callable[[Pass], Awaitable[Any]]) -> list[Any]:
+        tasks: list[asyncio.Future[Any]] = []
+        try:
+            for one in passes:
+                async with self._turn:  # lists take turns, one request each
+                    await self._seat()
+                    tasks.append(asyncio.ensure_future(ask(one)))
+                    self._under_way += 1
+                    tasks[-1].add_done_callback(self._leave)
+                    await asyncio.sleep(0)
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _seat(self) -> None:
+        while self._under_way >= self._limit():
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _leave(self, _: asyncio.Future[Any]) -> None:
+        self._under_way -= 1
+        self._freed.set()
+
+    def _limit(self) -> int:
+        now = time.monotonic()
+        if self._unfinished() > self._under_way:
+            self._others_at = now
+        return self._beside if now - self._others_at < OTHERS_STAY else self._alone

@@ -1,0 +1,142 @@
+"""What a request wants of item sets, judged once, whichever engine took it: which set, and what list of its items."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from itemset.errors import shown
+from itemset.serving.catalogue import InlineSet, RefusedError
+from itemset.serving.words import BEAMS, COMPARED, ELSEWHERE, FILTER, INTERNAL, OPTIONS, REFERENCE, SELECTION, nearest
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """What a request asks of a ranked list: `k` items, and see `itemset.ranking.search.Search`."""
+
+    k: int
+    width: int | None = None
+    exact: bool = False
+    renormalised: bool = False
+    max_passes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
+        for name, flag in (("exact", self.exact), ("renormalised", self.renormalised)):
+            if not isinstance(flag, bool):
+                raise RefusedError("wrong type", f"{name} must be true or false, not {shown(flag)}", name)
+        for name, number, unit in (
+            ("width", self.width, "beams"),
+            ("n", self.k, "items"),
+            ("max_passes", self.max_passes, "forward passes"),
+        ):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise RefusedError(
+                    "wrong type", f"{name} must be a number of {unit}, at least 1, not {shown(number)}", name
+                )
+        if self.width is not None and self.width < self.k:
+            message = f"width={self.width:,} finds no {self.k:,} items: set it to at least {self.k:,}"
+            raise RefusedError("beam search", message, "width")
+
+    @property
+    def beam(self) -> int:
+        """How many beams: `width`, or as many as items."""
+        return self.width or self.k
+
+
+@dataclass(frozen=True)
+class ItemRequest:
+    """The set that a request names or brings, one of both, and the ranked list of its items that it asks for, if any.
+
+    item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
+    left of the registered one. item_filter, exclude_keys, only_keys: what chooses among its items, see `views.view`.
+    """
+
+    item_set: str | None = None
+    choice: list[str] | InlineSet | None = field(default=None, repr=False)
+    ranked: ListOptions | None = None
+    item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
+    exclude_keys: list[Any] | None = field(default=None, repr=False)
+    only_keys: list[Any] | None = field(default=None, repr=False)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it wants only some items of its registered set, and these are still to be found."""
+        chosen = (self.item_filter, self.exclude_keys, self.only_keys)
+        return self.choice is None and any(one is not None for one in chosen)
+
+    @classmethod
+    def of(
+        cls,
+        named: Sequence[Any],
+        choices: Sequence[Any],
+        given: Mapping[str, Any],
+        *,
+        k: int | None = None,
+        where: str,
+        constraints: Sequence[str],
+        other: bool = False,
+    ) -> ItemRequest | None:
+        """Judge what a request says; None if it has no set.
+
+        named, choices: each name and each inline list that it gives, None for none. given: all fields among which
+        options of a list may stand, which its sender knows as `where`. k: items of the list that it asks for, None for
+        no list. constraints: what its sender may choose from; other: whether it has one that is no set.
+        Raises RefusedError for what contradicts itself, has another type, is misspelled, or would be ignored.
+        """
+        for key in INTERNAL:
+            if key in given:
+                raise RefusedError(
+                    "wrong type", f"{key} is not for requests: name the set as item_set, or send a choice", key
+                )
+        named, choices = ([value for value in values if value is not None] for values in (named, choices))
+        selection = {word: given[word] for word in SELECTION if given.get(word) is not None}
+        for word, value in selection.items():
+            if not named:
+                message = f"{word} chooses among the items of a registered set: name the set as {REFERENCE}"
+                raise RefusedError("wrong type", message, word)
+            kind, example = (dict, "an object of conditions") if word == FILTER else (list, "a list of keys")
+            if not isinstance(value, kind):
+                raise RefusedError("wrong type", f"{word} must be {example}, not {shown(value)}", word)
+        if not named and not choices:
+            for key in islice(given, COMPARED):
+                if key != REFERENCE and nearest(key, (REFERENCE,)):
+                    raise RefusedError(
+                        "wrong type", f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE
+                    )
+            return None
+        for name in named:
+            if not isinstance(name, str):
+                message = f"item_set must be the name of an item set, a string, not {shown(name)}"
+                raise RefusedError("wrong type", message, REFERENCE)
+            if name != named[0]:
+                message = "two fields name different item sets, which exclude each other: give one"
+                raise RefusedError("two constraints", message, REFERENCE)
+        if len(choices) + bool(named) + other > 1:
+            *first, last = constraints
+            message = f"{', '.join(first)} and {last} (or response_format) exclude each other: give one"
+            raise RefusedError("two constraints", message, REFERENCE)
+        check_options(given, ranked=k is not None)
+        options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
+        ranked = None if k is None else ListOptions(k, **options)
+        return cls(named[0] if named else None, choices[0] if choices else None, ranked, **selection)
+
+
+def check_options(given: Mapping[str, Any], *, ranked: bool) -> None:
+    """Raises RefusedError for a misspelled option of a ranked list, and for one without a list.
+
+    given: fields of a request with a set, ours among them.
+    """
+    for key in (*islice(given, COMPARED), *given.keys() & OPTIONS):
+        word = ELSEWHERE.get(key) or nearest(key, (*OPTIONS, BEAMS, *SELECTION))
+        if word not in (None, key):
+            raise RefusedError("wrong type", f"there is no field {shown(key)}: did you mean {word}?", key)
+        if word in OPTIONS and given[key] is not None and not ranked:
+            raise RefusedError(
+                "beam search",
+                f"{word} is for ranked lists: add use_beam_search and n (beside sampling parameters: beam_width), or "
+                "leave it out",
+                word,
+            )

@@ -1,0 +1,1 @@
+"""One item set's tables: made from rows, walked, numbered, kept in a file."""

@@ -1,0 +1,282 @@
+"""Attributes: typed columns beside the keys, a row for each key, in the index file as one Arrow stream.
+
+Texts with few distinct values are numbers into a dictionary there, so that a filter compares the dictionary's few texts
+and takes the rest by number. The stream's batches lie in the mapped file: reading copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+
+BATCH_ROWS = 1 << 20  # of the stream
+MAX_DICTIONARY = 1 << 15  # distinct texts that are stored as numbers
+KINDS = "bools, integers, floats, strings, dates, timestamps or lists of strings"
+_AGAIN = "build it again with `itemset build`"
+_TEXT = pa.large_string()
+
+
+def kind_of(kind: Any) -> str:
+    """Return what people call a column of this Arrow type."""
+    if pa.types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    for name, holds in (
+        ("bool", pa.types.is_boolean),
+        ("integer", pa.types.is_integer),
+        ("float", pa.types.is_floating),
+        ("date", pa.types.is_date),
+        ("timestamp", pa.types.is_timestamp),
+        ("string", is_text),
+    ):
+        if holds(kind):
+            return name
+    return f"list of {kind_of(kind.value_type)}s" if is_list(kind) else str(kind)
+
+
+def is_text(kind: Any) -> bool:
+    """Return whether a type is one of Arrow's strings."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether a type is one of Arrow's lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def as_attributes(given: Any, rows: int) -> pa.Table:
+    """Return a table of the types that are stored, before texts become numbers. given: a table, or columns by name.
+
+    Raises ItemSetError: no table of so many rows, a name that is empty, double or begins with $, or a type that is not
+    stored.
+    """
+    try:
+        table = given if isinstance(given, pa.Table) else pa.table(dict(given))
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ItemSetError(f"attributes must be a pyarrow Table, or columns by name: {error}") from error
+    if len(table) != rows:
+        raise ItemSetError(f"{len(table):,} rows of attributes for {rows:,} items: give one row for each item")
+    return pa.table([_plain(name, table.column(i)) for i, name in enumerate(table.column_names)], _names(table))
+
+
+def _names(table: pa.Table) -> list[str]:
+    names: list[str] = table.column_names
+    for name in names:
+        if not name or name.startswith("$"):
+            raise ItemSetError(f"{name!r} cannot be an attribute's name: rename the column")
+        if names.count(name) > 1:
+            raise ItemSetError(f"there is more than one attribute {name!r}: rename one")
+    return names
+
+
+def _plain(name: str, column: Any) -> Any:
+    """Return the column with the type that stands for its own here."""
+    kind, wanted = column.type, None
+    if pa.types.is_dictionary(kind):
+        return _plain(name, column.cast(kind.value_type))
+    if is_text(kind):
+        wanted = _TEXT
+    elif is_list(kind) and (is_text(kind.value_type) or pa.types.is_dictionary(kind.value_type)):
+        wanted = pa.large_list(_TEXT)
+    elif pa.types.is_float16(kind):
+        wanted = pa.float32()
+    elif pa.types.is_date(kind):
+        wanted = pa.date32()
+    elif _is_simple(kind):
+        wanted = kind
+    if wanted is None:
+        raise ItemSetError(f"attribute {name!r} holds {kind}: attributes are {KINDS}")
+    try:
+        column = column if kind == wanted else column.cast(wanted)
+    except pa.ArrowException as error:  # an older pyarrow that cannot
+        raise ItemSetError(f"attribute {name!r} holds {kind}, which this pyarrow cannot cast: cast it") from error
+    if is_list(wanted) and any(chunk.flatten().null_count for chunk in column.chunks):
+        raise ItemSetError(f"a list of attribute {name!r} holds a missing value: give every text")
+    return column
+
+
+def _is_simple(kind: Any) -> bool:
+    simple = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_timestamp)
+    return any(holds(kind) for holds in simple)
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one attribute is stored.
+
+    plain: its type as `as_attributes` gives it. texts: its distinct texts, ascending, if they are stored as numbers.
+    """
+
+    name: str
+    plain: Any
+    texts: pa.Array | None = None
+
+    @property
+    def type(self) -> Any:
+        """Its Arrow type in the file."""
+        if self.texts is None:
+            return self.plain
+        stored = pa.dictionary(self._numbers, _TEXT)
+        return pa.large_list(stored) if is_list(self.plain) else stored
+
+    @property
+    def _numbers(self) -> Any:
+        return pa.int8() if self.texts is not None and len(self.texts) <= 1 << 7 else pa.int16()
+
+    @property
+    def packed(self) -> Any:
+        """The type of what `pack` returns."""
+        if is_list(self.plain):
+            return pa.large_list(self._inner.packed)
+        return _packed(self.plain) if self.texts is None else self._numbers
+
+    def pack(self, array: pa.Array) -> pa.Array:
+        """Return a chunk as what sorts and gathers fast anywhere: bools, numbers, texts, or lists of these."""
+        if is_list(self.plain):
+            return _listed(array, self._inner.pack(array.flatten()))
+        if self.texts is not None:
+            return pc.index_in(array, value_set=self.texts).cast(self._numbers)
+        return array.view(self.packed)
+
+    def unpack(self, array: pa.Array) -> pa.Array:
+        """Return packed values as the file has them: equal values are equal bytes."""
+        if is_list(self.plain):
+            return _listed(array, self._inner.unpack(array.flatten()))
+        if is_text(array.type):
+            return array.cast(_TEXT)
+        if array.null_count:  # what lies at missing values is anything
+            missing = pc.is_null(array).to_numpy(zero_copy_only=False)
+            filled = pc.fill_null(array, pa.scalar(0, pa.int8()).cast(array.type))
+            array = pa.array(filled.to_numpy(zero_copy_only=False), array.type, mask=missing)
+        if self.texts is not None:
+            return pa.DictionaryArray.from_arrays(array, self.texts)
+        return array.view(self.plain)
+
+    @property
+    def _inner(self) -> Column:
+        return Column(self.name, self.plain.value_type, self.texts)
+
+
+def _packed(kind: Any) -> Any:
+    if pa.types.is_timestamp(kind):
+        return pa.int64()
+    return pa.int32() if pa.types.is_date32(kind) else kind
+
+
+def _listed(lists: pa.Array, values: pa.Array) -> pa.Array:
+    """Return lists of the same lengths with these values."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    offsets = pa.array(np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64))))
+    mask = pc.is_null(lists) if lists.null_count else None
+    return pa.LargeListArray.from_arrays(offsets, values, mask=mask)
+
+
+class Survey:
+    """Finds out, batch by batch, how the columns of a table are to be stored."""
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        texts = [field.name for field in schema if field.type == _TEXT or is_list(field.type)]
+        self._texts: dict[str, pa.Array] = dict.fromkeys(texts, pa.array([], _TEXT))
+
+    def add(self, table: pa.Table) -> None:
+        for batch in table.to_batches(max_chunksize=1 << 18):
+            for name, seen in list(self._texts.items()):
+                column = batch.column(name)
+                column = column.flatten() if is_list(column.type) else column
+                found = pc.unique(pa.concat_arrays([seen, pc.unique(column).drop_null()]))
+                if len(found) > MAX_DICTIONARY:
+                    del self._texts[name]
+                else:
+                    self._texts[name] = found
+
+    def columns(self) -> list[Column]:
+        texts = {name: seen.take(pc.sort_indices(seen)) for name, seen in self._texts.items()}
+        return [Column(field.name, field.type, texts.get(field.name)) for field in self._schema]
+
+
+class Writer:
+    """Writes packed columns to `sink`, in batches of the same rows whatever batches they come in."""
+
+    def __init__(self, sink: Any, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        self._schema = pa.schema([(column.name, column.type) for column in columns])
+        self._stream = pa.ipc.new_stream(sink, self._schema)
+        self._waiting: list[pa.Table] = []
+
+    def append(self, packed: pa.Table) -> None:
+        self._waiting.append(packed)
+        while sum(map(len, self._waiting)) >= BATCH_ROWS:
+            self._write(BATCH_ROWS)
+
+    def close(self) -> None:
+        self._write(sum(map(len, self._waiting)))
+        self._stream.close()
+
+    def _write(self, rows: int) -> None:
+        table = pa.concat_tables(self._waiting)
+        self._waiting = [table.slice(rows)]
+        if rows:
+            parts = [_one(table.column(i).slice(0, rows)) for i in range(len(self._columns))]
+            arrays = [column.unpack(part) for column, part in zip(self._columns, parts, strict=True)]
+            self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
+
+
+def _one(column: Any) -> pa.Array:
+    whole = column.combine_chunks()
+    return pa.concat_arrays(whole.chunks) if isinstance(whole, pa.ChunkedArray) else whole
+
+
+def _is_stored(kind: Any) -> bool:
+    if pa.types.is_large_list(kind):
+        return kind.value_type == _TEXT or (pa.types.is_dictionary(kind.value_type) and _is_stored(kind.value_type))
+    if pa.types.is_dictionary(kind):
+        return kind.value_type == _TEXT and kind.index_type in (pa.int8(), pa.int16())
+    return kind == _TEXT or kind == pa.date32() or (_is_simple(kind) and not pa.types.is_float16(kind))
+
+
+def packed(table: pa.Table, columns: Sequence[Column]) -> pa.Table:
+    """Return the columns of what `as_attributes` returned, each as `Column.pack` does."""
+    return pa.table({column.name: column.pack(_one(table.column(column.name))) for column in columns})
+
+
+def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the stream of these rows of what `as_attributes` returned, in this order."""
+    survey = Survey(table.schema)
+    survey.add(table)
+    columns = survey.columns()
+    sink = pa.BufferOutputStream()
+    writer = Writer(sink, columns)
+    writer.append(packed(table, columns).take(pa.array(order)))
+    writer.close()
+    return np.frombuffer(sink.getvalue(), np.uint8)
+
+
+def from_section(section: NDArray[np.uint8] | None, rows: int) -> pa.Table:
+    """Return the table over the section's own memory: no columns if there is none.
+
+    Everything in it is checked, which reads it once: what a filter computes with it then stays inside. Raises
+    ItemSetError if it is damaged.
+    """
+    if section is None:
+        return pa.table({"none": pa.nulls(rows)}).select([])
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(section)) as reader:
+            table = reader.read_all()
+        table.validate(full=True)
+        if len(table) != rows or not all(map(_is_stored, table.schema.types)):
+            raise ValueError(f"{len(table)} rows of {table.schema.types} for {rows} keys")
+        _names(table)
+    except (pa.ArrowException, ValueError, TypeError, KeyError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ItemSetError(
+            f"the index is corrupted, its attributes cannot be read ({reason:.200}): {_AGAIN}"
+        ) from error
+    return table

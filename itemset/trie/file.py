@@ -1,0 +1,249 @@
+"""The index file: a checked prelude, a header that describes itself, then raw aligned arrays.
+
+Prelude, 32 bytes: magic (8), format version (uint32), header length (uint32), file length (uint64), CRC-32 of the
+header and of the prelude up to here (uint32), zero (uint32). The header is JSON. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.text import TokenizerId
+
+FORMAT = 1
+_MAGIC = b"ITEMSET\n"
+_PRELUDE = struct.Struct("<8sIIQII")
+_ALIGN = 64
+_DTYPES = {"uint8", "uint16", "uint32", "int64"}
+_AGAIN = "build it again with `itemset build`"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One array: `count` values of `dtype` from byte `offset` of the file on, with their CRC-32."""
+
+    name: str
+    dtype: str
+    count: int
+    offset: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the file says of itself. Equal sets have equal digests, whatever their keys."""
+
+    items: int
+    duplicates: int
+    shortest: int
+    longest: int
+    level_nodes: tuple[int, ...]
+    level_edges: tuple[int, ...]
+    tail_tokens: int
+    token_bits: int
+    vocab_size: int | None
+    tokenizer: TokenizerId | None
+    prefix: str
+    digest: str
+    sections: tuple[Section, ...] = ()
+
+
+def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
+    """Yield the file in pieces."""
+    import msgspec
+
+    parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
+    checksums = {name: zlib.crc32(part) for name, part in parts.items()}
+
+    def layout(start: int) -> tuple[Section, ...]:
+        sections, offset = [], start
+        for name, array in arrays.items():
+            sections.append(Section(name, array.dtype.name, array.size, offset, checksums[name]))
+            offset = _aligned(offset + parts[name].nbytes)
+        return tuple(sections)
+
+    # The header holds the offsets, so its own length is found with a start that is surely too far.
+    probe = msgspec.json.encode(replace(header, sections=layout(1 << 48)))
+    start = _aligned(_PRELUDE.size + len(probe))
+    sections = layout(start)
+    body = msgspec.json.encode(replace(header, sections=sections)).ljust(start - _PRELUDE.size)
+    size = max(section.offset + parts[section.name].nbytes for section in sections)
+    unchecked = _PRELUDE.pack(_MAGIC, FORMAT, len(body), size, 0, 0)[:24]
+    yield unchecked + struct.pack("<II", zlib.crc32(body, zlib.crc32(unchecked)), 0)
+    yield body
+    position = start
+    for section in sections:
+        yield bytes(section.offset - position)
+        yield parts[section.name]
+        position = section.offset + parts[section.name].nbytes
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def to_bytes(header: Header, arrays: dict[str, NDArray[Any]]) -> bytes:
+    """Return the whole file as bytes."""
+    return b"".join(_encode(header, arrays))
+
+
+def write(path: str | os.PathLike[str], header: Header, arrays: dict[str, NDArray[Any]]) -> None:
+    """Write the file under no name if the system can, else under a temporary one, and put it in place at once.
+
+    Raises ItemSetError if the folder is missing or not writable.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # of a build that was killed
+        descriptor, nameless = _open_nameless(path.parent, temporary)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                for piece in _encode(header, arrays):
+                    file.write(piece)
+                file.flush()
+                os.fsync(descriptor)
+            if nameless:
+                # Python follows the link only if a folder's descriptor is given; an absolute path ignores it.
+                os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor, follow_symlinks=True)
+            os.replace(temporary, path)
+        finally:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ItemSetError(f"cannot write {path}: {error.strerror}: choose a folder you can write to") from error
+
+
+def _open_nameless(folder: Path, temporary: Path) -> tuple[int, bool]:
+    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o644), True
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+    return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), False
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open an index file for reading. Raises ItemSetError: no such file, a directory or a pipe, or not readable."""
+    try:
+        mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for a writer
+        if stat.S_ISDIR(mode):
+            raise ItemSetError(f"{path} is a directory, not an index file: name the file in it")
+        if not stat.S_ISREG(mode):
+            raise ItemSetError(f"{path} is a pipe, a socket or a device: give a file that `itemset build` wrote")
+        return open(path, "rb")
+    except FileNotFoundError as error:
+        raise ItemSetError(f"{path}: no such file: build it with `itemset build`") from error
+    except OSError as error:
+        raise ItemSetError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str, NDArray[Any]]]:
+    """Map the file into memory. name: what errors call it; its path by default.
+
+    Raises ItemSetError as `open_file` and `parse` do.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    return parse(buffer, name or str(path))
+
+
+def version(path: str | os.PathLike[str], name: str = "") -> str:
+    """Check the whole file, and hash its prelude and header, which hold the checksum of everything else, in hex.
+
+    The file is read, not mapped: if it is cut meanwhile, that is an error and not the end of the process.
+    Raises ItemSetError as `open_file`, `parse` and `check` do.
+    """
+    name = name or str(path)
+    try:
+        with open_file(path) as file:
+            start = file.read(_PRELUDE.size)
+            start += file.read(_header_size(start))
+            header = _parse_header(start, os.fstat(file.fileno()).st_size, name)
+            for section in header.sections:
+                crc, left = 0, section.count * np.dtype(section.dtype).itemsize
+                file.seek(section.offset)
+                while left and (piece := file.read(min(left, 1 << 20))):
+                    crc, left = zlib.crc32(piece, crc), left - len(piece)
+                if left or crc != section.crc32:
+                    raise _damaged(name, section)
+    except OSError as error:
+        raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
+    return hashlib.blake2b(start, digest_size=16).hexdigest()
+
+
+def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArray[Any]]]:
+    """Return the header, and read-only arrays that keep `buffer` alive. Section checksums are left to `check`.
+
+    Raises ItemSetError: not an index file, another format version, truncated, or a header that does not fit itself.
+    """
+    start = bytes(buffer[: _PRELUDE.size])
+    start += bytes(buffer[_PRELUDE.size : _PRELUDE.size + _header_size(start)])
+    header, arrays = _parse_header(start, len(buffer), name), {}
+    for section in header.sections:
+        arrays[section.name] = np.frombuffer(buffer, section.dtype, section.count, section.offset)
+        arrays[section.name].flags.writeable = False
+    return header, arrays
+
+
+def _header_size(prelude: bytes) -> int:
+    return int(_PRELUDE.unpack(prelude)[2]) if len(prelude) == _PRELUDE.size else 0
+
+
+def _parse_header(start: bytes, length: int, name: str) -> Header:
+    """Return the header of a file of `length` bytes. start: its prelude and header."""
+    import msgspec
+
+    if start[: len(_MAGIC)] != _MAGIC[: len(start)] or not start:
+        raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
+    if len(start) < _PRELUDE.size:
+        raise ItemSetError(f"{name} is truncated, it has {length} bytes: {_AGAIN}")
+    _, format_version, _, size, crc, _ = _PRELUDE.unpack_from(start)
+    if format_version != FORMAT:
+        mend = "upgrade static-backend" if format_version > FORMAT else _AGAIN
+        raise ItemSetError(
+            f"{name} has the {'newer' if format_version > FORMAT else 'older'} format version {format_version}, "
+            f"this is version {FORMAT}: {mend}"
+        )
+    if length < size:
+        raise ItemSetError(f"{name} is truncated, it has {length:,} of {size:,} bytes: {_AGAIN}")
+    body = start[_PRELUDE.size :]
+    if length != size or zlib.crc32(body, zlib.crc32(start[:24])) != crc:
+        raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {_AGAIN}")
+    try:
+        header = msgspec.json.decode(body, type=Header)
+        for section in header.sections:
+            if section.dtype not in _DTYPES or section.offset % _ALIGN or section.offset < 0:
+                raise ValueError(f"section {section.name}")
+            if not 0 <= section.count * np.dtype(section.dtype).itemsize <= length - section.offset:
+                raise ValueError(f"section {section.name} has no room")
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ItemSetError(f"{name} is corrupted, its header is not valid ({error}): {_AGAIN}") from error
+    return header
+
+
+def check(header: Header, arrays: dict[str, NDArray[Any]], name: str) -> None:
+    """Compare every section with its checksum. Raises ItemSetError, which names the first that differs."""
+    for section in header.sections:
+        if zlib.crc32(arrays[section.name].data) != section.crc32:
+            raise _damaged(name, section)
+
+
+def _damaged(name: str, section: Section) -> ItemSetError:
+    return ItemSetError(f"{name} is corrupted, section {section.name} does not match its checksum: {_AGAIN}")

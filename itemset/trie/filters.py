@@ -1,0 +1,380 @@
+"""Filters: which rows of the attributes pass a query in the language of MongoDB, Pinecone and Chroma.
+
+{"region": {"$in": ["DE", "AT"]}, "in_stock": true, "released": {"$gte": "2026-11-14"}}
+
+A query is an object. Its entries must all hold; each is a condition on an attribute, "$and" or "$or" with a list of
+queries, or "$not" with a query. A condition is a value, which means "$eq", or an object of operators that must all
+hold: "$eq", "$ne", "$gt", "$gte", "$lt", "$lte" with a value; "$in", "$nin" with a list of values; "$exists" with true
+or false; "$not" with an object of operators.
+
+A missing value passes "$exists": false, "$ne", "$nin" and whatever "$not" turns around, and nothing else. A list passes
+"$eq", "$in" and the comparisons if one of its strings does, and "$ne" and "$nin" if none of them passes the opposite.
+Values have the attribute's type. Integers and floats take each other's; a value is rounded to a float attribute's type.
+Dates and timestamps take ISO strings ("2026-11-14", "2026-11-14T12:00:00+01:00"): UTC unless they say otherwise, and
+midnight without a time. Strings are in the order of their code points. NaN passes only what a missing value would, and
+"$exists": true.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.trie.attributes import BATCH_ROWS, is_list, kind_of
+
+MAX_DEPTH = 16  # of a query's objects
+MAX_CONDITIONS = 100
+MAX_VALUES = 10_000  # of a list
+_THREADS = 4
+_FEW = 32  # values of a list: to compare with each of them is faster than Arrow's hash table
+_TABLE = 1 << 20  # between the least and the greatest of more integers: then a table of all between is faster still
+_SHOWN = 60  # characters of a value in a message
+_NAMED = 20  # attributes in a message
+_COMPARED = {"$gt": "greater", "$gte": "greater_equal", "$lt": "less", "$lte": "less_equal"}
+_OPERATORS = ("$eq", "$ne", *_COMPARED, "$in", "$nin", "$exists", "$not")
+_JOINED = ("$and", "$or", "$not")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+Rows = NDArray[np.bool_]
+Test = Callable[[pa.RecordBatch], Rows]
+
+
+class _Condition(NamedTuple):
+    """Which rows of a batch pass, and what a message calls it."""
+
+    name: str
+    test: Test
+
+
+def passing(query: Mapping[str, Any], attributes: pa.Table) -> Rows:
+    """Return which rows pass the query: [rows].
+
+    Raises ItemSetError, which names the attribute and its type: one that is not there (then those that are), an
+    operator or a value that does not go with it, a malformed query, or one over the limits.
+    """
+    test = _all(_Reader(attributes.schema).query(query, 0))
+    parts = _each(test, attributes)
+    return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
+
+
+def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
+    """Say how many rows each condition of the query leaves on its own. Raises ItemSetError as `passing` does."""
+
+    def counted(test: Test) -> int:
+        return sum(_each(lambda batch: int(np.count_nonzero(test(batch))), attributes))
+
+    conditions = _Reader(attributes.schema).query(query, 0)
+    return ", ".join(f"{name} leaves {counted(test):,}" for name, test in conditions)
+
+
+def _each(work: Callable[[pa.RecordBatch], Any], attributes: pa.Table) -> list[Any]:
+    """Return the results of `work` for each batch, in a few threads: Arrow and NumPy compute beside each other."""
+    batches = attributes.to_batches(max_chunksize=BATCH_ROWS)
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(batches))
+    if threads < 2:
+        return [work(batch) for batch in batches]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, batches))
+
+
+class _Reader:
+    """Turns a query into conditions, and refuses what is none."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._conditions = 0
+
+    def query(self, query: Any, depth: int) -> list[_Condition]:
+        """Return conditions that must all hold."""
+        if not isinstance(query, Mapping):
+            raise ItemSetError(f'a filter is an object such as {{"region": "DE"}}, not {_shown(query)}')
+        if depth > MAX_DEPTH:
+            raise ItemSetError(f"the filter is nested more than {MAX_DEPTH} deep: write it flatter")
+        if not query:  # which takes a pass over the rows too
+            self._count()
+        conditions: list[_Condition] = []
+        for name, value in query.items():
+            if name == "$not":
+                conditions.append(_Condition(f"$not {_shown(value)}", _not(_all(self.query(value, depth + 1)))))
+            elif name in _JOINED:
+                if not isinstance(value, list | tuple) or not value:
+                    raise ItemSetError(f"{name} takes a list of filters, not {_shown(value)}")
+                parts = [self.query(part, depth + 1) for part in value]
+                if name == "$and":
+                    conditions.extend(condition for part in parts for condition in part)
+                else:
+                    conditions.append(_Condition(f"$or {_shown(value)}", _any([_all(part) for part in parts])))
+            else:
+                conditions.extend(self._attribute(name, value, depth + 1))
+        return conditions
+
+    def _attribute(self, name: Any, value: Any, depth: int) -> list[_Condition]:
+        if isinstance(name, str) and name.startswith("$"):
+            mend = "it stands after an attribute" if name in _OPERATORS else f"use {', '.join(_JOINED)}"
+            raise ItemSetError(f'{_shown(name)} is no filter: {mend}, as in {{"region": {{"$eq": "DE"}}}}')
+        if name not in self._schema.names:  # Arrow's own search raises for what is no text
+            raise ItemSetError(f"there is no attribute {_shown(name)}: {self._known()}")
+        index = self._schema.names.index(name)
+        if isinstance(value, Mapping):
+            return self._operators(index, value, depth)
+        if isinstance(value, list | tuple):
+            raise ItemSetError(f'{self._named(index)} was given a list: write {{"$in": {_shown(value)}}}')
+        return self._operators(index, {"$eq": value}, depth)
+
+    def _operators(self, index: int, operators: Mapping[str, Any], depth: int) -> list[_Condition]:
+        if depth > MAX_DEPTH:
+            raise ItemSetError(f"the filter is nested more than {MAX_DEPTH} deep: write it flatter")
+        if not operators:
+            raise ItemSetError(f"{self._named(index)} has an empty condition: give an operator such as $eq")
+        return [self._operator(index, operator, value, depth) for operator, value in operators.items()]
+
+    def _operator(self, index: int, operator: str, value: Any, depth: int) -> _Condition:
+        self._count()
+        name = f"{_shown(self._schema.field(index).name)} {operator} {_shown(value)}"
+        if operator == "$not":
+            if not isinstance(value, Mapping):
+                raise ItemSetError(f"$not of {self._named(index)} takes an object of operators, not {_shown(value)}")
+            return _Condition(name, _not(_all(self._operators(index, value, depth + 1))))
+        if operator not in _OPERATORS:
+            raise ItemSetError(
+                f"{self._named(index)} was given the operator {_shown(operator)}: use one of {', '.join(_OPERATORS)}"
+            )
+        if operator == "$exists":
+            if not isinstance(value, bool):
+                raise ItemSetError(f"$exists of {self._named(index)} takes true or false, not {_shown(value)}")
+            test: Test = lambda batch: _valid(_indices(batch.column(index)))  # noqa: E731
+            return _Condition(name, test if value else _not(test))
+        positive = {"$ne": "$eq", "$nin": "$in"}.get(operator, operator)
+        values = [value]
+        if positive == "$in":
+            if not isinstance(value, list | tuple):
+                raise ItemSetError(f"{operator} of {self._named(index)} takes a list, not {_shown(value)}")
+            if len(value) > MAX_VALUES:
+                raise ItemSetError(
+                    f"{operator} of {self._named(index)} has {len(value):,} values, the limit is {MAX_VALUES:,}"
+                )
+            values = list(value)
+        compare = self._comparison(index, positive, values)
+        test = lambda batch: _where(batch.column(index), compare)  # noqa: E731
+        return _Condition(name, test if positive == operator else _not(test))
+
+    def _count(self) -> None:
+        self._conditions += 1
+        if self._conditions > MAX_CONDITIONS:
+            raise ItemSetError(f"the filter has more than {MAX_CONDITIONS} conditions: use $in, or fewer")
+
+    def _comparison(self, index: int, operator: str, values: list[Any]) -> Callable[[pa.Array], Rows]:
+        """Return what compares an array of single values."""
+        kind = self._schema.field(index).type
+        while is_list(kind) or pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        label = kind_of(kind)
+        if label == "bool" and operator in _COMPARED:
+            raise ItemSetError(f"{self._named(index)} takes $eq, $ne, $in, $nin and $exists, not {operator}")
+        read = _READ.get(label)
+        if read is None:
+            raise ItemSetError(f"{self._named(index)} is of a type that filters do not know: cast it")
+        taken = []
+        for value in values:
+            try:
+                taken.append(read(value, kind))
+            except (TypeError, ValueError, OverflowError):
+                raise ItemSetError(
+                    f"{operator} of {self._named(index)} was given {_shown(value)}: give {_WANTED[label]}"
+                ) from None
+        if label in ("integer", "date", "timestamp"):
+            return _whole_numbers(operator, taken, kind)
+        if operator == "$in":
+            return _one_of(taken, kind)
+        scalar, compute = pa.scalar(taken[0], kind), _COMPARED.get(operator, "equal")
+        return lambda array: _bools(pc.call_function(compute, [array, scalar]))
+
+    def _named(self, index: int) -> str:
+        field = self._schema.field(index)
+        return f"{_shown(field.name)} ({kind_of(field.type)})"
+
+    def _known(self) -> str:
+        each = [f"{_shown(field.name)} ({kind_of(field.type)})" for field in self._schema]
+        if not each:
+            return "the set has none"
+        more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+        return f"the set has {', '.join(each[:_NAMED])}{more}"
+
+
+def _number(value: Any, kind: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError
+    return float(value) if pa.types.is_floating(kind) else value
+
+
+def _string(value: Any, kind: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    value.encode()  # half of a surrogate pair is a ValueError
+    return value
+
+
+def _truth(value: Any, kind: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _moment(value: Any, kind: Any) -> Fraction:
+    """Return a date or a time, in units of the type since 1970."""
+    moment = datetime.fromisoformat(value)
+    since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - _EPOCH
+    seconds = Fraction(since.days * 86_400 + since.seconds) + Fraction(since.microseconds, 10**6)
+    return seconds / 86_400 if pa.types.is_date(kind) else seconds * _PER_SECOND[kind.unit]
+
+
+_READ: dict[str, Callable[[Any, Any], Any]] = {
+    "bool": _truth, "integer": _number, "float": _number, "string": _string, "date": _moment, "timestamp": _moment,
+}  # fmt: skip
+_WANTED = {
+    "bool": "true or false", "integer": "a number", "float": "a number", "string": "a string",
+    "date": 'an ISO date such as "2026-11-14"', "timestamp": 'an ISO time such as "2026-11-14T12:00:00Z"',
+}  # fmt: skip
+
+
+def _whole_numbers(operator: str, values: list[Any], kind: Any) -> Callable[[pa.Array], Rows]:
+    """Compare integers, and what is stored as integers, with numbers of any size and fraction."""
+    number = kind if pa.types.is_integer(kind) else pa.int32() if pa.types.is_date32(kind) else pa.int64()
+    limits = np.iinfo(str(number))
+    low, high = int(limits.min), int(limits.max)
+    if operator in ("$eq", "$in"):
+        whole = [int(value) for value in values if value == math.floor(value) and low <= value <= high]
+        near = len(whole) > _FEW and max(whole) - min(whole) < _TABLE
+        found = _in_table(whole, number) if near else _one_of(whole, number)
+        return lambda array: found(array.view(number))
+    value = values[0]
+    if operator in ("$gt", "$gte"):
+        bound, compute = math.floor(value) + 1 if operator == "$gt" else math.ceil(value), "greater_equal"
+        every, none = bound <= low, bound > high
+    else:
+        bound, compute = math.ceil(value) - 1 if operator == "$lt" else math.floor(value), "less_equal"
+        every, none = bound >= high, bound < low
+    if every:
+        return _valid
+    if none:
+        return lambda array: np.zeros(len(array), np.bool_)
+    scalar = pa.scalar(bound, number)
+    return lambda array: _bools(pc.call_function(compute, [array.view(number), scalar]))
+
+
+def _in_table(values: list[int], kind: Any) -> Callable[[pa.Array], Rows]:
+    """Look integers up in a table of all from the least to the greatest of `values`."""
+    dtype = np.dtype(str(kind))
+    first, last = min(values), max(values)
+    table = np.zeros(last - first + 1, np.bool_)
+    table[[value - first for value in values]] = True
+
+    def found(array: pa.Array) -> Rows:
+        numbers = np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
+        inside = (numbers >= first) & (numbers <= last)
+        places = numbers.clip(first, last)
+        if dtype.itemsize < 8:
+            places = places.astype(np.int64)  # in which their differences have room
+        rows: Rows = table[(places - places.dtype.type(first)).astype(np.intp)] & inside & _valid(array)
+        return rows
+
+    return found
+
+
+def _one_of(values: list[Any], kind: Any) -> Callable[[pa.Array], Rows]:
+    if len(values) > _FEW:
+        options = pc.SetLookupOptions(pa.array(values, kind))
+        return lambda array: _bools(pc.call_function("is_in", [array], options))
+    scalars = [pa.scalar(value, kind) for value in values]
+    if not scalars:
+        return lambda array: np.zeros(len(array), np.bool_)
+    return lambda array: _bools(functools.reduce(pc.or_, (pc.equal(array, scalar) for scalar in scalars)))
+
+
+def _where(array: pa.Array, compare: Callable[[pa.Array], Rows]) -> Rows:
+    """Return where a comparison of single values holds: of a list, for one of its values."""
+    if is_list(array.type):
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
+        ends = np.cumsum(lengths)
+        before = np.concatenate((np.zeros(1, np.int64), np.cumsum(_where(array.flatten(), compare))))
+        found: Rows = before[ends] > before[ends - lengths]
+        return found
+    if pa.types.is_dictionary(array.type):
+        # The dictionary's values are compared, and each row takes what came of its own.
+        of_values = pa.array(compare(array.dictionary).view(np.uint8))
+        if not len(of_values):
+            return np.zeros(len(array), np.bool_)
+        taken = pc.take(of_values, array.indices, boundscheck=False)
+        return np.frombuffer(taken.buffers()[1], np.bool_, len(taken), taken.offset) & _valid(taken)
+    return compare(array)
+
+
+def _indices(array: pa.Array) -> pa.Array:
+    return array.indices if pa.types.is_dictionary(array.type) else array
+
+
+def _valid(array: pa.Array) -> Rows:
+    """Return which values are there."""
+    if not array.null_count:
+        return np.ones(len(array), np.bool_)
+    return _bits(array.buffers()[0], array)
+
+
+def _bools(array: pa.BooleanArray) -> Rows:
+    """Return a result of Arrow's, false if it is missing."""
+    rows = _bits(array.buffers()[1], array)
+    return rows & _valid(array) if array.null_count else rows
+
+
+def _bits(buffer: pa.Buffer, array: pa.Array) -> Rows:
+    start, skipped = array.offset >> 3, array.offset & 7
+    packed = np.frombuffer(buffer, np.uint8)[start:]
+    return np.unpackbits(packed, count=skipped + len(array), bitorder="little")[skipped:].view(np.bool_)
+
+
+def _all(conditions: list[_Condition]) -> Test:
+    def test(batch: pa.RecordBatch) -> Rows:
+        rows = np.ones(len(batch), np.bool_)
+        for condition in conditions:
+            rows &= condition.test(batch)
+        return rows
+
+    return test
+
+
+def _any(tests: list[Test]) -> Test:
+    def test(batch: pa.RecordBatch) -> Rows:
+        rows = np.zeros(len(batch), np.bool_)
+        for one in tests:
+            rows |= one(batch)
+        return rows
+
+    return test
+
+
+def _not(test: Test) -> Test:
+    return lambda batch: ~test(batch)
+
+
+def _shown(value: Any) -> str:
+    """Return the value as JSON, cut to a message's length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair, which no answer can carry

@@ -1,0 +1,98 @@
+"""Finding keys: a hash table of all of a set's, made when a first key is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.trie.jit import compiled
+
+Sections = dict[str, NDArray[Any]]
+"""Keys as a file has them: see `keys.values_to_sections`."""
+
+
+class KeyIndex:
+    """Where each key stands among the keys of a set: 6 to 11 bytes a key."""
+
+    def __init__(self, keys: Sections) -> None:
+        self._columns = _columns(keys)
+        self._slots = np.zeros(1 << max(3, (len(self._columns[0]) * 4 // 3).bit_length()), np.uint32)
+        _insert(*self._columns, self._slots)
+
+    def places_of(self, wanted: Sections) -> NDArray[np.int64]:
+        """Return every place of every wanted key, ascending and distinct. A key that is not there has none.
+
+        wanted: of the same kind as the set's.
+        """
+        return np.unique(np.array(_find(*self._columns, self._slots, *_columns(wanted)), np.int64))
+
+
+def _columns(keys: Sections) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return integers and no text, or offsets and text."""
+    if "keys" in keys:
+        return keys["keys"], np.zeros(0, np.uint8)
+    # Without text, the offsets would be taken for integers.
+    return keys["key_offsets"], keys["key_text"] if len(keys["key_text"]) else np.zeros(1, np.uint8)
+
+
+@compiled
+def _insert(numbers, text, slots):  # type: ignore[no-untyped-def]
+    mask = np.uint64(len(slots) - 1)
+    for i in range(_count(numbers, text)):
+        at = _hash(numbers, text, i) & mask
+        while slots[at]:
+            at = (at + np.uint64(1)) & mask
+        slots[at] = i + 1
+
+
+@compiled
+def _find(numbers, text, slots, wanted, wanted_text):  # type: ignore[no-untyped-def]
+    mask = np.uint64(len(slots) - 1)
+    found = [np.int64(0)]
+    found.clear()
+    for i in range(_count(wanted, wanted_text)):
+        at = _hash(wanted, wanted_text, i) & mask
+        while slots[at]:  # a key may be there several times, one after another
+            place = np.int64(slots[at]) - 1
+            if _equal(numbers, text, place, wanted, wanted_text, i):
+                found.append(place)
+            at = (at + np.uint64(1)) & mask
+    return found
+
+
+@compiled
+def _count(numbers, text):  # type: ignore[no-untyped-def]
+    return len(numbers) - 1 if len(text) else len(numbers)
+
+
+@compiled
+def _hash(numbers, text, i):  # type: ignore[no-untyped-def]
+    if not len(text):
+        return _mixed(np.uint64(numbers[i]))
+    value = np.uint64(numbers[i + 1] - numbers[i])
+    for k in range(numbers[i], numbers[i + 1]):
+        value = (value ^ np.uint64(text[k])) * np.uint64(0x100000001B3)
+    return _mixed(value)
+
+
+@compiled
+def _mixed(value):  # type: ignore[no-untyped-def]
+    """Spread the bits of a number: the finish of MurmurHash3."""
+    value = (value ^ (value >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    value = (value ^ (value >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return value ^ (value >> np.uint64(33))
+
+
+@compiled
+def _equal(numbers, text, i, others, other_text, k):  # type: ignore[no-untyped-def]
+    if not len(text):
+        return numbers[i] == others[k]
+    length = numbers[i + 1] - numbers[i]
+    if others[k + 1] - others[k] != length:
+        return False
+    for j in range(length):  # noqa: SIM110 - compiled
+        if text[numbers[i] + j] != other_text[others[k] + j]:
+            return False
+    return True

@@ -1,0 +1,198 @@
+"""The caller's own keys of the items: integers or strings, one or several for each item."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError, shown
+from itemset.trie.key_index import KeyIndex
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of all items, in the order of the item numbers; those of one item in the order of the input.
+
+    values: [K] int64 or large_string.
+    starts: [items + 1] uint32, where each item's keys begin in `values`; None if each item has one. A search in it
+        (`np.searchsorted`) with numbers of another type would copy it.
+    """
+
+    values: pa.Array
+    starts: NDArray[np.uint32] | None = None
+
+    @property
+    def shared(self) -> int:
+        """Items with several keys."""
+        return 0 if self.starts is None else int(np.count_nonzero(np.diff(self.starts) > 1))
+
+    def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
+        """Return the first key of each of these items."""
+        return _taken(self.values, numbers if self.starts is None else self.starts[numbers])
+
+    def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
+        """Return all keys of each of these items."""
+        places, starts = in_item_order(numbers, self.starts)
+        keys: Any = _taken(self.values, places)
+        keys = keys if isinstance(keys, list) else keys.tolist()
+        if starts is None:
+            return [[key] for key in keys]
+        return [keys[start:end] for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+
+    def numbers_of(self, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> NDArray[np.int64]:
+        """Return the first item of each wanted key. Raises ItemSetError for a key that is not there."""
+        return self.owners(_places_of(self.values, wanted))
+
+    def owners(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the item of the key at each place."""
+        if self.starts is None:
+            return places
+        return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1
+
+    def places_of(self, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> NDArray[np.int64]:
+        """Return every place in `values` of these keys, ascending. A key that is not there has none.
+
+        Raises ItemSetError for keys of another type, or for one key in place of a list.
+        """
+        values = _asked(self.values, wanted)
+        return self.index.places_of(values_to_sections(values)) if len(values) else np.zeros(0, np.int64)
+
+    @functools.cached_property
+    def index(self) -> KeyIndex:
+        """What finds keys. Making it takes 0.1 s for a million keys, once."""
+        return KeyIndex(values_to_sections(self.values))
+
+    def passes(self, places: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return whether the key at each place is one of the set: in a view, some are not."""
+        return np.ones(len(places), np.bool_)
+
+    def to_sections(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays that hold the keys in a file."""
+        return values_to_sections(self.values) | ({} if self.starts is None else {"key_starts": self.starts})
+
+    @staticmethod
+    def from_sections(sections: dict[str, NDArray[Any]], items: int) -> Keys:
+        """Return the keys of so many items over the file's own memory. Raises ValueError if they do not fit."""
+        keys = Keys(values_from_sections(sections), sections.get("key_starts"))
+        if keys.starts is None:
+            fits = len(keys.values) == items
+        else:
+            fits = keys.starts.dtype == np.uint32 and len(keys.starts) == items + 1
+            fits = fits and keys.starts[0] == 0 and keys.starts[-1] == len(keys.values)
+            fits = fits and not np.any(keys.starts[1:] <= keys.starts[:-1])
+        if not fits:
+            raise ValueError("its number of items does not fit its keys")
+        return keys
+
+
+def in_item_order(
+    members: NDArray[Any], starts: NDArray[np.uint32] | None
+) -> tuple[NDArray[Any], NDArray[np.uint32] | None]:
+    """Return the place of each key of these groups, one group after the other, and where each group's begin.
+
+    members: numbers of groups. starts: where each group begins, and the end of the last; None if each is one key.
+    """
+    if starts is None:
+        return members, None
+    first, counts = starts[members], starts[members + 1] - starts[members]
+    begins = np.zeros(len(members) + 1, np.uint32)
+    np.cumsum(counts, out=begins[1:])
+    # Differences of unsigned numbers wrap around, and so do the sums: the results are right.
+    return np.arange(begins[-1], dtype=np.uint32) + np.repeat(first - begins[:-1], counts), begins
+
+
+def as_keys(keys: Iterable[int] | Iterable[str] | NDArray[Any], items: int) -> pa.Array:
+    """Return one key for each item of the input, as an int64 or large_string array.
+
+    Raises ItemSetError: more or fewer keys than items, a missing key, or neither all integers nor all strings.
+    """
+    try:
+        array = pa.array(keys if isinstance(keys, np.ndarray | list | pa.Array) else list(keys))
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:  # the last: half of a surrogate pair
+        raise ItemSetError(f"keys must be all integers or all strings: {error}") from error
+    if len(array) != items:
+        raise ItemSetError(f"{len(array)} keys for {items} items: give one key for each item")
+    if array.null_count:
+        raise ItemSetError(f"key {pc.index(pc.is_null(array), True).as_py()} is missing: give every item a key")
+    if pa.types.is_integer(array.type):
+        return array.cast(pa.int64())
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        return array.cast(pa.large_string())
+    raise ItemSetError(f"keys must be integers or strings, not {array.type}")
+
+
+def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
+    """Return the arrays that hold these keys in a file."""
+    if pa.types.is_integer(keys.type):
+        return {"keys": keys.to_numpy(zero_copy_only=False)}
+    starts, buffer = keys.buffers()[1:]
+    offsets = np.frombuffer(starts, np.int64, len(keys) + 1, keys.offset * 8)
+    text = np.zeros(0, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)
+    first, end = offsets[0], offsets[-1]  # a gathered array may share its buffers with another
+    return {"key_offsets": offsets - first if first else offsets, "key_text": text[first:end]}
+
+
+def values_from_sections(sections: dict[str, NDArray[Any]]) -> pa.Array:
+    """Return the keys over the file's own memory. Raises ValueError if the sections do not fit each other."""
+    if "keys" in sections:
+        if sections["keys"].dtype != np.int64:
+            raise ValueError("its keys are no integers of 64 bits")
+        return pa.array(sections["keys"])
+    offsets, text = sections["key_offsets"], sections["key_text"]
+    if offsets.dtype != np.int64 or text.dtype != np.uint8 or not len(offsets):
+        raise ValueError("its keys are no text")
+    if offsets[0] != 0 or offsets[-1] > len(text) or np.any(offsets[1:] < offsets[:-1]):
+        raise ValueError("its keys overlap")
+    return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(text))
+
+
+def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str]:
+    """Return the keys at these places, each 0 .. keys - 1. Raises ItemSetError if a damaged one is no text."""
+    found = keys.take(pa.array(places))
+    try:
+        taken: NDArray[np.int64] | list[str]
+        taken = found.to_numpy() if pa.types.is_integer(found.type) else found.to_pylist()
+        return taken
+    except UnicodeDecodeError as error:
+        raise ItemSetError("the index is corrupted, a key is no text: build it again with `itemset build`") from error
+
+
+def _asked(keys: pa.Array, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> pa.Array:
+    """Return wanted keys as an array of the type of `keys`, or an empty one. Raises ItemSetError for another type."""
+    if isinstance(wanted, str | bytes) or not isinstance(wanted, Iterable):
+        raise ItemSetError(f"keys must be a list, not {shown(wanted)}: put it in a list")
+    asked = wanted if isinstance(wanted, np.ndarray) else list(wanted)
+    if not len(asked):
+        return keys[:0]
+    if not isinstance(asked, np.ndarray) and None in asked:
+        raise ItemSetError("a key is missing (null): leave it out of the list")
+    values = as_keys(asked, len(asked))
+    if values.type != keys.type:
+        ours, theirs = ("integers" if pa.types.is_integer(one.type) else "strings" for one in (keys, values))
+        raise ItemSetError(f"the keys of this set are {ours}, not {theirs} such as {shown(values[0].as_py())}")
+    return values
+
+
+def _places_of(keys: pa.Array, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> NDArray[np.int64]:
+    """Return the first place of each wanted key. Raises ItemSetError for a key that is not there.
+
+    One pass over `keys`, with a hash table of the wanted ones.
+    """
+    values = _asked(keys, wanted)
+    distinct = pc.unique(values)
+    hits = pc.index_in(keys, value_set=distinct)
+    rows = np.flatnonzero(hits.is_valid().to_numpy(zero_copy_only=False))
+    which = hits.take(pa.array(rows)).to_numpy(zero_copy_only=False).astype(np.int64)
+    first = np.full(len(distinct), -1, np.int64)
+    first[which[::-1]] = rows[::-1]
+    found: NDArray[np.int64] = first[pc.index_in(values, value_set=distinct).to_numpy(zero_copy_only=False)]
+    if (missing := np.flatnonzero(found < 0)).size:
+        raise ItemSetError(f"no item has the key {values[int(missing[0])].as_py()!r}")
+    return found

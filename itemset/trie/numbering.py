@@ -1,0 +1,216 @@
+"""Item numbers: from an item's tokens to its number and back, by the trie alone.
+
+Items that stand alone after an edge come first, in edge order; after them come those that end at a node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.trie.jit import compiled
+from itemset.trie.rows import Rows
+from itemset.trie.tables import Tables
+from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_entry, tail_token
+
+
+def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
+    """Return the item number of each row [N], -1 if it is no item of the set."""
+    out = np.empty(len(rows), np.int64)
+    _numbers_of(tables, terminal_rank, rows.tokens, rows.offsets, out)
+    return out
+
+
+def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64], longest: int) -> Rows:
+    """Return the tokens of the items with these numbers, each 0 .. items - 1.
+
+    Raises ItemSetError if one has more than `longest` tokens, which only a damaged index does.
+    """
+    edges = np.empty(len(numbers), np.int64)
+    offsets = np.zeros(len(numbers) + 1, np.int64)
+    _find_ends(tables, terminal_rank, numbers, longest, edges, offsets)
+    if len(numbers) and offsets.max() > longest:
+        raise ItemSetError(
+            f"the index is corrupted, item {int(numbers[offsets.argmax() - 1])} has more than {longest:,} tokens: "
+            "build it again with `itemset build`"
+        )
+    np.cumsum(offsets, out=offsets)
+    tokens: NDArray[Any] = np.empty(int(offsets[-1]), tables.labels.dtype)
+    _collect(tables, edges, offsets, tokens)
+    return Rows(tokens, offsets)
+
+
+def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Count the terminal nodes before each word of the bitmap, and in all: [words + 1]."""
+    counts = np.unpackbits(terminal.view(np.uint8)).reshape(len(terminal), 32).sum(axis=1, dtype=np.uint32)
+    return np.concatenate((np.zeros(1, np.uint32), np.cumsum(counts, dtype=np.uint32)))
+
+
+@compiled
+def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
+    """Return whether the tables are a trie as `build_trie` makes it.
+
+    Labels ascend in their rows. In the order of the edges, nodes count up from 1 and tails follow without gaps.
+    """
+    nodes = len(tables.row_offsets) - 1
+    node, position = np.int64(1), np.int64(0)
+    for parent in range(nodes):
+        first, end = np.int64(tables.row_offsets[parent]), np.int64(tables.row_offsets[parent + 1])
+        if parent >= node:
+            return False
+        for edge in range(first, end):
+            if edge > first and tables.labels[edge] <= tables.labels[edge - 1]:
+                return False
+            state = follow(tables, edge)
+            if state == END:
+                continue
+            if state == node:
+                node += 1
+                continue
+            if state != TAIL + position:
+                return False
+            entry = np.int64(0)
+            while entry >> tables.token_bits == 0:
+                entry = tail_entry(tables, position)
+                position += 1
+            if position > tail_tokens:
+                return False
+    return node == nodes and position == tail_tokens
+
+
+@compiled
+def _branches_before(tables, edge):  # type: ignore[no-untyped-def]
+    """Count the edges before `edge` that lead to a node."""
+    bit = tables.targets.itemsize * 8 - 1
+    count = np.int64(tables.node_base[edge >> 5]) - 1
+    for e in range(edge & ~31, edge):
+        count += 1 - (np.int64(tables.targets[e]) >> bit)
+    return count
+
+
+@compiled
+def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no-untyped-def]
+    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    for i in range(len(offsets) - 1):
+        state, edge = np.int64(0), np.int64(-1)
+        for k in range(offsets[i], offsets[i + 1]):
+            token = np.int64(tokens[k])
+            if state >= TAIL:
+                state = advance(tables, state, token)
+                continue
+            edge = find_edge(tables, state, token)
+            if edge < 0:
+                break
+            state = follow(tables, edge)
+        out[i] = -1
+        if edge < 0:
+            continue
+        if state == END:
+            out[i] = edge - _branches_before(tables, edge)
+        elif is_terminal(tables, state):
+            word, bit = state >> 5, state & 31
+            out[i] = leaves + terminal_rank[word]
+            for b in range(bit):
+                out[i] += (tables.terminal[word] >> np.uint32(b)) & np.uint32(1)
+
+
+@compiled
+def nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
+    """Return the nth edge, from 0, that leads to a node (leaf = 0) or does not (leaf = 1), or -1."""
+    bit = tables.targets.itemsize * 8 - 1
+    low, high = np.int64(0), np.int64(len(tables.node_base))
+    while high - low > 1:  # the last block with at most `nth` of them before it
+        middle = (low + high) >> 1
+        before = np.int64(tables.node_base[middle]) - 1
+        if leaf:
+            before = middle * 32 - before
+        if before <= nth:
+            low = middle
+        else:
+            high = middle
+    before = np.int64(tables.node_base[low]) - 1
+    left = nth - (low * 32 - before if leaf else before)
+    end = min(low * 32 + 32, np.int64(len(tables.targets)))
+    for edge in range(low * 32, end):
+        if np.int64(tables.targets[edge]) >> bit == leaf:
+            if left == 0:
+                return edge
+            left -= 1
+    return np.int64(-1)
+
+
+@compiled
+def node_of(tables, edge):  # type: ignore[no-untyped-def]
+    """Return the node whose row holds `edge`."""
+    return _last_at_most(tables.row_offsets, edge)
+
+
+@compiled
+def _last_at_most(counts, wanted):  # type: ignore[no-untyped-def]
+    """Return the last entry of ascending counts, but for the total at their end, that is no more than `wanted`."""
+    low, high = np.int64(0), np.int64(len(counts) - 1)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if np.int64(counts[middle]) <= wanted:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
+    """Return the last edge of an item, -1 if there is none."""
+    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    if number < leaves:
+        return nth_edge(tables, number, 1)
+    nth = number - leaves
+    word = _last_at_most(terminal_rank, nth)
+    left, node = nth - np.int64(terminal_rank[word]), word * 32
+    while node < word * 32 + 31 and not (left == 0 and is_terminal(tables, node)):
+        left -= 1 if is_terminal(tables, node) else 0
+        node += 1
+    return nth_edge(tables, node - 1, 0)
+
+
+@compiled
+def _find_ends(tables, terminal_rank, numbers, longest, edges, lengths):  # type: ignore[no-untyped-def]
+    """Fill in the last edge of each item and, at i + 1, the item's length, counted to `longest` + 1 at most."""
+    for i in range(len(numbers)):
+        edge = last_edge(tables, terminal_rank, numbers[i])
+        edges[i] = edge
+        length = 0
+        state = follow(tables, edge) if edge >= 0 else np.int64(END)
+        while state >= TAIL and length <= longest:
+            length += 1
+            state = advance(tables, state, tail_token(tables, state))
+        while edge >= 0 and length <= longest:
+            length += 1
+            node = node_of(tables, edge)
+            above = nth_edge(tables, node - 1, 0) if node > 0 else np.int64(-1)
+            edge = above if above < edge else np.int64(-1)
+        lengths[i + 1] = length
+
+
+@compiled
+def _collect(tables, edges, offsets, tokens):  # type: ignore[no-untyped-def]
+    for i in range(len(edges)):
+        end, edge = offsets[i + 1], edges[i]
+        state = follow(tables, edge) if edge >= 0 else np.int64(END)
+        tail = np.int64(0)
+        first = state
+        while state >= TAIL:
+            tail += 1
+            state = advance(tables, state, tail_token(tables, state))
+        for k in range(tail):
+            tokens[end - tail + k] = tail_token(tables, first + k)
+        at = end - tail
+        while edge >= 0:
+            at -= 1
+            tokens[at] = tables.labels[edge]
+            node = node_of(tables, edge)
+            above = nth_edge(tables, node - 1, 0) if node > 0 else np.int64(-1)
+            edge = above if above < edge else np.int64(-1)

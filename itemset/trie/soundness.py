@@ -1,0 +1,57 @@
+"""What a file's tables must be before anything walks them, and the digest that tells two sets apart."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
+from itemset.trie.tables import BLOCK, Tables, Trie
+
+
+def check_shapes(trie: Trie) -> None:
+    """Raise ValueError if an array lacks the type or length that the walks rely on, or a row leaves the edges.
+
+    Reads `row_offsets` and `terminal`, the smallest of the arrays.
+    """
+    tables, levels = trie.tables, len(trie.level_nodes)
+    for holds, what in (
+        (levels == len(trie.level_edges) > 0, f"{levels} levels of nodes, {len(trie.level_edges)} of edges"),
+        (min((*trie.level_nodes, *trie.level_edges), default=0) > 0, "a level without nodes or edges"),
+        (1 <= tables.token_bits <= 31, f"tokens of {tables.token_bits} bits"),
+        (1 <= trie.shortest <= trie.longest <= MAX_ITEM_TOKENS, f"items of {trie.shortest} to {trie.longest} tokens"),
+        (trie.tail_tokens >= 0, f"{trie.tail_tokens} tail tokens"),
+    ):
+        if not holds:
+            raise ValueError(f"its header counts {what}")
+    nodes, edges = sum(trie.level_nodes), sum(trie.level_edges)
+    blocks = -(-edges // BLOCK)
+    expected = {
+        "row_offsets": (nodes + 1, {"uint32"}),
+        "terminal": (-(-nodes // 32), {"uint32"}),
+        "labels": (edges, {token_dtype((1 << tables.token_bits) - 1).__name__}),
+        "targets": (edges, {"uint16", "uint32"}),
+        "node_base": (blocks, {"uint32"}),
+        "tail_base": (blocks, {"uint32"}),
+        "tails": (-(-trie.tail_tokens * (tables.token_bits + 1) // 32) + 1, {"uint32"}),
+    }
+    for field, (count, dtypes) in expected.items():
+        array = getattr(tables, field)
+        if len(array) != count or array.dtype.name not in dtypes:
+            raise ValueError(f"section {field} does not fit the header")
+    rows = tables.row_offsets
+    if rows[0] != 0 or rows[-1] != edges or np.any(rows[1:] < rows[:-1]):
+        raise ValueError("section row_offsets does not ascend to the number of edges")
+    items = edges - (nodes - 1) + np.count_nonzero(np.unpackbits(tables.terminal.view(np.uint8)))
+    if trie.items != items:
+        raise ValueError("its number of items does not fit its tables")
+
+
+def digest_of(tables: Tables) -> str:
+    """Return a hex digest that is equal for equal tables."""
+    digest = hashlib.blake2b(tables.token_bits.to_bytes(4, "little"), digest_size=16)
+    for array in tables.sections.values():
+        digest.update(array.dtype.str.encode() + len(array).to_bytes(8, "little"))
+        digest.update(array.data)
+    return digest.hexdigest()

@@ -1,0 +1,237 @@
+"""The trie of an item set as flat arrays, built in one pass over the sorted items.
+
+Nodes are the prefixes that two or more items share, in level order; edges are in node order, labels ascending in a row.
+If an item stands alone after its edge, the rest of it is a *tail*: plain tokens, not a chain of nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.trie.jit import compiled
+from itemset.trie.rows import Rows, bounds
+
+BLOCK = 32  # edges that share one pair of bases
+MAX_INDEX = 2**31 - 5  # nodes, edges and tail tokens, each: a state is one of them or one of four marks
+
+
+class Tables(NamedTuple):
+    """What a walk reads: all of it goes to the device as it is. Arrays are read-only.
+
+    Edge e, of block b = e // 32, leads to one of three things; m is the highest bit of the type of `targets`:
+    a node, ``node_base[b] + targets[e]``, if bit m of targets[e] is clear; nothing, if targets[e] is all ones, because
+    the item ends there; else a tail, which starts at ``tail_base[b] + (targets[e] without bit m)``.
+
+    row_offsets: [nodes + 1] uint32. Edges of node n are row_offsets[n] .. row_offsets[n + 1].
+    terminal: [ceil(nodes / 32)] uint32. Bit n: an item ends at node n.
+    labels: [edges] uint16 or uint32. The edge's token.
+    targets: [edges] uint16, or uint32 if a tail has more than 1,056 tokens.
+    node_base, tail_base: [ceil(edges / 32)] uint32.
+    tails: uint32 words; token p of the tails is the (token_bits + 1) bits from bit p * (token_bits + 1) on, the highest
+        of them set on the last token of a tail. One spare word at the end, so that two words can always be read.
+    alive: [ceil(edges / 32)] uint32, or none. Bit e: a walk may take edge e. Without it, it may take all.
+    dead: ascending uint32, edges that no walk may take in spite of that, and TERMINAL + n for each node n at which no
+        item may end in spite of `terminal`.
+    token_bits: bits that hold every token id of the set.
+
+    `alive` and `dead` are what a view has and a whole set has not (`trie.view`); a file holds neither.
+    """
+
+    row_offsets: NDArray[np.uint32]
+    terminal: NDArray[np.uint32]
+    labels: NDArray[Any]
+    targets: NDArray[Any]
+    node_base: NDArray[np.uint32]
+    tail_base: NDArray[np.uint32]
+    tails: NDArray[np.uint32]
+    alive: NDArray[np.uint32]
+    dead: NDArray[np.uint32]
+    token_bits: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are a set's own tables, not a view of them."""
+        return not len(self.alive) and not len(self.dead)
+
+    @property
+    def sections(self) -> dict[str, NDArray[Any]]:
+        """The arrays of a whole set, by name: what a file and an arena hold."""
+        return {name: getattr(self, name) for name in SECTIONS}
+
+
+SECTIONS = Tables._fields[: Tables._fields.index("alive")]
+TERMINAL = 1 << 31  # in `dead`: a node follows, not an edge
+NONE = np.zeros(0, np.uint32)
+NONE.flags.writeable = False
+
+
+@dataclass(frozen=True)
+class Trie:
+    """The tables, and the counts that go with them.
+
+    level_nodes, level_edges: nodes and edges of each level, root first.
+    tail_tokens: tokens in all tails.
+    """
+
+    tables: Tables
+    items: int
+    shortest: int
+    longest: int
+    level_nodes: tuple[int, ...]
+    level_edges: tuple[int, ...]
+    tail_tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.tables.sections.values())
+
+
+def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.uint32]]:
+    """Build the trie of sorted distinct rows, with lcp as `rows.sort_unique` gives it.
+
+    Returns the trie and `members` [N] uint32: the row of each item number. Items that stand alone after an edge come
+    first, in edge order; after them come those that end at a node, in node order.
+    Raises ItemSetError if nodes, edges or tail tokens pass MAX_INDEX, before any table is made.
+    """
+    longest = rows.longest
+    per_level = np.zeros((_COUNTS, longest + 2), np.int64)
+    longest_tail = _count(*rows.layout, lcp, per_level)
+    per_level[_NODES, 0] = 1
+    totals = per_level.sum(axis=1)
+    for name, total in zip(("nodes", "edges", "tail tokens"), totals[[_NODES, _EDGES, _TAIL_TOKENS]], strict=True):
+        if total > MAX_INDEX:
+            raise ItemSetError(f"the set needs {total:,} {name}, the limit is {MAX_INDEX:,}: split the set")
+    nodes, edges, tail_tokens = (int(totals[i]) for i in (_NODES, _EDGES, _TAIL_TOKENS))
+    token_bits = max(1, int(rows.tokens.max()).bit_length())
+    wide_tail = longest_tail * (BLOCK - 1) >= 0x7FFF
+    tables = Tables(
+        row_offsets=np.empty(nodes + 1, np.uint32),
+        terminal=np.zeros(-(-nodes // 32), np.uint32),
+        labels=np.empty(edges, rows.tokens.dtype),
+        targets=np.empty(edges, np.uint32 if wide_tail else np.uint16),
+        node_base=np.empty(-(-edges // BLOCK), np.uint32),
+        tail_base=np.empty(-(-edges // BLOCK), np.uint32),
+        tails=np.zeros(-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
+        alive=NONE,
+        dead=NONE,
+        token_bits=token_bits,
+    )
+    members = np.empty(len(rows), np.uint32)
+    starts = np.cumsum(per_level, axis=1) - per_level
+    starts[_TERMINALS] += totals[_LEAVES]
+    tables.row_offsets[nodes] = edges
+    _fill(rows.tokens, *rows.layout, lcp, starts, tables, members)
+    _set_targets(tables.targets, tables.node_base, tables.tail_base)
+    for array in tables.sections.values():
+        array.flags.writeable = False
+    levels = int(np.count_nonzero(per_level[_EDGES]))
+    trie = Trie(
+        tables,
+        items=len(rows),
+        shortest=rows.shortest,
+        longest=longest,
+        level_nodes=tuple(per_level[_NODES, :levels].tolist()),
+        level_edges=tuple(per_level[_EDGES, :levels].tolist()),
+        tail_tokens=tail_tokens,
+    )
+    return trie, members
+
+
+_NODES, _EDGES, _LEAVES, _TAIL_TOKENS, _TERMINALS = range(5)
+_COUNTS = 5
+
+
+@compiled
+def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
+    """Count each level's nodes (but the root), edges, leaves, tail tokens and terminals; return the longest tail."""
+    longest_tail = 0
+    for i in range(len(lcp) - 1):
+        item, end = bounds(offsets, row_width, i)
+        length = end - item
+        left, right = np.int64(lcp[i]), np.int64(lcp[i + 1])
+        alone = max(left, right)
+        for depth in range(left + 1, right + 1):
+            per_level[_NODES, depth] += 1
+        for depth in range(left, min(alone, length - 1) + 1):
+            per_level[_EDGES, depth] += 1
+        if alone < length:
+            tail = length - alone - 1
+            per_level[_LEAVES, alone] += 1
+            per_level[_TAIL_TOKENS, alone] += tail
+            longest_tail = max(longest_tail, tail)
+        else:
+            per_level[_TERMINALS, alone] += 1
+    return longest_tail
+
+
+@compiled
+def _fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
+    """Fill the tables in one pass over the items, with one write position for each level.
+
+    `targets` holds afterwards what `_set_targets` takes: 0 for an edge to a node, for any other the highest bit and
+    the tail's length.
+    """
+    leaf = tables.targets.dtype.type(1 << (tables.targets.itemsize * 8 - 1))
+    width = tables.token_bits + 1
+    last_bit = np.uint64(1) << np.uint64(tables.token_bits)
+    tables.row_offsets[0] = 0
+    for i in range(len(lcp) - 1):
+        item, end = bounds(offsets, row_width, i)
+        length = end - item
+        left, right = np.int64(lcp[i]), np.int64(lcp[i + 1])
+        alone = max(left, right)
+        for depth in range(left + 1, right + 1):
+            node = cursor[_NODES, depth]
+            cursor[_NODES, depth] += 1
+            tables.row_offsets[node] = cursor[_EDGES, depth]
+        for depth in range(left, min(alone, length - 1) + 1):
+            edge = cursor[_EDGES, depth]
+            cursor[_EDGES, depth] += 1
+            tables.labels[edge] = tokens[item + depth]
+            tables.targets[edge] = 0
+        if alone == length:
+            node = cursor[_NODES, length] - 1
+            tables.terminal[node >> 5] |= np.uint32(1) << np.uint32(node & 31)
+            members[cursor[_TERMINALS, length]] = i
+            cursor[_TERMINALS, length] += 1
+            continue
+        tail = length - alone - 1
+        tables.targets[cursor[_EDGES, alone] - 1] = leaf | tables.targets.dtype.type(tail)
+        members[cursor[_LEAVES, alone]] = i
+        cursor[_LEAVES, alone] += 1
+        position = cursor[_TAIL_TOKENS, alone]
+        cursor[_TAIL_TOKENS, alone] += tail
+        for k in range(tail):
+            bits = np.uint64(tokens[item + alone + 1 + k])
+            if k == tail - 1:
+                bits |= last_bit
+            at = (position + k) * width
+            bits <<= np.uint64(at & 31)
+            tables.tails[at >> 5] |= np.uint32(bits & np.uint64(0xFFFFFFFF))
+            tables.tails[(at >> 5) + 1] |= np.uint32(bits >> np.uint64(32))
+
+
+@compiled
+def _set_targets(targets, node_base, tail_base):  # type: ignore[no-untyped-def]
+    """Turn node marks and tail lengths, in edge order, into distances from the block's bases."""
+    leaf = np.int64(1) << np.int64(targets.itemsize * 8 - 1)
+    node, tail = np.int64(1), np.int64(0)
+    for edge in range(len(targets)):
+        block = edge >> 5
+        if edge & 31 == 0:
+            node_base[block] = node
+            tail_base[block] = tail
+        mark = np.int64(targets[edge])
+        if mark & leaf == 0:
+            targets[edge] = node - node_base[block]
+            node += 1
+        elif mark == leaf:
+            targets[edge] = 2 * leaf - 1
+        else:
+            targets[edge] = leaf | (tail - np.int64(tail_base[block]))
+            tail += mark - leaf

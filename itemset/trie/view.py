@@ -1,0 +1,127 @@
+"""A set seen through a filter: which edges of its tables still lead to an item. The tables stay as they are.
+
+A filter leaves one bit an edge, and one a node: whether an item may end there. What one request leaves out beside is a
+short sorted list: for each item the highest edge that leads to no other.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.trie.jit import compiled
+from itemset.trie.numbering import last_edge, node_of, nth_edge
+from itemset.trie.tables import TERMINAL, Tables
+from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal
+
+
+def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Return `Tables.alive` and `Tables.terminal` of a view.
+
+    tables: of the whole set. lives: [items], which items the view has, by their numbers. One pass over the edges.
+    """
+    alive = np.zeros(-(-len(tables.labels) // 32), np.uint32)
+    terminal = np.zeros(len(tables.terminal), np.uint32)
+    _mark(tables, lives.view(np.uint8), alive, terminal, np.empty(len(tables.row_offsets) - 1, np.uint8))
+    return alive, terminal
+
+
+def dead_of(
+    tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64]
+) -> NDArray[np.uint32]:
+    """Return `Tables.dead` of a set or a view without the items of these numbers, ascending and distinct.
+
+    tables: of the set or the view; the items are among its own. whole, terminal_rank: of the whole set. With no item
+    left, the answer holds all edges of the root. It takes a time in proportion to the numbers.
+    """
+    found = np.array(_climb(tables, whole, terminal_rank, numbers), np.int64)
+    return np.union1d(tables.dead, found.astype(np.uint32))
+
+
+def takes(tables: Tables, tokens: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether each row of tokens is an item of the set or view. offsets: as of `rows.Rows`."""
+    taken = np.empty(len(offsets) - 1, np.bool_)
+    _takes(tables, tokens, offsets, taken)
+    return taken
+
+
+@compiled
+def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untyped-def]
+    """From the last edge to the first: what an edge leads to comes after it.
+
+    lives, node_lives: 0 or 1. No branch depends on them: half of them would be foreseen wrongly. Safe whatever the
+    tables hold, but for `row_offsets`, as a walk is.
+    """
+    nodes, edges = len(tables.row_offsets) - 1, len(tables.labels)
+    bit = tables.targets.itemsize * 8 - 1
+    leaf, ends_at = edges - (nodes - 1), len(lives)  # numbers of the items that are still to come
+    child, first, word = nodes, np.int64(edges), np.uint32(0)
+    for node in range(nodes - 1, -1, -1):
+        lives_on = np.uint8(0)
+        if tables.terminal[node >> 5] >> np.uint32(node & 31) & np.uint32(1):
+            ends_at = max(ends_at - 1, 0)
+            lives_on = lives[ends_at]
+            terminal[node >> 5] |= np.uint32(lives_on) << np.uint32(node & 31)
+        end, first = first, np.int64(tables.row_offsets[node])
+        for edge in range(end - 1, first - 1, -1):
+            if np.int64(tables.targets[edge]) >> bit:
+                leaf = max(leaf - 1, 0)  # only a damaged file's are more
+                here = lives[leaf]
+            else:
+                child = max(child - 1, 0)
+                here = node_lives[child]
+            lives_on |= here
+            word |= np.uint32(here) << np.uint32(edge & 31)
+            if edge & 31 == 0:
+                alive[edge >> 5] = word
+                word = np.uint32(0)
+        node_lives[node] = lives_on
+
+
+@compiled
+def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-def]
+    """Return, ascending, the highest entries of `dead` that leave out these items."""
+    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    # -(node << 32 | entry in its row): nodes come after those that lead to them. Tuples would take twice the time.
+    waiting = [np.int64(0)]
+    waiting.clear()
+    for number in numbers:
+        end = last_edge(whole, terminal_rank, number)
+        if number < leaves:
+            waiting.append(-(node_of(tables, end) << 32 | end))
+        else:
+            node = follow(tables, end)
+            waiting.append(-(node << 32 | (np.int64(TERMINAL) + node)))
+    heapify(waiting)
+    found = [np.int64(0)]
+    found.clear()
+    while len(waiting):
+        node = -waiting[0] >> 32
+        row = [np.int64(0)]
+        row.clear()
+        while len(waiting) and -waiting[0] >> 32 == node:
+            row.append(-heappop(waiting) & 0xFFFFFFFF)
+        left = np.int64(is_terminal(tables, node)) - len(row)
+        for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+            left += is_alive(tables, edge)
+            if left > 0:
+                break
+        if left > 0 or node == 0:
+            for entry in row:
+                found.append(entry)  # `extend` would copy all of it each time
+        else:
+            edge = nth_edge(tables, node - 1, 0)
+            heappush(waiting, -(node_of(tables, edge) << 32 | edge))
+    found.sort()
+    return found
+
+
+@compiled
+def _takes(tables, tokens, offsets, taken):  # type: ignore[no-untyped-def]
+    for i in range(len(taken)):
+        state = np.int64(0)
+        for k in range(offsets[i], offsets[i + 1]):
+            state = advance(tables, state, np.int64(tokens[k]))
+        taken[i] = offsets[i + 1] > offsets[i] and (state == END or (state < TAIL and is_terminal(tables, state)))

@@ -1,0 +1,87 @@
+"""Where SGLang keeps what a request says of item sets."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Mapping
+from typing import Any
+
+from itemset import ItemSet
+from itemset.serving.catalogue import Catalogue, RefusedError
+from itemset.serving.request import ItemRequest
+from itemset.serving.words import BEAMS, CHOICE, INDEX, REFERENCE, SELECTION
+
+CUSTOM = "custom_params"
+OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""SGLang's own constraints, in `sampling_params`."""
+
+
+def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where our words may stand: in the body of an HTTP request, of which these are the `fields`, in `sampling_params`
+    as SGLang's own `regex` does, and in their `custom_params`."""
+    custom = params.get(CUSTOM)
+    return [fields, custom if isinstance(custom, dict) else {}, params]
+
+
+def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a prompt ask for a beam search."""
+    return bool(fields.get(BEAMS)) or params.get("beam_width") not in (None, 0, 1)
+
+
+def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool) -> ItemRequest | None:
+    """What the parameters of one prompt say of item sets, with the fields of its body; None if nothing.
+
+    ranked: whether the prompts of its request get ranked lists. Raises RefusedError as `ItemRequest.of` does, and for
+    words of a beam search that mean nothing here.
+    """
+    if isinstance(before := params.get(REFERENCE), ItemRequest):  # the same request comes again
+        return before
+    found = places(params, fields)
+    given = {key: value for place in found for key, value in place.items()}
+    others = [key for key in OTHERS if params.get(key)]
+    k, twice = None, False
+    if ranked:
+        k = params.get("n") or 1
+        if not fields.get(BEAMS):  # SGLang: the beam, or n of it
+            twice, width = given.get("width") is not None, params.get("beam_width") or 1
+            given["width"] = width
+            k = width if k == 1 or (isinstance(k, int) and isinstance(width, int) and k > width) else k
+    wanted = ItemRequest.of(
+        [place.get(REFERENCE) for place in found],
+        [place.get(CHOICE) for place in found],
+        given,
+        k=k,
+        where="sampling_params",
+        constraints=(REFERENCE, CHOICE, ", ".join(others) or "other constraints"),
+        other=bool(others),
+    )
+    if wanted is not None and twice:
+        message = "beam_width is the width of a list here: leave width out, and give n"
+        raise RefusedError("beam search", message, "width")
+    if wanted is not None and not ranked and wants_list(params, fields):
+        message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
+        raise RefusedError("beam search", message, "beam_width")
+    return wanted
+
+
+def in_place(params: Mapping[str, Any], wanted: ItemRequest) -> dict[str, Any]:
+    """The parameters of one prompt in which an ItemRequest stands in place of the words that it was read from."""
+    own = {**without_words(params), REFERENCE: wanted}
+    if isinstance(own.get(CUSTOM), dict):
+        own[CUSTOM] = without_words(own[CUSTOM]) or None
+    return own
+
+
+def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in (REFERENCE, CHOICE, *SELECTION)}
+
+
+def carried_set(catalogue: Catalogue, custom: dict[str, Any]) -> ItemSet:
+    """The set that a request's `custom_params` carry to the scheduler, from which an inline set's index is taken.
+
+    Raises ItemSetError for a set that is not known, or whose index is damaged.
+    """
+    reference, index = custom[REFERENCE], custom.pop(INDEX, None)
+    if index is not None:
+        catalogue.kept(reference, b64decode(index))
+    return catalogue[reference]

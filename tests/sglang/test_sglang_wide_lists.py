@@ -1,0 +1,194 @@
+"""Ranked lists as one request of the real SGLang, against the same lists in rounds of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from asking import CITIES, inline, named
+from samples import CHURNED
+from sets import tagged_keys
+from sglang_engines import NGRAM
+
+import itemset
+from itemset.ranking.lockstep import rows_of_passes
+
+# SGLang's own checks of its memory: at every step, and that no slot is freed twice.
+CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+WIDE: dict[str, Any] = {"max_running_requests": 320, "max_total_tokens": 40_000, "env": CHECKS}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["overlap", "in-turn"])
+def either(request, static):
+    """With the overlap scheduler, and without."""
+    return static("device", **WIDE, disable_overlap_schedule=request.param)
+
+
+@pytest.fixture
+def wide(static):
+    return static("device", **WIDE, disable_overlap_schedule=False)
+
+
+def rounds_only(engine: Any, always: str | None = "a test") -> None:
+    def only(engine: Any) -> None:
+        engine.tokenizer_manager.static_front_end.one_request.refusals.always = always
+
+    engine.call(only)
+
+
+def with_rounds(engine: Any, prompt: str | None, params: dict[str, Any], ids: list[int] | None = None) -> Any:
+    """What an engine answers in rounds."""
+    rounds_only(engine)
+    try:
+        return engine.generate(prompt, params, input_ids=ids)
+    finally:
+        rounds_only(engine, None)
+
+
+def items(output: dict[str, Any]) -> list[tuple[Any, ...]]:
+    words = ("rank", "key", "keys", "proven", "passes", "rounds")
+    found = output["meta_info"]["beam_results"]
+    return [(one["output_ids"], one["text"], *(one["meta_info"][word] for word in words)) for one in found]
+
+
+def scores(output: dict[str, Any]) -> list[float]:
+    return [one["meta_info"]["sequence_score"] for one in output["meta_info"]["beam_results"]]
+
+
+ASKED = {
+    "fixed": named("fixed", beam_width=64),
+    "all of fixed": named("fixed", beam_width=300),
+    "a few of many": named("large", beam_width=100, n=5),
+    "labels": named("labels", beam_width=150),
+    "ragged": named("ragged", beam_width=20),
+    "prefixes": named("prefixes", beam_width=9),
+    "narrow": named("prefixes", beam_width=2),
+    "one": named("one", beam_width=3),
+    "shares": named("ragged", beam_width=20, custom_params={"renormalised": True}),
+    "inline": inline(CITIES, beam_width=9),
+    "view": named("seen", beam_width=30),
+    "filtered": named("tagged", beam_width=30, custom_params={"item_filter": {"tag": 2}}),
+    "candidates": named("tagged", beam_width=30, custom_params={"only_keys": tagged_keys()[60:80]}),
+    "without": named("seen", beam_width=12, custom_params={"exclude_keys": tagged_keys()[:90], "renormalised": True}),
+}
+
+
+def requests(engine: Any) -> int:
+    """How many prompts the engine has begun. Each list has one of its own."""
+    return sum(int(count) for count in re.findall(r"Prefill batch.*#new-seq: (\d+)", engine.log()))
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_list_is_one_request_and_the_rounds_find_the_same(wide, name):
+    prompt, before = "a film for tonight", requests(wide)
+    found = wide.generate(prompt, ASKED[name])
+    assert requests(wide) == before + 1
+    expected = with_rounds(wide, prompt, ASKED[name])
+    assert items(found) == items(expected)
+    np.testing.assert_allclose(scores(found), scores(expected), atol=1e-4)
+
+
+def together(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], leave_after: float | None = None) -> list[Any]:
+    """The answers to requests at the same time. With `leave_after`, every second client goes, the first at once, others
+    after so many seconds and more: None where the answer did not come before."""
+    return engine.call(_together, asked, leave_after)
+
+
+def _together(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], leave_after: float | None) -> list[Any]:
+    async def one(i: int, ids: list[int], params: dict[str, Any]) -> Any:
+        # No answer can come before the event loop has been round once: so soon goes the first.
+        waits = None if leave_after is None or i % 2 else max(1e-9, leave_after * (i % 7))
+        try:
+            return await asyncio.wait_for(engine.async_generate(input_ids=ids, sampling_params=params), waits)
+        except TimeoutError:
+            return None
+
+    async def each() -> list[Any]:
+        return await asyncio.gather(*(one(i, ids, params) for i, (ids, params) in enumerate(asked)))
+
+    return engine.loop.run_until_complete(each())
+
+
+LISTS = [named("fixed", beam_width=50), named("ragged", beam_width=12), named("large", beam_width=30, n=3)]
+
+
+def test_lists_beside_other_requests(either):
+    """Lists of several sets and widths, ordinary requests, some with sets or a grammar: none changes another."""
+    greedy = {"temperature": 0, "max_new_tokens": 12}
+    others = [greedy, named("fixed", temperature=0), greedy | {"regex": "[0-9]{12}"}, named("ragged", temperature=0)]
+    asked = [([200 + i, 300, 400 + i], params) for i, params in enumerate(others * 2)]
+    alone = together(either, asked)
+    lists = [([7, 8, 9 + i], params) for i, params in enumerate(LISTS)]
+    expected = [with_rounds(either, None, params, ids) for ids, params in lists]
+    mixed = together(either, [pair for pairs in zip(asked, lists * 3, strict=False) for pair in pairs])
+    assert [output["output_ids"] for output in mixed[::2]] == [output["output_ids"] for output in alone]
+    for found, wanted in zip(mixed[1::2], expected * 3, strict=False):
+        assert [one[:3] for one in items(found)] == [one[:3] for one in items(wanted)]
+        np.testing.assert_allclose(scores(found), scores(wanted), atol=1e-4)
+
+
+def test_nothing_is_left_of_lists_whose_clients_go(either):
+    """Neither a KV slot nor a row. SGLang itself ends the engine if one is missing or freed twice."""
+    lists = [([7, 8, i], params) for i, params in enumerate(LISTS * 8)]
+    for turn in range(-(-CHURNED // len(lists))):
+        outputs = together(either, lists, (0.002, 0.01, 0.03)[turn % 3])
+        assert None in outputs
+        assert all(output is not None for output in outputs[1::2])
+    assert either.generate(input_ids=[7, 8, 1], sampling_params=LISTS[1])["output_ids"] == outputs[1]["output_ids"]
+    either.call(lambda engine: engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)))
+    assert set(re.findall("left: .*", either.log())) == {"left: 0 rows, 0 slots"}
+
+
+def test_choosing_beams_waits_for_nothing_and_leaves_rows_out(either, named_sets):
+    """What is read a step later says that there are fewer beams than there could be."""
+    begin = len(either.log())
+    either.generate("p", LISTS[2])
+    chosen = re.findall(r"beams of a list chosen from (\d+) rows, read back: (\d+)", either.log()[begin:])
+    rows = [int(count) for count, _ in chosen]
+    most = [1, *rows_of_passes(itemset.load(named_sets["large"].path).level_plan, 30)]
+    assert {reads for _, reads in chosen} == {"0"}
+    assert all(count <= bound for count, bound in zip(rows, most, strict=False))
+    assert sum(rows) < sum(most[: len(rows)]) - 10
+
+
+def test_rounds_where_there_is_no_room(wide):
+    before = requests(wide)
+    found = wide.generate("a film", named("large", beam_width=400, n=3))
+    assert len(found["meta_info"]["beam_results"]) == 3
+    assert requests(wide) > before + 1
+    assert "rows are more than the engine's 320 requests: raise --max-running-requests" in wide.log()
+
+
+def test_lists_wait_for_room(static):
+    """Each needs most of the KV cache and of the rows. A neighbour is not retracted for them, and none is aborted."""
+    small = static("device", max_running_requests=400, max_total_tokens=2_000, env=CHECKS)
+    lists = [([7, 8, i], named("fixed", beam_width=300)) for i in range(3)]
+    outputs = together(small, [*lists, ([7, 8, 9], named("ragged", temperature=0))])
+    assert requests(small) == 4
+    for (ids, params), output in zip(lists, outputs[:3], strict=True):
+        expected = with_rounds(small, None, params, ids)
+        assert [one[0] for one in items(output)] == [one[0] for one in items(expected)]
+
+
+def test_two_ranks_choose_the_same_beams(static):
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    engine = static("device", **{**WIDE, "env": CHECKS | cores}, tp_size=2)
+    for name in ("fixed", "ragged", "shares"):
+        before = requests(engine)
+        found = engine.generate("a film", ASKED[name])
+        assert requests(engine) == before + 1
+        expected = with_rounds(engine, "a film", ASKED[name])
+        assert [one[:3] for one in items(found)] == [one[:3] for one in items(expected)]
+
+
+def test_rounds_where_sglang_has_no_beam_search(static):
+    """It says so once, and is not asked again."""
+    engine = static("device", **NGRAM)
+    for name in ("prefixes", "ragged"):
+        assert engine.generate("a film", ASKED[name])["meta_info"]["rounds"] > 2
+    said = "Beam search is not supported with speculative decoding."
+    assert f"takes rounds of requests: {said}" in engine.log()
+    assert engine.log().count(said) == 2  # SGLang's own line, and ours

@@ -1,0 +1,154 @@
+"""A round of ranked lists in Triton and in Numba: against torch, in how many launches, and compiled beforehand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compared_lists import compared
+from devices import DEVICE
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from interleaving import interleaved
+from specialisations import Recorded
+from strategies import item_sets
+from test_kernels import Launches
+from test_ranked_beams import placed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from itemset.masking.arena import Arena
+from itemset.ranking import numba_expand, triton_expand
+from itemset.ranking.beams import Beams, warm_up
+
+VOCABULARY, END = 72, 71
+TWINS = [(triton_expand, DEVICE), (numba_expand, "cpu")]
+KERNELS = [name for name in vars(triton_expand) if name.endswith("_kernel")]
+SMALL = {"SUM_LANES": 8, "SUM_EACH": 2, "CHILDREN": 8, "ENDS": 4, "LANES": 4, "ITEMS": 2, "OTHERS": 8, "COLUMNS": 4}
+WIDE = [[[t] for t in range(58)] + [[3, t] for t in range(20)] + [[3, 5, 1, 2, 6], [9, 1]]]
+
+
+@pytest.fixture
+def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes so few that every launch has several programs, and every program several turns."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(triton_expand, name, value)
+
+
+def random_sets(seed: int) -> list[list[list[int]]]:
+    draw = random.Random(seed)
+    lengths = [(1, 3), (2, 9), (4, 4)]
+    return [
+        [[draw.randrange(9) if i else draw.randrange(60) for i in range(draw.randint(*bounds))] for _ in range(25)]
+        for bounds in lengths
+    ]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), end=st.sampled_from([None, END]), data=st.data())
+def test_all_agree(small_constants: None, items: list[list[int]], end: int | None, data: Any) -> None:
+    options = data.draw(st.sampled_from([{}, {"renormalised": True}, {"stepwise": True}]))
+    size = {"width": data.draw(st.integers(1, 6)), "k": data.draw(st.integers(1, 6))}
+    for twin, device in TWINS:
+        compared([items], device, twin=twin, seed=1, vocabulary=VOCABULARY, end_token=end, **size, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"renormalised": True}, {"stepwise": True}], ids=str)
+def test_lists_of_different_sets_and_logits_of_any_type(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    end = END if dtype == torch.bfloat16 else None
+    sets, options = [*random_sets(3), *WIDE], options | {"width": 6, "k": 5, "end_token": end}
+    for twin, device in TWINS:
+        run = compared(sets, device, twin=twin, seed=2, vocabulary=VOCABULARY, dtype=dtype, padding=3, **options)
+        assert run.compared > 10
+
+
+@pytest.mark.parametrize("options", [{}, {"renormalised": True}, {"stepwise": True}], ids=str)
+@pytest.mark.usefixtures("small_constants")
+def test_programs_run_in_any_order_and_in_turns(options: dict[str, Any]) -> None:
+    with interleaved(seed=5):
+        compared(random_sets(5)[:2], DEVICE, seed=5, vocabulary=VOCABULARY, width=3, k=3, end_token=END, **options)
+
+
+@pytest.mark.usefixtures("small_constants")
+def test_a_vocabulary_smaller_than_the_sets() -> None:
+    for end in (None, 60):
+        for twin, device in TWINS:
+            sets = [random_sets(7)[0], *WIDE]
+            compared(sets, device, twin=twin, seed=7, vocabulary=50, width=4, k=4, end_token=end)
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation that computes something, between the launches of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in ("view", "select", "slice", "unbind", "detach", "alias", "empty", "empty_like", "_unsafe_view"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_beams_below_the_bar_lead_to_nothing() -> None:
+    """Their logits are not summed: high ones must not lift what follows them above the bar."""
+    for seed in range(8):
+        rows = np.random.default_rng(seed).integers(2, 9, (60, 4)).tolist()
+        arena, (number,), (built,) = placed([*rows, [3], [4, 5]])
+        results = []
+        for kernels in ("torch", "triton"):
+            torch.manual_seed(seed)
+            beams = Beams(arena, [number], built.level_plan, width=6, k=2, end_token=END, kernels=kernels)
+            while beams.passes_left:
+                beams.round(torch.randn(6 if beams.taken else 1, beams.queries, 12, device=DEVICE) * 2 + 20)
+            results.append(beams.result)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("end", [None, END])
+def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | None) -> None:
+    launched: list[Any] = []
+    for name in KERNELS:
+        monkeypatch.setattr(triton_expand, name, Launches(getattr(triton_expand, name), launched))
+    sets = random_sets(1)[2:]
+    arena, numbers, (built,) = placed(*sets)
+    beams = Beams(arena, numbers * 2, built.level_plan, width=6, k=4, end_token=end, kernels="triton")
+    counts = []
+    while beams.passes_left:
+        logits = torch.randn(2 * (6 if beams.taken else 1), beams.queries, VOCABULARY, device=DEVICE)
+        launched.clear()
+        with Operations() as operations:
+            beams.round(logits)
+        counts.append((len(launched), operations.names))
+    done = [] if end else [1]  # items are followed as well
+    assert counts[:-1] == [(5 + len(done), ["gt", "sum", "cumsum", "topk", "maximum"])] * (len(counts) - 1)
+    assert len(counts) >= 3
+    assert counts[-1][0] <= 5 + len(done)
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds, widths, lists and sets of other sizes take the forms of the kernels that were compiled beforehand."""
+    keys: set[str] = set()
+    for name in KERNELS:
+        monkeypatch.setattr(triton_expand, name, Recorded(getattr(triton_expand, name), keys))
+    warm_up(Arena(4096, DEVICE), torch.randn(1, 1, 80, device=DEVICE), kernels="triton")
+    assert {key.split()[0] for key in keys} == set(KERNELS)
+    known = set(keys)
+    for seed, size, lists in (
+        (1, {"width": 6, "k": 4}, 1),
+        (2, {"width": 16, "k": 16}, 2),
+        (3, {"width": 1, "k": 1}, 3),
+    ):
+        for sets in random_sets(seed):
+            arena, numbers, (built,) = placed(sets)
+            for options in ({"end_token": END}, {"end_token": None}, {"end_token": END, "renormalised": True}):
+                beams = Beams(arena, numbers * lists, built.level_plan, kernels="triton", **size, **options)
+                while beams.passes_left:
+                    rows = beams.rows if beams.taken else 1
+                    beams.round(torch.randn(lists * rows, beams.queries, 80, device=DEVICE))
+    assert keys == known

@@ -1,0 +1,103 @@
+"""The sdist and the wheel: all of every package is in them, and the wheel works in an empty environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ["itemset", "vllm_static", "sglang_static"]
+BESIDE = ["pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"]
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def files_of_packages() -> set[str]:
+    modules = (path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    return {str(path.relative_to(ROOT)) for path in modules} | {f"{name}/py.typed" for name in PACKAGES}
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Standard output of a command that imports nothing from this checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in BESIDE:
+        shutil.copy(ROOT / name, source)
+    (source / "tests").mkdir()
+    (source / "tests" / "test_nothing.py").touch()
+    run(sys.executable, "-c", BUILD, "build_sdist", out, cwd=source)
+    (path,) = out.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist alone."""
+    folder, out = tmp_path_factory.mktemp("unpacked"), tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    run(sys.executable, "-c", BUILD, "build_wheel", out, cwd=source)
+    (path,) = out.iterdir()
+    return path
+
+
+def test_the_sdist_holds_every_package_and_no_tests(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert files_of_packages() | set(BESIDE) <= names
+    assert not [name for name in names if name.startswith("tests/")]
+
+
+def test_the_wheel_holds_every_package_and_the_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+        metadata: Message = message_from_bytes(archive.read(f"{info}/METADATA"))
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    assert {name for name in names if not name.startswith(info)} == files_of_packages()
+    assert f"{info}/licenses/LICENSE" in names
+    assert metadata["License-Expression"] == "Apache-2.0"
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", []))
+    assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert len(metadata.get_all("Classifier", [])) > 3
+    for group in ("console_scripts", "vllm.general_plugins", "vllm.platform_plugins", "sglang.srt.plugins"):
+        assert f"[{group}]" in entry_points
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """Empty but for what it requires, which is this environment's: nothing is downloaded."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    scripts, python = tmp_path / "venv" / "bin", tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run(python, "-c", code, cwd=tmp_path).strip())
+    # A path in a .pth file stands after the environment's own packages, and .pth files over there are not read.
+    (packages / "required.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (tmp_path / "items.jsonl").write_text('{"ids": [1, 2, 3], "key": "A"}\n{"ids": [1, 4], "key": "B"}\n')
+    build = ["build", "items.jsonl", "--column", "ids", "--key", "key", "-o", "items.itemset"]
+    assert "items        2" in run(scripts / "itemset", *build, cwd=tmp_path)
+    assert run(scripts / "itemset", "lookup", "items.itemset", "--tokens", "1,4", cwd=tmp_path) == "B\t1,4\n"
+    code = "import itemset; print(itemset.__file__, itemset.load('items.itemset').tokens(['A']))"
+    assert run(python, "-c", code, cwd=tmp_path) == f"{packages / 'itemset' / '__init__.py'} [[1, 2, 3]]\n"

@@ -1,0 +1,71 @@
+"""What a request says of item sets is judged once, with one sentence for each fault, in both engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.request import ItemRequest, ListOptions
+from itemset.serving.words import COMPARED
+
+CONSTRAINTS = ("item_set", "choice", "regex")
+
+
+def asked(named: Any = None, choice: Any = None, k: int | None = None, **given: Any) -> ItemRequest | None:
+    return ItemRequest.of([None, named], [choice], given, k=k, where="extra_args", constraints=CONSTRAINTS)
+
+
+def test_what_a_request_asks_for():
+    assert asked() is None
+    assert asked(item_set=None, renormalized=True) is None  # no set, and so no word of ours
+    assert asked("films", temperature=1, item_set="films") == ItemRequest("films")
+    assert asked(choice=["a"], exact=None) == ItemRequest(choice=["a"])
+    best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9)
+    assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).ranked == best
+    assert asked("films", k=10).ranked == ListOptions(10)
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "param"),
+    [
+        ({"named": 7}, "item_set must be the name of an item set, a string, not 7", "item_set"),
+        ({"named": {"a": 1}}, "a string, not an object", "item_set"),
+        ({"named": "a", "choice": ["b"]}, "item_set, choice and regex .or response_format. exclude each", "item_set"),
+        ({"item_sets": "a"}, "extra_args has no 'item_sets': name the set as item_set", "item_set"),
+        ({"named": "a", "item_set_index": b""}, "item_set_index is not for requests: name the set", "item_set_index"),
+        ({"item_set_place": [1]}, "item_set_place is not for requests", "item_set_place"),
+        ({"named": "a", "exact": True}, "exact is for ranked lists: add use_beam_search and n", "exact"),
+        ({"choice": ["a"], "width": 9}, "width is for ranked lists", "width"),
+        ({"choice": ["a"], "widht": 9}, "there is no field 'widht': did you mean width?", "widht"),
+        ({"named": "a", "k": 2, "renormalized": True}, "did you mean renormalised?", "renormalized"),
+        ({"named": "a", "use_beam_serach": True}, "did you mean use_beam_search?", "use_beam_serach"),
+        ({"named": "a", "k": 2, "width": 1}, "width=1 finds no 2 items: set it to at least 2", "width"),
+        ({"named": "a", "k": 2, "width": True}, "width must be a number of beams, at least 1, not True", "width"),
+        ({"named": "a", "k": "2"}, "n must be a number of items, at least 1, not '2'", "n"),
+        ({"named": "a", "k": 2, "max_passes": 0}, "max_passes must be a number of forward passes", "max_passes"),
+        ({"named": "a", "k": 2, "exact": "yes"}, "exact must be true or false, not 'yes'", "exact"),
+        ({"named": "a", "k": 2, "renormalised": 1}, "renormalised must be true or false, not 1", "renormalised"),
+    ],
+)
+def test_a_fault_is_named_with_its_field(given, message, param):
+    with pytest.raises(RefusedError, match=message) as refused:
+        asked(**given)
+    assert refused.value.param == param
+
+
+def test_two_names_and_two_constraints():
+    with pytest.raises(RefusedError, match="name different item sets, which exclude each other"):
+        ItemRequest.of(["a", "b"], [], {}, where="extra_args", constraints=CONSTRAINTS)
+    assert ItemRequest.of(["a", "a"], [], {}, where="extra_args", constraints=CONSTRAINTS) == ItemRequest("a")
+    for named, choices, other in (([], [["a"], ["b"]], False), (["a"], [], True), ([], [["a"]], True)):
+        with pytest.raises(RefusedError, match="exclude each other: give one"):
+            ItemRequest.of(named, choices, {}, where="extra_args", constraints=CONSTRAINTS, other=other)
+
+
+def test_of_a_body_of_many_fields_the_words_themselves_count():
+    many = {f"field{i}": 1 for i in range(COMPARED)}
+    assert asked("films", **many, widht=1) == ItemRequest("films")
+    with pytest.raises(RefusedError, match="width is for ranked lists"):
+        asked("films", **many, width=1)

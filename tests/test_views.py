@@ -1,0 +1,235 @@
+"""Views against the dict trie of the items that are left."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import dict_trie, prefixes
+from strategies import item_sets
+from views import KINDS, made
+
+import itemset
+from itemset.masking.arena import ALIVE, Arena, ArenaFullError, room_for
+from itemset.serving.admission import Words
+from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.chosen import Chosen
+from itemset.serving.config import StaticConfig
+from itemset.serving.request import ItemRequest
+from itemset.views import View, view_from_bytes
+
+REGIONS = ["DE", "AT", "CH"]
+
+
+def check(seen: itemset.ItemSet, left: list[tuple[int, ...]], all_items: list[tuple[int, ...]]) -> None:
+    """What may follow every prefix of all items, and which of them are items of the view."""
+    expected = {prefix: (children, ends) for prefix, children, ends in prefixes(dict_trie(left))}
+    for prefix in {item[:i] for item in all_items for i in range(len(item) + 1)}:
+        if prefix in expected:
+            children, ends = seen.children(prefix)
+            assert (children.tolist(), ends) == expected[prefix]
+        else:
+            with pytest.raises(itemset.ItemSetError, match="no item starts with"):
+                seen.children(prefix)
+    assert sorted(map(tuple, seen.items())) == sorted(left)
+    assert len(seen) == len(left)
+    assert [item for item in all_items if seen.find(item)] == [item for item in all_items if item in set(left)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(items=item_sets(), kind=st.sampled_from(KINDS))
+def test_a_view_has_what_is_left(items: list[list[int]], kind: str) -> None:
+    seen = made(items, kind)
+    check(seen, sorted(set(map(tuple, items))), [tuple(item) for item in seen.whole.items()])
+    if isinstance(seen, View):
+        again = view_from_bytes(seen.base, seen.to_bytes())
+        check(again, sorted(set(map(tuple, items))), [tuple(item) for item in seen.whole.items()])
+        assert again.digest == seen.digest != seen.whole.digest
+
+
+@settings(max_examples=60, deadline=None)
+@given(items=item_sets(), data=st.data())
+def test_filters_exclusions_and_candidates_by_key(items: list[list[int]], data: Any) -> None:
+    """Equal items share their keys: one stays while one of its keys does, and has the keys that pass."""
+    rows = range(len(items))
+    regions = [REGIONS[i % 3] for i in rows]
+    keys = data.draw(st.sampled_from([[f"key {i}" for i in rows], [7 * i - 3 for i in rows]]))
+    halves = [i % 2 == 0 for i in rows]
+    films = itemset.build(items, keys=keys, attributes={"region": regions, "half": halves})
+    half = data.draw(st.booleans())  # a view that is asked for a part of it
+    wanted = data.draw(st.sampled_from([None, ["DE"], ["DE", "CH"]]))
+    without = data.draw(st.none() | st.lists(st.sampled_from(keys), max_size=10))
+    only = data.draw(st.none() | st.lists(st.sampled_from(keys), max_size=10))
+    left = [
+        i for i in rows
+        if (not half or halves[i])
+        and (wanted is None or regions[i] in wanted)
+        and (without is None or keys[i] not in without)
+        and (only is None or keys[i] in only)
+    ]  # fmt: skip
+    options: dict[str, Any] = {
+        "item_filter": None if wanted is None else {"region": {"$in": wanted}},
+        "exclude_keys": None if without is None else [*without, "none"][: len(without)],
+        "only_keys": only,
+    }
+    base = itemset.view(films, {"half": True}) if half else films
+    if not left:
+        with pytest.raises(itemset.ItemSetError, match="no item is left: "):
+            itemset.view(base, **options)
+        return
+    seen = itemset.view(base, **options)
+    if isinstance(seen, View) and seen is not base:
+        again = view_from_bytes(base, seen.to_bytes(base))
+        assert sorted(again.items()) == sorted(seen.items())
+        assert again.digest == seen.digest
+    if data.draw(st.booleans()):  # one after the other, in any order: views of views
+        steps = data.draw(st.permutations([name for name, given in options.items() if given is not None]))
+        steps = sorted(steps, key=lambda name: name == "only_keys")  # what that gives has no attributes
+        seen = functools.reduce(lambda below, name: itemset.view(below, **{name: options[name]}), steps, base)
+    check(seen, sorted({tuple(items[i]) for i in left}), [tuple(item) for item in films.items()])
+    for i in left:
+        same = [keys[k] for k in left if items[k] == items[i]]
+        assert seen.keys_of([items[i]]) == [same]
+        assert list(seen.lookup([items[i]])) == same[:1]
+        assert (seen.find(items[i]) or ("",))[0] == same[0]
+        assert seen.tokens([keys[i]]) == [items[i]]
+    for i in set(rows) - set(left):
+        with pytest.raises(itemset.ItemSetError, match="no item"):
+            seen.tokens([keys[i]])
+
+
+def films() -> itemset.ItemSet:
+    items = [[1, 2, 3], [1, 2, 4], [1, 5], [6], [6, 7], [8, 9, 9, 9]]
+    attributes = {"year": [1999, 2001, 2001, 2010, None, 2020], "region": ["DE", "AT", "DE", "DE", "DE", "CH"]}
+    return itemset.build(items, keys=[f"film {i}" for i in range(6)], attributes=attributes)
+
+
+def test_one_item_left_is_forced() -> None:
+    seen = itemset.view(films(), {"year": {"$gte": 2020}})
+    assert [seen.children(prefix)[0].tolist() for prefix in ([], [8], [8, 9])] == [[8], [9], [9]]
+
+
+def test_an_item_and_its_prefix_one_of_them_left_out() -> None:
+    assert not itemset.view(films(), exclude_keys=["film 3"]).children([6])[1]
+    children, ends = itemset.view(films(), exclude_keys=["film 4"]).children([6])
+    assert (children.tolist(), ends) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"item_filter": {"region": "FR"}}, 'no item is left: "region" $eq "FR" leaves 0'),
+        ({"item_filter": {"regoin": "DE"}}, 'there is no attribute "regoin"'),
+        ({"exclude_keys": [f"film {i}" for i in range(6)]}, "no item is left: exclude_keys leaves 0 of the 6 items"),
+        ({"only_keys": ["film 9"]}, "no item is left: only_keys leaves 0"),
+        ({"only_keys": "film 1"}, "keys must be a list, not 'film 1'"),
+        ({"exclude_keys": [3]}, "the keys of this set are strings, not integers such as 3"),
+        ({"exclude_keys": ["film 1", 3]}, "keys must be all integers or all strings"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_seen_is_said(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(itemset.ItemSetError) as error:
+        itemset.view(films(), **options)
+    assert sentence in str(error.value)
+
+
+def test_views_of_views_stand_on_a_filter_at_most() -> None:
+    """An arena waits for the copies of a view, of what it stands on, and of what that stands on."""
+    first = itemset.view(itemset.view(films(), {"region": "DE"}), exclude_keys=["film 0"])
+    second = itemset.view(first, exclude_keys=["film 2"])
+    third = itemset.view(second, {"year": {"$exists": True}})
+    assert [one.items() for one in (second, third)] == [[[6, 7], [6]], [[6]]]
+    assert second.base is first.base
+    assert third.base is first.whole
+    with pytest.raises(itemset.ItemSetError, match=r'"region" \$eq "DE" leaves 2, "year" \$gt 2010 leaves 0'):
+        itemset.view(second, {"region": "DE", "year": {"$gt": 2010}})
+
+
+def test_the_answer_to_a_request_names_the_keys_that_it_left(tmp_path: Any) -> None:
+    """Also if the same items are left of another request."""
+    path = tmp_path / "films.itemset"
+    itemset.build([[1, 2], [3], [1, 2]], keys=["a", "b", "c"], attributes={"year": [1, 2, 2]}).save(path)
+    config = StaticConfig.of({"item_sets": {"films": str(path)}, "item_views": {"new": 'films: {"year": 2}'}})
+    chosen = Chosen(catalogue := Catalogue(config), config, Words("", "", "", "", ""))
+
+    def keys(name: str = "films", **selection: Any) -> list[list[int | str]]:
+        made = chosen.get(ItemRequest(name, **selection), catalogue.registered[name])
+        opened = InlineSet.opened(made.reference, made.index, catalogue.registered).item_set
+        assert sorted(opened.items()) == sorted(made.item_set.items())
+        return made.item_set.keys_of(sorted(made.item_set.items()))
+
+    for _ in range(2):
+        assert keys(exclude_keys=["a"]) == [["c"], ["b"]]
+        assert keys(exclude_keys=["c"]) == [["a"], ["b"]]
+        assert keys(item_filter={"year": 1}) == keys(only_keys=["a"]) == [["a"]]
+        assert keys(only_keys=["c"]) == keys(only_keys=["a", "c"], exclude_keys=["a"]) == [["c"]]
+        assert keys("new", item_filter={"year": {"$gt": 0}}) == [["c"], ["b"]]
+        assert keys("new", item_filter={"year": {"$gt": 0}}, exclude_keys=["b"]) == [["c"]]
+
+
+def test_a_view_reads_where_its_set_stands_now() -> None:
+    """Not where it stood before its memory was given away."""
+    whole, other = (itemset.build(np.random.default_rng(i).integers(0, 500, (300, 4))) for i in range(2))
+    seen = itemset.view(whole, exclude_keys=[0])
+    arena = Arena(2 * room_for(whole), max_sets=4)
+    arena.place(whole, 0, 0)  # as a plan may, that has forgotten the set and found another place for it
+    arena.place(whole, 1, room_for(whole))
+    arena.place(other, 2, 0)
+    arena.place(seen, 3, 2 * room_for(whole) - 128)
+    assert torch.equal(arena.sets[3, :ALIVE], arena.sets[1, :ALIVE])
+
+
+def test_a_view_is_not_saved(tmp_path: Any) -> None:
+    with pytest.raises(itemset.ItemSetError, match="save the set itself"):
+        itemset.view(films(), {"region": "DE"}).save(tmp_path / "view.itemset")
+
+
+def test_a_damaged_view_is_refused() -> None:
+    whole = films()
+    data = bytearray(itemset.view(whole, {"region": "DE"}).to_bytes())
+    data[-1] ^= 1
+    with pytest.raises(itemset.ItemSetError, match="does not match its checksum"):
+        view_from_bytes(whole, bytes(data))
+
+
+def test_an_arena_holds_the_bits_of_a_view_alone() -> None:
+    matrix = np.random.default_rng(0).integers(0, 500, (20_000, 4))
+    whole = itemset.build(matrix, attributes={"half": np.arange(20_000) % 2 == 0})
+    seen = itemset.view(whole, {"half": True})
+    without = itemset.view(seen, exclude_keys=np.arange(0, 2_000, 2))
+    arena = Arena(room_for(without), max_sets=3)
+    number = arena.acquire(without)
+    used = [resident.nbytes for resident in arena.plan.residents]
+    edges, nodes = len(whole.trie.tables.labels), len(whole.trie.tables.row_offsets) - 1
+    assert used[1] < edges / 8 + nodes / 8 + 512
+    assert used[2] < 4 * 1_000 + 512
+    with pytest.raises(ArenaFullError):
+        arena.acquire(itemset.build([[1]]))
+    arena.release(number)
+    again = arena.acquire(itemset.build([[1]]))  # what nobody uses makes room, the view before what is below it
+    assert len(arena.plan.residents) == 3
+    arena.release(again)
+
+
+def test_ten_thousand_exclusions_take_no_memory_beyond_the_list() -> None:
+    whole = itemset.build(np.random.default_rng(0).integers(0, 2_000, (100_000, 4)))
+    seen = itemset.view(whole, exclude_keys=range(10_000))
+    assert seen.nbytes <= 4 * 10_000
+    assert len(seen.to_bytes()) < 4 * 10_000 + 1_000
+    assert len(seen) == len(whole) - len({tuple(item) for item in whole.tokens(range(10_000))})
+
+
+def test_keys_are_found_by_their_index() -> None:
+    random = np.random.default_rng(0)
+    numbers = random.integers(-(2**62), 2**62, 5_000)
+    for keys in (numbers.tolist(), [f"é{number}" for number in numbers], ["", *map(str, range(4_999))]):
+        built = itemset.build(random.integers(0, 50, (5_000, 4)), keys=keys)
+        asked = [keys[i] for i in (4_999, 0, 17)]
+        places = built._keys.places_of([*asked, keys[0]])
+        assert sorted(built.keys.take(places).to_pylist(), key=str) == sorted(asked, key=str)
+        assert not len(built._keys.places_of([5] if isinstance(keys[0], int) else ["none"]))

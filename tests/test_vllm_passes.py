@@ -1,0 +1,114 @@
+"""Passes of ranked lists inside a step: what a GPU's attention backends and memory ask of them, as counts show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_vllm_wide_lists import ROOMY, asked, by_rounds, inside, prompt_of, same, ways
+
+LENGTHS = [20, 20, 20]
+
+
+@pytest.fixture
+def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
+    options = static["additional_config"] | {"ranked_list_beams": 160}
+    return engines("v2", tiny_model, **static | {"additional_config": options}, **ROOMY)
+
+
+def waits(llm: Any, queued: frozenset[str] | None) -> tuple[int, int]:
+    """Passes of a list, and how often they wait for the device."""
+    from vllm_static import passes
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    own_names, own_run, own_wait, counts = passes.QUEUED, passes._run, runner.main_stream.synchronize, [0, 0]
+
+    def counted(which: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            counts[which] += 1
+            return call(*args)
+
+        return count
+
+    passes._run, runner.main_stream.synchronize = counted(0, own_run), counted(1, own_wait)
+    if queued is not None:
+        passes.QUEUED = queued
+    try:
+        (found,) = inside(llm, "large", 8, 8, False, [40])
+    finally:
+        passes.QUEUED, passes._run, runner.main_stream.synchronize = own_names, own_run, own_wait
+    assert len(found) == 8
+    return counts[0], counts[1]
+
+
+def test_a_backend_that_plans_on_the_host_is_waited_for(engine):
+    """Before the first plan, and after each: the next one goes into the same memory."""
+    assert engine.call(waits, None) == (4, 0)
+    assert engine.call(waits, frozenset()) == (4, 5)
+
+
+def with_logits_of(llm: Any, tokens: int) -> tuple[list[int], list[Any]]:
+    """Three lists, when a pass may have the logits of so many tokens: the lists of each group, and the answers."""
+    from vllm_static import wide_lists
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    own_most, own_make, groups = wide_lists.MOST_LOGITS, wide_lists.WideLists._make, []
+
+    def make(self: Any, group: list[Any], logits: Any) -> Any:
+        groups.append(len(group))
+        return own_make(self, group, logits)
+
+    wide_lists.MOST_LOGITS = tokens * runner.vocab_size * 4
+    wide_lists.WideLists._make = make  # type: ignore[method-assign]
+    try:
+        prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
+        outputs = llm.generate(prompts, asked("fixed", 6, 3, False), use_tqdm=False)
+    finally:
+        wide_lists.MOST_LOGITS, wide_lists.WideLists._make = own_most, own_make  # type: ignore[method-assign]
+    return groups, [output.prompt_token_id_logprobs for output in outputs]
+
+
+def test_logits_of_a_pass_have_a_limit(engine):
+    """Each of six beams has one token, and three of a tail at most. Lists go apart if they are too large together."""
+    from vllm_static.one_request import TOO_LARGE, best_of
+
+    expected = engine.call(by_rounds, "fixed", 6, 3, False, LENGTHS[0])
+    for tokens, groups in ((72, [3]), (48, [2, 1]), (24, [1, 1, 1])):
+        made, tables = engine.call(with_logits_of, tokens)
+        assert made == groups
+        for table in tables:
+            same([tuple(one) for one in best_of(table).items], expected)
+    made, tables = engine.call(with_logits_of, 23)
+    assert not made
+    assert [table.tolist() for table in tables] == [[[float(TOO_LARGE)]]] * 3
+
+
+def break_passes() -> None:
+    from vllm_static import passes
+
+    def broken(*args: Any) -> Any:
+        raise TypeError("InputBatch has another field")
+
+    passes._run = broken
+
+
+def blocks_of(llm: Any) -> tuple[int, int]:
+    """The worker's and the scheduler's."""
+    engine = llm.llm_engine
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    return runner.kv_cache_config.num_blocks, engine.vllm_config.cache_config.num_gpu_blocks
+
+
+def test_passes_that_do_not_run_are_found_at_the_start(engines, tiny_model, static, engine):
+    """A vLLM whose runner has changed: lists take rounds, and the scheduler keeps all blocks."""
+    worker, scheduler = engine.call(blocks_of)
+    assert scheduler < worker
+    broken = engines("v2", tiny_model, **static, prepare=break_passes)
+    added, counted = broken.call(ways, [{"extra_args": {"item_set": "prefixes"}}] * 2)
+    assert added > 4
+    assert counted == {"the KV cache has no blocks for beams": 2}
+    assert "Ranked lists take rounds of requests: a first pass failed: TypeError('InputBatch" in broken.log()
+    worker, scheduler = broken.call(blocks_of)
+    assert scheduler == worker

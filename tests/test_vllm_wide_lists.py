@@ -1,0 +1,408 @@
+"""Ranked lists made inside a step of model runner V2: what rounds of requests find, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import force_asynchronous_scheduling, take_triton_attention
+from ranking import oracle_of
+from safetensors.torch import load_file, save_file
+from samples import CHURNED
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_static.one_request import best_of, list_params
+from vllm_static.ranking import RankingParams
+
+PLAIN = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+ROUNDS: dict[str, Any] = {"max_passes": 10_000}  # such a list takes rounds of requests
+
+Item = tuple[tuple[int, ...], float]
+
+
+@pytest.fixture
+def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
+    options = static["additional_config"] | {"ranked_list_beams": 160}
+    return engines("v2", tiny_model, **static | {"additional_config": options}, **ROOMY)
+
+
+ROOMY = {"kv_cache_memory_bytes": 128 << 20}
+"""So large a cache that an eighth of it has room for the beams of the tests."""
+
+
+def prompt_of(length: int) -> list[int]:
+    return [100 + (7 * i + length) % 800 for i in range(length)]
+
+
+def items_of(output: Any) -> list[Item]:
+    return [tuple(one) for one in best_of(output.prompt_token_id_logprobs).items]
+
+
+def asked(name: str, width: int, k: int, renormalised: bool) -> Any:
+    return list_params(name, None, k=k, width=width, end_token=1, renormalised=renormalised)
+
+
+def inside(llm: Any, name: str, width: int, k: int, renormalised: bool, lengths: list[int]) -> list[list[Item]]:
+    """In the engine's process: lists of some prompts, asked for together."""
+    prompts = [{"prompt_token_ids": prompt_of(length)} for length in lengths]
+    outputs = llm.generate(prompts, asked(name, width, k, renormalised), use_tqdm=False)
+    return [items_of(output) for output in outputs]
+
+
+def by_rounds(llm: Any, name: str, width: int, k: int, renormalised: bool, length: int) -> list[Item]:
+    options = {"item_set": name, "width": width, "renormalised": renormalised, **ROUNDS}
+    ((found, *_),) = searched(llm, options, k, [length])
+    return found
+
+
+def searched(llm: Any, options: dict[str, Any], k: int, lengths: list[int]) -> list[tuple[list[Item], bool, int]]:
+    """Items of `LLM.beam_search`, whether they are proven, and the rounds."""
+    prompts = [prompt_of(length) for length in lengths]
+    params = RankingParams(beam_width=k, max_tokens=40, extra_args=options)
+    outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [
+        ([(tuple(one.tokens[length:-1]), one.cum_logprob) for one in output.sequences], output.proven, output.rounds)
+        for output, length in zip(outputs, lengths, strict=True)
+    ]
+
+
+def same(found: list[Item], expected: list[Item]) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], atol=1e-4)
+
+
+LISTS = [
+    ("prefixes", 7, 7, False),
+    ("one", 3, 2, False),
+    ("ragged", 20, 5, False),
+    ("ragged", 9, 9, True),
+    ("fixed", 16, 10, False),
+    ("labels", 150, 150, False),
+    ("labels", 40, 40, True),
+    ("large", 24, 12, False),
+    ("large", 8, 8, True),
+    ("seen", 40, 12, False),
+    ("seen", 8, 8, True),
+]
+
+
+@pytest.mark.parametrize(("name", "width", "k", "renormalised"), LISTS)
+def test_the_items_of_rounds(engine, name, width, k, renormalised):
+    """For prompts that end inside a block of 32, with one, and a token later; two lists of one of them."""
+    lengths = [3, 31, 32, 33, 70, 70]
+    for length, found in zip(lengths, engine.call(inside, name, width, k, renormalised, lengths), strict=True):
+        same(found, engine.call(by_rounds, name, width, k, renormalised, length))
+        assert found
+
+
+def test_a_prompt_in_chunks(engines, tiny_model, static, engine):
+    """A prompt that takes four steps, beside others that take one. The passes take no more tokens at a time."""
+    small = engines("v2", tiny_model, **static, **ROOMY, max_num_batched_tokens=32)
+    lengths = [100, 20, 97]
+    for found, length in zip(small.call(inside, "large", 6, 4, False, lengths), lengths, strict=True):
+        same(found, engine.call(by_rounds, "large", 6, 4, False, length))
+
+
+def cached(llm: Any) -> list[tuple[int, list[Item]]]:
+    prompt = {"prompt_token_ids": prompt_of(96)}
+    llm.reset_prefix_cache()
+    outputs = [llm.generate(prompt, asked("fixed", 16, 5, False), use_tqdm=False)[0] for _ in range(2)]
+    return [(output.num_cached_tokens, items_of(output)) for output in outputs]
+
+
+def test_a_prompt_from_the_prefix_cache(engine):
+    (none, first), (some, second) = engine.call(cached)
+    assert (none, some) == (0, 64)
+    same(second, first)
+
+
+def beside(llm: Any, lists: int) -> list[list[int]]:
+    """Tokens of ordinary requests that run while lists come and go."""
+    llm.reset_prefix_cache()
+    for i, length in enumerate((5, 40, 64)):
+        llm.llm_engine.add_request(f"plain-{i}", {"prompt_token_ids": prompt_of(length)}, PLAIN)
+    outputs, step = {}, 0
+    while llm.llm_engine.has_unfinished_requests():
+        if step % 2 == 0 and step // 2 < lists:
+            params = asked(("large", "ragged", "fixed")[step // 2 % 3], 12, 4, False)
+            llm.llm_engine.add_request(f"list-{step}", {"prompt_token_ids": prompt_of(30 + step)}, params)
+        for output in llm.llm_engine.step():
+            outputs[output.request_id] = output
+        step += 1
+    assert sum(output.prompt_token_id_logprobs is not None for output in outputs.values()) == lists
+    return [outputs[f"plain-{i}"].outputs[0].token_ids for i in range(3)]
+
+
+def test_neighbours_stay_as_they_are(engine):
+    assert engine.call(beside, 5) == engine.call(beside, 0)
+
+
+@pytest.mark.parametrize("prepare", [None, force_asynchronous_scheduling])
+def test_nothing_is_left(engines, tiny_model, static, prepare):
+    """After lists of which every third is aborted and some preempted, mostly between the chunks of their prompts. There
+    is room for two beams."""
+    small = engines("v2", tiny_model, **static, num_gpu_blocks_override=40, max_num_batched_tokens=64, prepare=prepare)
+    before, after, answered, preempted = small.call(churn, CHURNED)
+    assert before == after == 35
+    assert answered == CHURNED - CHURNED // 3
+    assert preempted
+
+
+def churn(llm: Any, lists: int) -> tuple[int, int, int, int]:
+    engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    llm.reset_prefix_cache()
+    before, answered, preempted = scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), 0, 0
+    added: list[str] = []
+    while len(added) < lists or engine.has_unfinished_requests():
+        for i in range(len(added), min(len(added) + 3, lists)):
+            prompt = {"prompt_token_ids": prompt_of(20 + 13 * (i % 11))}
+            engine.add_request(str(i), prompt, asked("fixed", 1 + i % 2, 1, False))
+            added.append(str(i))
+        engine.abort_request([name for name in added[-3:] if int(name) % 3 == 2])
+        for output in engine.step():
+            assert output.prompt_token_id_logprobs.shape == (2, 6)
+            answered += 1
+        if len(added) % 24 == 0 and len(added) < lists and scheduler.running:
+            preempted += len(scheduler.running)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+    llm.reset_prefix_cache()
+    return before, scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), answered, preempted
+
+
+def test_nothing_is_read_back(engine):
+    """The rounds read no tensor: neither a number, nor a shape that depends on what is in one."""
+    assert engine.call(reads) == (4, Counter())
+
+
+class Reads(TorchDispatchMode):
+    READING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "_to_copy_host")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in self.READING):
+            self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reads(llm: Any) -> tuple[int, Counter[str]]:
+    from vllm_static import passes, wide_lists
+
+    watch, own, run = Reads(), wide_lists.WideLists._make, passes._run
+    passes_run = 0
+
+    def make(*args: Any) -> Any:
+        with watch:
+            return own(*args)
+
+    def run_apart(*args: Any) -> torch.Tensor:
+        nonlocal passes_run
+        passes_run += 1
+        with _disable_current_modes():  # vLLM's own metadata and model
+            return run(*args)
+
+    wide_lists.WideLists._make, passes._run = make, run_apart  # type: ignore[method-assign]
+    try:
+        (found,) = inside(llm, "large", 8, 8, False, [40])
+    finally:
+        wide_lists.WideLists._make, passes._run = own, run  # type: ignore[method-assign]
+    assert len(found) == 8
+    return passes_run, watch.found
+
+
+def test_a_list_of_512(engines, tiny_model, static):
+    """Each pass is many passes here: the runner's buffers hold 64 rows."""
+    options = static["additional_config"] | {"ranked_list_beams": 512}
+    static = static | {"additional_config": options}
+    wide = engines("v2", tiny_model, **static, kv_cache_memory_bytes=1 << 30, max_num_seqs=64)
+    (found,) = wide.call(inside, "large", 512, 512, False, [50])
+    assert len({tokens for tokens, _ in found}) == 512
+    oracle = oracle_of(tiny_model, prompt_of(50))([tokens for tokens, _ in found])
+    same(found, [(tokens, score) for score, tokens in oracle])
+
+
+def test_what_has_no_room_is_said(engine):
+    """A worker refuses nothing: the answer has a number instead of a list."""
+    assert engine.call(
+        lambda llm: llm.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 600, 1, False), use_tqdm=False)[
+            0
+        ].prompt_token_id_logprobs.tolist()
+    ) == [[1.0]]
+
+
+@pytest.mark.parametrize(("name", "renormalised"), [("fixed", False), ("ragged", False), ("prefixes", True)])
+def test_the_cache_as_gpus_have_it(engines, tiny_model, static, engine, name, renormalised):
+    """vLLM's own Triton attention reads the beams' blocks."""
+    layout = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
+    other = engines("v2", tiny_model, **static, **ROOMY, **layout)
+    lengths = [20, 32, 33]
+    found = other.call(inside, name, 4, 3, renormalised, lengths)
+    assert "TRITON_ATTN" in other.log()
+    for items, expected in zip(found, engine.call(inside, name, 4, 3, renormalised, lengths), strict=True):
+        same(items, expected)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[str, Path]:
+    """A LoRA adapter of the tiny model, of random weights, and the model with these weights in it."""
+    adapter, merged = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged") / "model"
+    shutil.copytree(tiny_model, merged)
+    weights, random, model = {}, torch.Generator().manual_seed(5), load_file(merged / "model.safetensors")
+    for layer in range(2):
+        for name, columns in (("q_proj", 128), ("v_proj", 64)):
+            key = f"model.layers.{layer}.self_attn.{name}"
+            down, up = (torch.randn(shape, generator=random) / 8 for shape in ((8, 128), (columns, 8)))
+            weights |= {f"base_model.model.{key}.{x}.weight": w for x, w in (("lora_A", down), ("lora_B", up))}
+            model[f"{key}.weight"] += up @ down
+    save_file(weights, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    save_file(model, merged / "model.safetensors", metadata={"format": "pt"})
+    return str(adapter), merged
+
+
+def with_adapter(llm: Any, adapter: str | None, lengths: list[int]) -> list[list[Item]]:
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    prompts = [{"prompt_token_ids": prompt_of(length)} for length in lengths]
+    return [items_of(one) for one in llm.generate(prompts, asked("fixed", 9, 6, False), lora_request=lora)]
+
+
+def test_lists_of_lora_adapters(engines, tiny_model, static, adapted):
+    """The beams have their prompt's adapter. Not both in one batch: on a CPU vLLM gives an adapter to all of it.
+
+    Nine beams with tails have more tokens than a step, for which the adapters have buffers.
+    """
+    adapter, merged = adapted
+    adapters = {"enable_lora": True, "max_lora_rank": 8}
+    engine = engines("v2", tiny_model, **static, **ROOMY, **adapters, max_num_batched_tokens=32)
+    lengths = [20, 33, 33]
+    for given, model in ((adapter, merged), (None, tiny_model)):
+        for length, items in zip(lengths, engine.call(with_adapter, given, lengths), strict=True):
+            scored = oracle_of(model, prompt_of(length))([tokens for tokens, _ in items])
+            same(items, [(tokens, score) for score, tokens in scored])
+            assert len(items) == 6
+
+
+def test_ranks_choose_the_same_rows(engines, tiny_model, static, engine):
+    """Under tensor parallelism every rank makes the lists, from the same logits."""
+    env = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # the interpreter is no target to compile for
+    two = engines("v2", tiny_model, **static, **ROOMY, tensor_parallel_size=2, env=env, timeout=300)
+    lengths = [20, 32, 33]
+    found = two.call(inside, "fixed", 8, 5, False, lengths)
+    two.close()
+    for items, expected in zip(found, engine.call(inside, "fixed", 8, 5, False, lengths), strict=True):
+        same(items, expected)
+
+
+def ways(llm: Any, requests: list[dict[str, Any]], k: int = 2) -> tuple[int, dict[str, float]]:
+    """How many requests the engine gets for lists, and how they are counted."""
+    from vllm_static.metrics import LISTS
+
+    def counts() -> Counter[str]:
+        (metric,) = LISTS.collect()
+        return Counter({one.labels["way"]: one.value for one in metric.samples if one.name.endswith("_total")})
+
+    core, before, added = llm.llm_engine.engine_core, counts(), 0
+    add = core.add_request
+
+    def counted(*args: Any) -> Any:
+        nonlocal added
+        added += 1
+        return add(*args)
+
+    core.add_request = counted
+    try:
+        for one in requests:
+            params = RankingParams(beam_width=k, max_tokens=40, **one)
+            (output,) = llm.beam_search([{"prompt_token_ids": prompt_of(9)}], params)
+            assert len(output.sequences) == k
+    finally:
+        core.add_request = add
+    return added, dict(counts() - before)
+
+
+def test_a_list_is_one_request_of_the_engine(engine):
+    """Also an inline set's."""
+    inline = StructuredOutputsParams(choice=["Paris", "London", "New York"])
+    lists = [{"extra_args": {"item_set": "large", "width": 24}}, {"structured_outputs": inline}]
+    assert engine.call(ways, lists) == (2, {"one request": 2})
+
+
+def test_what_takes_rounds_says_why(engine):
+    lists = [{"item_set": "prefixes", **more} for more in ({"exact": True}, ROUNDS, {"width": 161})]
+    added, counted = engine.call(ways, [{"extra_args": one} for one in lists])
+    assert added > 6
+    assert counted == {"exact": 1, "max_passes": 1, "wider than ranked_list_beams": 1}
+
+
+ENGINES = {
+    "model runner V1": ("v1", {}),
+    "the host path": ("v2", {"item_set_path": "host"}),
+    "ranked_list_beams is 0": ("v2", {"ranked_list_beams": 0}),
+}
+
+
+@pytest.mark.parametrize("reason", ENGINES)
+def test_an_engine_without_lists_says_why(engines, tiny_model, static, reason):
+    runner, options = ENGINES[reason]
+    engine = engines(runner, tiny_model, **static | {"additional_config": static["additional_config"] | options})
+    added, counted = engine.call(ways, [{"extra_args": {"item_set": "prefixes"}}] * 2)
+    assert counted == {reason: 2}
+    assert added > 4
+    assert f"Ranked lists take rounds of requests: {reason}" in engine.log()
+
+
+def test_a_cache_too_small_is_asked_once(engines, tiny_model, static):
+    """The first list tells the front end."""
+    small = engines("v2", tiny_model, **static, num_gpu_blocks_override=12)
+    for requests in (1, 0):
+        added, counted = small.call(ways, [{"extra_args": {"item_set": "one"}}], 1)
+        assert counted == {"the KV cache has no blocks for beams": 1}
+        assert added == 2 + requests
+
+
+def test_proven_and_rounds(engine):
+    """As wide as the set, a list is proven; in as many rounds as the search takes."""
+    for options, k in (({"item_set": "prefixes"}, 7), ({"item_set": "ragged", "width": 6}, 4)):
+        ((_, *inside),) = engine.call(searched, options, k, [12])
+        ((_, *rounds),) = engine.call(searched, options | ROUNDS, k, [12])
+        assert inside == rounds
+
+
+def test_lists_over_http(servers, tiny_model, named_sets):
+    """More of them at a time than have beams: they wait, and none takes rounds. A client that leaves leaves nothing."""
+    flags = ("--guided-decoding-backend", "static", "--item-set", f"large={named_sets['large'].path}")
+    options = ("--additional-config", json.dumps({"ranked_list_beams": 24}))
+    server = servers("v2", tiny_model, arguments=(*flags, *options))
+    asked = {"model": "tiny", "use_beam_search": True, "n": 8, "width": 16, "max_tokens": 20, "item_set": "large"}
+
+    def one(i: int) -> tuple[int, Any]:
+        return server.post("/v1/completions", asked | {"prompt": prompt_of(10 + i % 3)})
+
+    with pytest.raises(OSError, match="timed out"):
+        server.post("/v1/completions", asked | {"prompt": prompt_of(200)}, timeout=0.001)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(one, range(6)))
+    for status, answer in answers:
+        assert status == 200, answer
+        assert [choice["item"]["rank"] for choice in answer["choices"]] == list(range(1, 9))
+    assert answers[0][1]["choices"] == answers[3][1]["choices"]
+    lines = [line for line in server.get("/metrics")[1].splitlines() if line.startswith("item_set:ranked_lists_total")]
+    counted = {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+    assert set(counted) == {"one request"}
+    assert 6 <= counted["one request"] <= 7

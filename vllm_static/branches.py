@@ -1,0 +1,121 @@
+"""The KV cache of rows that branch off prompts: what they share with them, and the blocks of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.utils import torch_utils
+
+
+class Prompt(NamedTuple):
+    """A request whose prompt's KV is complete. slot: its row of the runner's block tables. tokens: its length."""
+
+    request: str
+    slot: int
+    tokens: int
+
+
+def own_blocks(prompt: int, tokens: int, block: int) -> int:
+    """Return in how many blocks of `block` tokens the next `tokens` after a prompt lie."""
+    return (prompt + tokens - 1) // block - prompt // block + 1
+
+
+def scratch_needed(prompts: Iterable[Prompt], rows: int, tokens: int, block: int) -> int:
+    """Return how many scratch blocks `Branches` takes with these arguments."""
+    lengths = [one.tokens for one in prompts]
+    return 2 * rows * len(lengths) * own_blocks_of_all(lengths, tokens, block)
+
+
+class Branches:
+    """Rows that branch off prompts, as many from each. A row reads its prompt's full blocks where they lie.
+
+    After them it has blocks of its own, in one of two banks of scratch blocks. A row that goes on from another one gets
+    a copy of the other's own blocks, from bank to bank.
+
+    tables: [2, prompts, rows, blocks] int32. Of each bank, each row's block table.
+    lengths: [prompts] tokens of each prompt, on the host.
+    """
+
+    def __init__(self, runner: Any, prompts: Sequence[Prompt], rows: int, tokens: int, scratch: range) -> None:
+        """rows: of each prompt. tokens: of each row after its prompt, at most. scratch: blocks that no request has, as
+        many as `scratch_needed` or more."""
+        self.prompts, self.lengths = prompts, np.array([one.tokens for one in prompts], np.int64)
+        (self._block,) = runner.block_tables.block_sizes
+        self._bank, device, count = 0, runner.device, len(prompts)
+        self._lengths = to_device(self.lengths, device)
+        full, each = self.lengths // self._block, own_blocks_of_all(self.lengths, tokens, self._block)
+        slots = to_device([one.slot for one in prompts], device)
+        given, columns = runner.block_tables.block_tables[0].gpu[slots], int(full.max()) + each
+        shared = torch.nn.functional.pad(given[:, :columns], (0, max(0, columns - given.shape[1])))  # [prompts, blocks]
+        after = to_device(full, device)[:, None] + torch.arange(each, device=device)
+        self._last = shared.gather(1, after[:, :1])[:, 0]  # [prompts] the block in which each prompt ends
+        # All rows' first own blocks stand together, then all their second ones: [2, own blocks, prompts, rows].
+        own = torch.arange(scratch.start, scratch.start + 2 * each * count * rows, device=device)
+        own = own.view(2, each, count, rows).permute(0, 2, 3, 1).to(shared.dtype)
+        self.tables = shared[None, :, None].repeat(2, 1, rows, 1)
+        self.tables.scatter_(3, after[None, :, None].expand_as(own), own)
+        # [prompts, 1] the first of each prompt's rows
+        self._first_row = torch.arange(0, count * rows, rows, device=device)[:, None]
+        self._caches = _by_block(runner.kv_caches, runner.kv_cache_config.num_blocks)
+        shape = (2, each, count * rows)
+        self._own = [
+            cache[scratch.start : scratch.start + math.prod(shape)].unflatten(0, shape) for cache in self._caches
+        ]
+
+    def begin(self) -> None:
+        """Let the rows go on from their prompts: each gets what its prompt's last block holds."""
+        if not (self.lengths % self._block).any():
+            return
+        for cache, own in zip(self._caches, self._own, strict=True):
+            last = cache.index_select(0, self._last)[:, None]
+            own[self._bank, 0].unflatten(0, (len(self.prompts), -1)).copy_(last)
+
+    def fork(self, parents: Tensor, known: int) -> None:
+        """Let the rows go on from these rows of the last pass.
+
+        parents: [prompts, rows] int64, each counted among its prompt's rows. known: tokens that every row has after its
+        prompt.
+        """
+        source = (self._first_row + parents).view(-1)
+        old, self._bank = self._bank, 1 - self._bank
+        used = own_blocks_of_all(self.lengths, known, self._block)
+        for own in self._own:
+            for column in range(used):
+                torch.index_select(own[old, column], 0, source, out=own[self._bank, column])
+
+    def at(self, rows: int, known: int, more: int) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor]:
+        """Where the next tokens of each prompt's first rows are: `more` of them, after `known` that they have.
+
+        Returns the position of each row's first one, [rows] on the host, all positions, [rows, more] int64, the rows'
+        block tables, [rows, blocks] int32, and the slots of the KV cache that the tokens go to, [rows, more] int64.
+        Rows of all prompts, prompt by prompt.
+        """
+        positions = self._lengths[:, None, None] + torch.arange(known, known + more, device=self.tables.device)
+        tables = self.tables[self._bank, :, :rows]
+        positions = positions.expand(-1, rows, -1)
+        blocks = tables.gather(2, positions // self._block)
+        slots = blocks.long() * self._block + positions % self._block
+        first = np.repeat(self.lengths + known, rows)
+        return first, positions.reshape(-1, more), tables.flatten(0, 1), slots.flatten(0, 1)
+
+
+def own_blocks_of_all(prompts: Iterable[int], tokens: int, block: int) -> int:
+    """Return the most that `own_blocks` says of some prompts."""
+    return max((own_blocks(int(prompt), tokens, block) for prompt in prompts), default=0)
+
+
+def _by_block(caches: Sequence[Tensor], blocks: int) -> list[Tensor]:
+    """The same memory, block by block: [blocks, ...] each. Layers that share their cache appear once."""
+    distinct = {cache.data_ptr(): cache for cache in caches}
+    return [cache.unflatten(0, (blocks, -1)) for cache in distinct.values()]
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """Copy integers of the host to the device, as int64, without waiting for it."""
+    return torch_utils.async_tensor_h2d(np.asarray(values, np.int64), device=device)

@@ -1,0 +1,77 @@
+"""How ranked lists get into a worker's steps: the hooks of `wide_lists`, which they import when they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_static import compat
+from vllm_static.compat import hook
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LISTS = "Checked where ranked lists are made inside a step"
+"""Time of an install."""
+_LISTS = "static_lists"
+_PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
+
+
+def install(worker: Any, blocks: int) -> str | None:
+    """Let a worker make lists, with so many blocks that the scheduler does not know. Called by the engine core.
+
+    Returns why it cannot make any; None if it can, or if there are no blocks.
+    """
+    from vllm_static.passes import try_out
+    from vllm_static.wide_lists import WideLists
+
+    compat.install(LISTS)
+    runner = _runner(worker)
+    last = runner.kv_cache_config.num_blocks
+    reason = try_out(runner, range(last - blocks, last)) if blocks else None
+    setattr(runner.prompt_logprobs_worker, _LISTS, WideLists(runner, 0 if reason else blocks))
+    return reason
+
+
+def longest_item(worker: Any) -> int:
+    """Return how many tokens the longest item of the registered sets has, 0 without any. Called by the engine core."""
+    from vllm_static.processor import item_sets
+
+    return item_sets(_runner(worker)).longest
+
+
+def _runner(worker: Any) -> Any:
+    return getattr(worker, "worker", worker).model_runner
+
+
+@hook(f"{_PROMPTS}.add_request", why="which requests are ranked lists", when=LISTS)
+def _add_request(original: Callable[..., Any], self: Any, req_id: str, req_idx: int, sampling_params: Any) -> None:
+    original(self, req_id, req_idx, sampling_params)
+    if lists := getattr(self, _LISTS, None):
+        lists.add(req_id, req_idx, sampling_params.extra_args or {})
+
+
+@hook(f"{_PROMPTS}.remove_request", why="a list has ended, or was aborted", when=LISTS)
+def _remove_request(original: Callable[..., Any], self: Any, req_id: str) -> None:
+    original(self, req_id)
+    if lists := getattr(self, _LISTS, None):
+        lists.asked.pop(req_id, None)
+
+
+@hook(
+    f"{_PROMPTS}.compute_prompt_token_id_logprobs",
+    why="a list's passes run where a step has its hidden states, after its sampling",
+    when=LISTS,
+)
+def _compute(
+    original: Callable[..., Any],
+    self: Any,
+    logits_fn: Any,
+    hidden_states: Tensor,
+    input_batch: Any,
+    prompt_lens: Any,
+) -> dict[str, Tensor]:
+    scores: dict[str, Tensor] = original(self, logits_fn, hidden_states, input_batch, prompt_lens)
+    if (lists := getattr(self, _LISTS, None)) and lists.asked:
+        scores |= lists.answer(hidden_states, input_batch)
+    return scores

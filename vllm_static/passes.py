@@ -1,0 +1,207 @@
+"""Forward passes of the target model inside a step, whose rows branch off prompts that are complete.
+
+They run between a step's sampling and its end, on model runner V2 (v1/worker/gpu/model_runner.py): its own buffers are
+free then, but for what `borrowed` puts back. All shapes are known to the host, and nothing is read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_static.branches import Branches, Prompt
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+QUEUED = frozenset(("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"))
+"""Attention backends that keep nothing on the host from one pass to the next."""
+
+
+@contextlib.contextmanager
+def borrowed(runner: Any) -> Iterator[None]:
+    """Keep what the rest of the step still reads of the runner's buffers: `postprocess_sampled` counts by them."""
+    kept = [
+        (buffer, buffer.clone()) for buffer in (runner.input_buffers.query_start_loc, runner.input_buffers.seq_lens)
+    ]
+    _wait(runner)
+    try:
+        yield
+    finally:
+        for buffer, content in kept:
+            buffer.copy_(content)
+
+
+def try_out(runner: Any, scratch: range) -> str | None:
+    """Run two passes of one row, and return why lists cannot be made in this engine; None if they can.
+
+    Better here than in a step that other requests share. scratch: at least two blocks.
+    """
+    if "FLEX_ATTENTION" in _backends(runner):
+        return "FlexAttention looks for keys only in blocks that the scheduler knows"
+    try:
+        with torch.inference_mode(), borrowed(runner):
+            branches = Branches(runner, [Prompt("", 0, 1)], 1, 2, scratch)
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
+            branches.begin()
+            logits_after(runner, branches, tokens, 0)
+            branches.fork(tokens, 1)
+            logits_after(runner, branches, tokens, 1)
+    except Exception as error:
+        logger.warning("Passes for ranked lists do not run here.", exc_info=True)
+        return f"a first pass failed: {error!r}"
+    return None
+
+
+def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) -> Tensor:
+    """Run the model over the next tokens of all rows, after `known` that they have: [rows, more, vocabulary].
+
+    tokens: [rows, more] integers, prompt by prompt. As many rows go into one pass as the runner's buffers hold.
+    """
+    buffers, (rows, more) = runner.input_buffers, tokens.shape
+    each = rows // len(branches.prompts)
+    first, positions, tables, slots = branches.at(each, known, more)
+    most = min(buffers.max_num_reqs, buffers.max_num_tokens // more)
+    adapters = np.repeat([one.slot for one in branches.prompts], each)
+    requests = [one.request for one in branches.prompts]
+    apart = runner.lora_config is not None  # the adapters' buffers hold no more tokens than a pass
+    parts = []
+    for start in range(0, rows, most):
+        part = slice(start, min(start + most, rows))
+        use_adapters(runner, requests, adapters[part].repeat(more))
+        hidden = _run(runner, tokens[part], first[part], positions[part], tables[part], slots[part], requests)
+        if apart:
+            hidden = runner.model.compute_logits(hidden)
+        parts.append(hidden if apart or rows <= most else hidden.clone())
+    together = parts[0] if len(parts) == 1 else torch.cat(parts)
+    logits: Tensor = together if apart else runner.model.compute_logits(together)
+    return logits.view(rows, more, -1)
+
+
+def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
+    """Set the LoRA adapters of the tokens of the next pass, each by its request's slot."""
+    if runner.lora_config:
+        state = runner.lora_state
+        each = tuple(state.lora_ids[slots])
+        runner._set_active_loras(each, each, state.get_activate_loras(requests))
+
+
+def _run(
+    runner: Any,
+    tokens: Tensor,
+    first: np.ndarray,
+    positions: Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    requests: list[str],
+) -> Tensor:
+    """One pass: the hidden states of all tokens, valid until the next one. Arguments as of `Branches.at`."""
+    buffers, (rows, more) = runner.input_buffers, tokens.shape
+    count = rows * more
+    adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
+    shape = runner.cudagraph_manager.dispatch(rows, count, more, adapters, max_query_len=more)
+    padded, padded_rows = max(count, shape.num_tokens), shape.num_reqs or rows
+    buffers.input_ids[:count].copy_(tokens.reshape(-1))
+    buffers.positions[:count].copy_(positions.reshape(-1))
+    torch.arange(0, count + 1, more, out=buffers.query_start_loc[: rows + 1])
+    buffers.seq_lens[:rows].copy_(positions[:, -1] + 1)
+    buffers.is_padding[:count] = False
+    table = runner.block_tables.input_block_tables[0][:padded_rows]
+    columns = min(tables.shape[1], table.shape[1])  # no row has tokens in a block after that
+    table[:rows, :columns].copy_(tables[:, :columns])
+    mapping = runner.block_tables.slot_mappings
+    mapping[0, :count].copy_(slots.reshape(-1))
+    if padded_rows > rows:
+        buffers.query_start_loc[rows + 1 : padded_rows + 1] = count
+        buffers.seq_lens[rows:padded_rows] = 0
+        table[rows:] = 0
+    if padded > count:
+        buffers.is_padding[count:padded] = True
+        mapping[0, count:padded] = PAD_SLOT_ID
+    lengths = np.zeros(padded_rows, np.int32)
+    lengths[:rows] = first + more
+    starts = np.minimum(np.arange(padded_rows + 1, dtype=np.int32) * more, count)
+    known = first.astype(np.int32)
+    nobody = np.zeros(rows, np.bool_)
+    batch = InputBatch(
+        req_ids=[""] * rows,
+        num_reqs=rows,
+        num_reqs_after_padding=padded_rows,
+        idx_mapping=None,
+        idx_mapping_np=np.zeros(rows, np.intp),
+        expanded_idx_mapping=None,
+        expanded_local_pos=None,
+        num_scheduled_tokens=np.full(rows, more, np.int32),
+        num_tokens=count,
+        num_tokens_after_padding=padded,
+        num_draft_tokens=0,
+        num_draft_tokens_per_req=None,
+        query_start_loc=buffers.query_start_loc[: padded_rows + 1],
+        query_start_loc_np=starts,
+        seq_lens=buffers.seq_lens[:padded_rows],
+        seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
+        dcp_local_seq_lens=None,
+        num_computed_tokens_np=known,
+        prefill_len_np=known,
+        num_computed_prefill_tokens_np=known,
+        is_prefilling_np=nobody,
+        has_prefill=False,
+        decode_graph_eligible=True,
+        input_ids=buffers.input_ids[:padded],
+        positions=buffers.positions[:padded],
+        is_padding=buffers.is_padding[:padded],
+        logits_indices=None,
+        cu_num_logits=None,
+        cu_num_logits_np=None,
+        has_structured_output_reqs=False,
+        prompt_lens=None,
+    )
+    mapped = mapping[:, :padded]
+    metadata = runner.model_state.prepare_attn(
+        batch, shape.cg_mode, (table,), mapped, runner.attn_groups, runner.kv_cache_config
+    )
+    _wait(runner)
+    if shape.cg_mode == CUDAGraphMode.FULL:
+        return runner.cudagraph_manager.run_fullgraph(shape)[:count]
+    inputs = {
+        "input_ids": batch.input_ids,
+        "positions": batch.positions,
+        "inputs_embeds": None,
+        "intermediate_tensors": None,
+    }
+    described = BatchDescriptor(
+        num_tokens=padded, has_lora=runner.lora_config is not None, num_active_loras=shape.num_active_loras
+    )
+    with set_forward_context(
+        metadata,
+        runner.vllm_config,
+        num_tokens=padded,
+        cudagraph_runtime_mode=shape.cg_mode,
+        batch_descriptor=described,
+        slot_mapping=build_slot_mappings_by_layer(mapped, runner.kv_cache_config),
+        is_padding=batch.is_padding,
+    ):
+        if shape.cg_mode == CUDAGraphMode.PIECEWISE:
+            return runner.cudagraph_manager.run_pw_graph(runner.model, inputs)[:count]
+        return runner.model(**inputs)[:count]
+
+
+def _wait(runner: Any) -> None:
+    """Let the device catch up if a backend may plan passes in memory that the device copies later, as FlashInfer does:
+    the next plan would overwrite one that is not copied yet. vLLM itself is never more than two steps ahead."""
+    if not _backends(runner) <= QUEUED:
+        runner.main_stream.synchronize()
+
+
+def _backends(runner: Any) -> set[str]:
+    return {group.backend.get_name() for groups in runner.attn_groups for group in groups}

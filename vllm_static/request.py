@@ -1,0 +1,51 @@
+"""Where vLLM keeps what a request says of item sets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+
+from itemset.serving.request import ItemRequest
+from itemset.serving.words import REFERENCE, SELECTION, STRUCTURED
+from vllm_static.one_request import ListParams
+
+
+def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
+    """What a request's parameters say of item sets; None if nothing. Raises RefusedError as `ItemRequest.of` does."""
+    if isinstance(params, ListParams):  # it was judged when it was made
+        return None
+    return asked_by(
+        getattr(params, "extra_args", None), params.structured_outputs, k=getattr(params, "beam_width", None)
+    )
+
+
+def asked_by(
+    extra_args: Mapping[str, Any] | None, structured: Any, fields: Mapping[str, Any] | None = None, *, k: int | None
+) -> ItemRequest | None:
+    """The same of a request whose parameters are still to be made.
+
+    structured: vLLM's StructuredOutputsParams. fields: those of a body that vLLM does not know. k: its beams, if any.
+    """
+    extra, fields = extra_args or {}, fields or {}
+    choice = structured.choice if structured is not None else None
+    return ItemRequest.of(
+        [fields.get(REFERENCE), extra.get(REFERENCE)],
+        [choice],
+        {**extra, **fields},
+        k=k,
+        where="extra_args",
+        constraints=(REFERENCE, STRUCTURED),
+        other=structured is not None and choice is None,
+    )
+
+
+def with_set(params: SamplingParams, wanted: ItemRequest) -> SamplingParams:
+    """The same parameters, in which a request's set, made, stands in place of what it was made of."""
+    own, extra = copy.copy(params), dict(params.extra_args or {})
+    own.structured_outputs = structured = copy.copy(params.structured_outputs) or StructuredOutputsParams(choice=[""])
+    structured.choice = wanted.choice
+    own.extra_args = {key: value for key, value in extra.items() if key not in (REFERENCE, *SELECTION)}
+    return own

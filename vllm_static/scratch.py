@@ -1,0 +1,70 @@
+"""Blocks of the KV cache that the scheduler does not know: the beams of ranked lists take them during a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from itemset.serving.config import StaticConfig
+from vllm_static import compat, lists
+from vllm_static.branches import own_blocks
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+SHARE = 8  # of the KV cache, the part that lists take at most
+LONGEST = 32  # tokens of an item, above which fewer beams than configured fit
+USUAL = 16  # the same, of an engine whose sets come with the requests
+
+
+def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `EngineCore._initialize_kv_caches`: keep the last blocks from the scheduler, and give them to the workers.
+
+    Blocks of the scheduler's own pool would count as used, and `reset_prefix_cache` fails while any block is.
+    """
+    cache: KVCacheConfig = original(self, vllm_config, *args, **kwargs)
+    blocks, reason = 0, compat.why_rounds(vllm_config)
+    if reason is None:
+        config = StaticConfig.of(vllm_config.additional_config)
+        if not _one_full_attention(cache):
+            reason = "the KV cache is not one of full attention"
+        else:
+            longest = max(self.model_executor.collective_rpc(lists.longest_item))
+            blocks = scratch_blocks(config, longest, cache, vllm_config)
+            reason = None if blocks else "the KV cache is too small for beams"
+        reasons = self.model_executor.collective_rpc(lists.install, args=(blocks,))
+        reason = reason or next(filter(None, reasons), None)
+        if reason is None:
+            cache.num_blocks -= blocks
+            vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
+            kv_cache_utils.update_kv_cache_capacity(vllm_config, cache)
+            logger.info("Ranked lists: %s blocks of the KV cache are kept for their beams", f"{blocks:,}")
+    if reason is not None:
+        logger.info("Ranked lists take rounds of requests: %s", reason)
+    return cache
+
+
+def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> int:
+    """Return how many blocks lists get: for `ranked_list_beams`, or what may be missed of the cache.
+
+    longest: tokens of the longest item of the registered sets, 0 if there are none.
+    """
+    block: int = cache.kv_cache_groups[0].kv_cache_spec.block_size
+    each = 2 * own_blocks(block - 1, min(LONGEST, longest or USUAL), block)
+    context = -(-vllm_config.model_config.max_model_len // block)
+    left: int = min(cache.num_blocks // SHARE, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
+    return each * min(config.ranked_list_beams, max(0, left) // each)
+
+
+def _one_full_attention(cache: KVCacheConfig) -> bool:
+    if len(cache.kv_cache_groups) != 1:
+        return False
+    spec = cache.kv_cache_groups[0].kv_cache_spec
+    return (
+        type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+    )

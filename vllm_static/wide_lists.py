@@ -1,0 +1,177 @@
+"""Ranked lists in the worker: a request for one is answered in the step that completes its prompt.
+
+All rounds of a list run there, after the step's sampling, so that nothing of it is left when the step ends: neither
+blocks of the KV cache nor anything that an abort would have to free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from itemset.ranking.beams import Beams, LevelPlan, warm_up
+from itemset.serving.words import LIST, PLACE
+from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
+from vllm_static.one_request import NO_BLOCKS, NO_ROOM, TOO_DEEP, TOO_LARGE, TOO_LONG
+from vllm_static.passes import borrowed, logits_after, use_adapters
+from vllm_static.processor import item_sets
+
+MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
+MOST_STEPS = 4  # so many full steps a list may take
+MOST_LOGITS = 1 << 30  # bytes of a pass: vLLM has measured its own peak without them
+
+
+class Asked(NamedTuple):
+    """A list that is asked for: of `k` items, by a beam of so many. number: its set's, in the arena."""
+
+    number: int
+    width: int
+    end_token: int
+    renormalised: int
+    k: int
+    prompt: Prompt
+
+
+class WideLists:
+    """The lists of a worker's steps. asked: those whose prompts are not complete, by request."""
+
+    def __init__(self, runner: Any, blocks: int) -> None:
+        self._runner, count = runner, runner.kv_cache_config.num_blocks
+        self._scratch = range(count - blocks, count)
+        self._block = runner.block_tables.block_sizes[0]
+        self._token_bytes: int = runner.vocab_size * runner.model_config.head_dtype.itemsize  # logits of a token
+        self._sets = item_sets(runner)
+        self.asked: dict[str, Asked] = {}
+        if blocks:
+            self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        runner = self._runner
+        use_adapters(runner, [], np.zeros(1, np.intp))
+        hidden = torch.zeros(1, runner.model_config.get_hidden_size(), dtype=runner.dtype, device=runner.device)
+        warm_up(self._sets.arena, runner.model.compute_logits(hidden)[:, None], kernels=self._sets.kernels)
+
+    def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
+        """Note that a request asks for a list. On the host path it has no place in the arena, and gets none."""
+        wanted, place = extra.get(LIST), extra.get(PLACE)
+        self.asked.pop(request, None)
+        if wanted is not None and place is not None:
+            k, width, end_token, renormalised = wanted
+            length = int(self._runner.req_states.prompt_len.np[slot])
+            self.asked[request] = Asked(place[0], width, end_token, renormalised, k, Prompt(request, slot, length))
+
+    def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Make the lists whose prompts this step completes: of each request a table, [1 + k, 2 + longest] float64.
+
+        Its first row begins with 1 if the list is proven, the passes and the rounds that it took. Then a row is an
+        item's score, how many tokens it has, and these; a score of -inf says that there are no more. A list that cannot
+        be made has a table of one number instead, of `one_request.REASONS`.
+        """
+        complete = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
+        rows = [i for i, request in enumerate(batch.req_ids) if complete[i] and request in self.asked]
+        ready = [self.asked.pop(batch.req_ids[i]) for i in rows]
+        reasons = [self._reason(one) for one in ready]
+        tables = {
+            one.prompt.request: torch.tensor([[reason]], dtype=torch.float64)
+            for one, reason in zip(ready, reasons, strict=True)
+            if reason is not None
+        }
+        kept = [(i, one) for i, one, reason in zip(rows, ready, reasons, strict=True) if reason is None]
+        if not kept:
+            return tables
+        kept.sort(key=lambda pair: pair[1][:-1])
+        self._sets.arena.use([one.number for _, one in kept])
+        at = batch.logits_indices[to_device([i for i, _ in kept], hidden_states.device)]
+        lists = [one for _, one in kept]
+        use_adapters(self._runner, [one.prompt.request for one in lists], np.array([one.prompt.slot for one in lists]))
+        logits = self._runner.model.compute_logits(hidden_states[at])
+        with borrowed(self._runner):
+            first = 0
+            for group in self._groups(lists):
+                tables |= self._make(group, logits[first : first + len(group)])
+                first += len(group)
+        return tables
+
+    def _reason(self, one: Asked) -> int | None:
+        """Why a list cannot be made here; a number of `one_request.REASONS`."""
+        if not self._scratch:
+            return NO_BLOCKS
+        plan, most = self._sets.arena.level_plan(one.number), self._runner.max_num_tokens
+        if plan.levels > MOST_ROUNDS:
+            return TOO_DEEP
+        shapes = _shapes(plan, one)
+        if max(more for _, more in shapes) > most or sum(rows * more for rows, more in shapes) > MOST_STEPS * most:
+            return TOO_LONG
+        if self._largest([one]) > MOST_LOGITS:
+            return TOO_LARGE
+        return None if self._fit([one]) else NO_ROOM
+
+    def _largest(self, lists: Sequence[Asked]) -> int:
+        """Bytes of the logits of these lists' largest pass."""
+        shapes = _shapes(self._sets.arena.level_plan(lists[0].number), lists[0])
+        tokens: int = len(lists) * max(rows * more for rows, more in shapes)
+        return tokens * self._token_bytes
+
+    def _fit(self, lists: Sequence[Asked]) -> bool:
+        """Whether there is room for these lists, which are of one set and as wide: blocks and logits."""
+        plan = self._sets.arena.level_plan(lists[0].number)
+        rows = max(rows for rows, _ in _shapes(plan, lists[0]))
+        needed = scratch_needed([one.prompt for one in lists], rows, plan.longest, self._block)
+        return needed <= len(self._scratch) and self._largest(lists) <= MOST_LOGITS
+
+    def _groups(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
+        """Lists that go through their passes together: of one set, as wide, and no more than have room."""
+        for _, alike in groupby(lists, key=lambda one: one[:-1]):
+            group: list[Asked] = []
+            for one in alike:
+                if not self._fit([*group, one]):
+                    yield group
+                    group = []
+                group.append(one)
+            yield group
+
+    def _make(self, group: list[Asked], logits: Tensor) -> dict[str, Tensor]:
+        one, runner = group[0], self._runner
+        plan = self._sets.arena.level_plan(one.number)
+        beams = Beams(
+            self._sets.arena,
+            [one.number] * len(group),
+            plan,
+            width=one.width,
+            k=one.k,
+            end_token=one.end_token,
+            renormalised=bool(one.renormalised),
+            kernels=self._sets.kernels,
+        )
+        rows = max(rows for rows, _ in _shapes(plan, one))
+        branches = Branches(runner, [other.prompt for other in group], rows, plan.longest, self._scratch)
+        beams.round(logits[:, None])
+        while beams.passes_left:
+            known = beams.taken - 1
+            if known == 0:
+                branches.begin()
+            else:
+                branches.fork(beams.parents[:, :rows], known)
+            tokens = beams.next_inputs[:, : beams.rows].flatten(0, 1)
+            beams.round(logits_after(runner, branches, tokens, known))
+        result = beams.result
+        head = torch.zeros_like(result[:, :1])
+        head[:, 0, 0] = beams.proven
+        head[:, 0, 1:3] = beams.took
+        tables = torch.cat((head, result), 1)
+        return {other.prompt.request: table for other, table in zip(group, tables, strict=True)}
+
+
+def _shapes(plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:
+    """Of each pass of a list: how many rows it has, and how many tokens each of them."""
+    shapes, rows = [], 1
+    for level, tail in enumerate(plan.tails):
+        rows = min(one.width, plan.children(level, rows))
+        shapes.append((rows, 1 if one.renormalised else 1 + tail))
+    return shapes

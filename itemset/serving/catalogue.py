@@ -77,12 +77,11 @@ class Catalogue:
         Where the configuration names no versions, this is the process that starts the engine: `versions` is what the
         configuration of all others must carry, so that they open the same, whatever happens to the files meanwhile.
         """
-        opened = {name: _open(name, path, config) for name, path in config.item_sets.items()}
-        self.registered = {name: item_set for name, (item_set, _) in opened.items()}
-        for name, (base, query) in config.views.items():
-            self.registered[name] = _seen(name, base, query, self.registered)
-        self.versions = {name: version for name, (_, version) in opened.items()}
-        if opened and not config.item_set_versions:
+        self.versions = Versions(config)
+        for name, (version, path) in at_start(config).items():
+            self.versions.serve(self.versions.open(name, version, path))
+        _check_views(config, self.registered)
+        if self.registered and not config.item_set_versions:
             delete_unused(config.item_set_cache)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
         self._inline_bytes = 0

@@ -1,0 +1,134 @@
+"""Which version of each registered set a process has open, and which one requests get.
+
+A set that is followed changes while it is served: then the processes have its current version and the one before it
+open. Older ones live for as long as requests hold them. A request carries its version in its reference, from where it
+was taken up to its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from itemset import published
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.serving.config import StaticConfig
+from itemset.serving.held import open_copy
+from itemset.views import view
+
+VERSION = "version:"
+"""How the reference of a registered set begins: VERSION, the version's name, @ and the set's, or that of a view of it."""
+_KEPT = 2  # versions of a set that stay open: a rollback opens nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A version of a registered set that this process has open. sets: it and the views of it, by name."""
+
+    name: str
+    version: str
+    sets: Mapping[str, ItemSet]
+
+    def reference(self, name: str) -> str:
+        """How a request carries this version of the set, or of a view of it."""
+        return f"{VERSION}{self.version}@{name}"
+
+
+class Versions:
+    """The open versions of registered sets. Safe for threads.
+
+    registered: what requests for each name get, a set or a view: a new mapping whenever that changes.
+    """
+
+    def __init__(self, config: StaticConfig) -> None:
+        self._config = config
+        self.registered: Mapping[str, ItemSet] = {}
+        self._serving: dict[str, list[Opened]] = {}  # by set: the versions taken up, the latest last
+        self._current: Mapping[str, Opened] = {}  # by the names of sets and views
+        self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # by reference
+        self._opening: dict[tuple[str, str], Future[Opened]] = {}
+        self._thread = ThreadPoolExecutor(1, "item-set-versions")
+        self._lock = threading.Lock()
+
+    def open(self, name: str, version: str | None, path: str | Path | None) -> Opened:
+        """Open a version of a set, and make the views of it: it may take seconds.
+
+        version: None for that of the file. path: its file; None if this machine has a copy. Raises ItemSetError as
+        `held.open_copy` does, and for a view that cannot be made.
+        """
+        try:
+            known = self._known.get(f"{VERSION}{version}@{name}")
+            item_set, version = (known, str(version)) if known else open_copy(path, self._config.item_set_cache, version)
+        except ItemSetError as error:
+            raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
+        sets = {name: item_set}
+        for called, (base, query) in self._config.views.items():
+            if base in sets:
+                try:
+                    sets[called] = view(sets[base], query)
+                except ItemSetError as error:
+                    raise ItemSetError(f"the item view {called!r} cannot be made: {error}") from error
+        opened = Opened(name, version, sets)
+        with self._lock:
+            self._known |= {opened.reference(called): item_set for called, item_set in sets.items()}
+        return opened
+
+    def begun(self, name: str, version: str, path: str | Path | None) -> Opened | None:
+        """Do `open` on a thread; None until it has ended. Raises ItemSetError as `open` does, once."""
+        with self._lock:
+            for opened in self._serving.get(name, ()):
+                if opened.version == version:
+                    return opened
+            future = self._opening.get((name, version))
+            if future is None:
+                self._opening[name, version] = self._thread.submit(self.open, name, version, path)
+                return None
+            if not future.done():
+                return None
+            del self._opening[name, version]
+        return future.result()
+
+    def serve(self, opened: Opened) -> list[str]:
+        """Requests that name this set, or a view of it, get this version from now on.
+
+        Returns the versions of it that are kept open no more.
+        """
+        with self._lock:
+            before = [one for one in self._serving.get(opened.name, ()) if one.version != opened.version]
+            self._serving[opened.name] = [*before[1 - _KEPT :], opened]
+            self._change()
+        return [one.version for one in before[: 1 - _KEPT]]
+
+    def drop(self, name: str) -> None:
+        """No request gets this set from now on."""
+        with self._lock:
+            self._serving.pop(name, None)
+            self._change()
+
+    def _change(self) -> None:
+        latest = [versions[-1] for versions in self._serving.values()]
+        self._current = {name: opened for opened in latest for name in opened.sets}
+        self.registered = {name: opened.sets[name] for name, opened in self._current.items()}
+
+    def current(self, name: str) -> Opened:
+        """Return the version that requests for this set, or view, get. Raises KeyError if there is no such name."""
+        return self._current[name]
+
+    def get(self, reference: str) -> ItemSet | None:
+        """Return what a reference stands for, or a name; None if this process cannot have it."""
+        if not reference.startswith(VERSION):
+            return self.registered.get(reference)
+        if (item_set := self._known.get(reference)) is not None:
+            return item_set
+        version, _, called = reference.removeprefix(VERSION).partition("@")
+        name = self._current[called].name if called in self._current else called
+        try:  # closed here, while a request elsewhere has held it: this machine has a copy then
+            return self.open(name, version, None).sets.get(called)
+        except ItemSetError:
+            return None

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import itemset
-from itemset import report
+from itemset import published, report
 from itemset.building import sources
 from itemset.building.external import build_external, check_options
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
+from itemset.commands import publish, publish_usage
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
 from itemset.text import encode, load_tokenizer
-from itemset.trie.attributes import kind_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
         parser.error("lookup needs at least one of --tokens, --key, --text, --children")
+    if args.run is publish and (usage := publish_usage(args)):
+        parser.error(usage)
     before = state_of(args.output) if args.run is _build else None
     try:
         with warnings.catch_warnings():
@@ -75,9 +77,9 @@ def _build(args: argparse.Namespace) -> None:
     reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
     on_disk = needed > allowed
     s = _build_on_disk(args, output, allowed, reason) if on_disk else _build_in_memory(args, output)
-    _print_table(
+    report.print_table(
         [
-            *_facts(s),
+            *report.facts(s),
             ("file", f"{output} ({output.stat().st_size:,} bytes)"),
             ("sorted", f"{'on disk' if on_disk else 'in memory'}: {reason}"),
             ("time", f"{time.perf_counter() - start:.1f} s"),
@@ -127,9 +129,9 @@ def _info(args: argparse.Namespace) -> None:
     s = itemset.load(args.file, check=False)
     size = Path(args.file).stat().st_size
     tokenizer = f"{s.tokenizer.name} ({s.tokenizer.fingerprint})" if s.tokenizer else "none recorded"
-    _print_table(
+    report.print_table(
         [
-            *_facts(s),
+            *report.facts(s),
             ("vocabulary", "not recorded" if s.vocab_size is None else f"{s.vocab_size:,}"),
             ("tokenizer", tokenizer),
             ("prefix", repr(s.prefix) if s.prefix else "none"),
@@ -185,22 +187,6 @@ def _integer_key(key: str) -> int:
         return int(key)
     except ValueError:
         raise ItemSetError(f"the keys of this set are integers, not {key!r}: give an integer") from None
-
-
-def _facts(s: ItemSet) -> list[tuple[str, str]]:
-    return [
-        ("items", f"{len(s):,}"),
-        ("duplicates", f"{s.duplicates:,} folded"),
-        ("keys", f"{len(s.keys):,}; items with several: {s.shared:,}"),
-        ("attributes", ", ".join(f"{field.name} ({kind_of(field.type)})" for field in s.attributes.schema) or "none"),
-        ("tokens", f"{s.shortest} (shortest item) to {s.longest} (longest)"),
-        ("size", f"{s.nbytes:,} bytes, {s.nbytes / len(s):.2f} an item, keys not counted"),
-    ]
-
-
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    for name, value in rows:
-        print(f"{name:<12} {value}")
 
 
 def _joined(tokens: Sequence[int]) -> str:
@@ -283,6 +269,22 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
     sub.add_argument("file", metavar="FILE")
+
+    sub = command(
+        "publish",
+        publish,
+        "make an index file the current version of a published set, a folder that servers follow; list its versions, "
+        "or go back to an earlier one",
+        "itemset publish films.itemset sets/films\n  itemset publish sets/films --rollback",
+    )
+    sub.add_argument("file", metavar="FILE", nargs="?", help="the index file to publish; it is copied")
+    sub.add_argument("folder", metavar="FOLDER", nargs="?", help="the published set, made if it is missing")
+    instead = sub.add_mutually_exclusive_group()
+    instead.add_argument("--list", action="store_true", help="print the versions, the current one first")
+    instead.add_argument(
+        "--rollback", metavar="VERSION", nargs="?", const="", help="go back to this version, or to the one before"
+    )
+    instead.add_argument("--keep", metavar="N", type=_positive, help=f"versions to keep (default: {published.KEEP})")
 
     sub = command(
         "lookup",

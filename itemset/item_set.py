@@ -352,26 +352,27 @@ def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
     return from_index(*index_file.parse(data, name), name=name, check=True)
 
 
-def verify(path: str | os.PathLike[str]) -> ItemSet:
+def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
     """Read the whole file and check it: checksums, the order of the tables, and every item through the trie.
 
-    Raises ItemSetError at the first fault.
+    name: what errors call it; its path by default. Raises ItemSetError at the first fault.
     """
-    item_set = load(path)
+    name = name or str(path)
+    item_set = from_index(*index_file.read(path, name), name=name, check=True)
     trie, terminal_rank = item_set.trie, item_set._terminal_rank
     if not numbering.in_order(trie.tables, trie.tail_tokens):
-        raise ItemSetError(f"{path} is corrupted, its tables are no trie: {_AGAIN}")
+        raise ItemSetError(f"{name} is corrupted, its tables are no trie: {_AGAIN}")
     numbers = np.arange(len(item_set))
     for part in np.array_split(numbers, -(-len(numbers) * trie.longest // _VERIFIED_TOKENS)):
         rows = numbering.items_at(trie.tables, terminal_rank, part, trie.longest)
         back = numbering.numbers_of(trie.tables, terminal_rank, rows)
         if (wrong := np.flatnonzero(back != part)).size:
             raise ItemSetError(
-                f"{path} is corrupted, item {int(part[wrong[0]])} does not lead back to itself: {_AGAIN}"
+                f"{name} is corrupted, item {int(part[wrong[0]])} does not lead back to itself: {_AGAIN}"
             )
     _ = item_set.attributes  # which checks them
     if item_set.digest != digest_of(trie.tables):
-        raise ItemSetError(f"{path} is corrupted, its digest does not match its tables: {_AGAIN}")
+        raise ItemSetError(f"{name} is corrupted, its digest does not match its tables: {_AGAIN}")
     return item_set
 
 

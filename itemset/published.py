@@ -73,12 +73,12 @@ def publish(index: PathLike, folder: PathLike, *, keep: int = KEEP) -> Version:
     name = index_file.version(index)  # before anything is made: most bad files end here
     with _publishing(folder, make=True):
         before = _versions(folder)
-        if not _sound(_file(folder, name), name):
+        if not _sound(file_of(folder, name), name):
             name = _copy(index, folder)
         if before and before[0].name == name:
             after = before
         else:
-            path, sequence = _file(folder, name), before[0].sequence + 1 if before else 1
+            path, sequence = file_of(folder, name), before[0].sequence + 1 if before else 1
             new = Version(name, path, sequence, _now(), _items(path), path.stat().st_size)
             after = [new, *(version for version in before if version.name != name)]
         after = after[: max(keep, 2)]
@@ -144,6 +144,19 @@ def current(folder: PathLike) -> Version:
                 ) from error
 
 
+def file_of(folder: PathLike, version: str) -> Path:
+    """Return the path of a version's file."""
+    return Path(folder) / f"{version}.itemset"
+
+
+def sets_in(folder: PathLike) -> set[str]:
+    """Return the names of the folders in this one that are published sets; none if it cannot be read."""
+    try:
+        return {one.name for one in Path(folder).expanduser().iterdir() if (one / POINTER).is_file()}
+    except OSError:
+        return set()
+
+
 def open_current(folder: PathLike, opener: Callable[[Version], Opened]) -> tuple[Version, Opened]:
     """Return the current version and what `opener` makes of it.
 
@@ -202,7 +215,7 @@ def _versions(folder: Path) -> list[Version]:
             raise
         raise ItemSetError(f"{path} is damaged ({error}): delete it, and publish an index again") from error
     return [
-        Version(one.name, _file(folder, one.name), one.sequence, one.published, one.items, one.bytes)
+        Version(one.name, file_of(folder, one.name), one.sequence, one.published, one.items, one.bytes)
         for one in pointer.versions
     ]
 
@@ -214,10 +227,6 @@ def _read(path: Path) -> bytes:
         if error.errno != errno.ESTALE:
             raise
         return path.read_bytes()  # another machine replaced it between opening and reading
-
-
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.itemset"
 
 
 def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version:
@@ -261,7 +270,7 @@ def _copy(index: PathLike, folder: Path) -> str:
             os.close(descriptor)
         name = index_file.version(incoming, str(index))
         verify(incoming, name=str(index))
-        incoming.rename(_file(folder, name))
+        incoming.rename(file_of(folder, name))
     except BaseException:
         incoming.unlink(missing_ok=True)
         raise

@@ -7,14 +7,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from itemset import published
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet, from_bytes
 from itemset.serving.config import StaticConfig
-from itemset.serving.held import delete_unused, open_copy
-from itemset.views import view, view_from_bytes
+from itemset.serving.held import delete_unused
+from itemset.serving.versions import VERSION, Versions
+from itemset.views import view_from_bytes
 
 INLINE = "inline:"
 VIEW = "view:"
@@ -72,15 +75,20 @@ class Catalogue:
     """
 
     def __init__(self, config: StaticConfig) -> None:
-        """Open every registered set, from the private copy that `held.open_copy` makes; raises ItemSetError as it does.
+        """Open every registered set, from the private copy that `held.open_copy` makes; raises ItemSetError as it does,
+        and as `published.current` does.
 
         Where the configuration names no versions, this is the process that starts the engine: `versions` is what the
         configuration of all others must carry, so that they open the same, whatever happens to the files meanwhile.
         """
-        self.versions = Versions(config)
+        self._config, self.versions = config, Versions(config)
         for name, (version, path) in at_start(config).items():
             self.versions.serve(self.versions.open(name, version, path))
-        _check_views(config, self.registered)
+        for name, (base, _) in config.views.items():
+            if name not in self.registered and config.item_set_dir is None:
+                raise ItemSetError(
+                    f"the item view {name!r} is of {base!r}, and no item set is called so: register it"
+                )
         if self.registered and not config.item_set_versions:
             delete_unused(config.item_set_cache)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
@@ -96,10 +104,30 @@ class Catalogue:
         raise self.unknown(reference)
 
     def get(self, reference: str) -> ItemSet | None:
-        if reference in self.registered:
-            return self.registered[reference]
+        if (item_set := self.versions.get(reference)) is not None:
+            return item_set
         kept = self.inline(reference)
         return kept.item_set if kept else None
+
+    @property
+    def registered(self) -> Mapping[str, ItemSet]:
+        """What requests get for each name, a set or a view: another mapping whenever that changes."""
+        return self.versions.registered
+
+    def reference(self, name: str) -> str:
+        """Return the reference of what a request for this set or view gets. Raises RefusedError if there is none."""
+        try:
+            return self.versions.current(name).reference(name)
+        except KeyError:
+            raise self.unknown(name) from None
+
+    def headroom(self) -> int:
+        """Bytes of an arena for a next version of a followed set beside the present one."""
+        given, followed = self._config.item_set_headroom, self._config.follows
+        if given is not None or not followed:
+            return given or 0
+        opened = {self.versions.current(name) for name in self.registered}
+        return max((one.nbytes for one in opened if where(self._config, one.name).is_dir()), default=0)
 
     def inline(self, reference: str) -> InlineSet | None:
         """An inline set, if it is still here."""
@@ -139,33 +167,46 @@ class Catalogue:
         return "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
+def where(config: StaticConfig, name: str) -> Path:
+    """Return the file of a set, or the folder of a published one."""
+    return Path(config.item_sets.get(name) or Path(config.item_set_dir or "", name)).expanduser()
+
+
+def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
+    """Return the sets that a process begins with: their versions, None for that of the file, and their files.
+
+    Raises ItemSetError as `published.current` does.
+    """
+    names = [*config.item_sets, *sorted(config.item_set_versions.keys() - config.item_sets.keys())]
+    if config.item_set_dir is not None and not config.item_set_versions:
+        names += sorted(published.sets_in(config.item_set_dir) - {*names})
+    found: dict[str, tuple[str | None, Path]] = {}
+    for name in names:
+        path, version = where(config, name), config.item_set_versions.get(name)
+        if path.is_dir() and version is None:
+            current = published.current(path)
+            version, path = current.name, current.path
+        elif version is not None and (path.is_dir() or name not in config.item_sets):
+            path = published.file_of(path, version)
+        found[name] = version, path
+    return found
+
+
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     """The plugin's options with the versions of their sets, unless they have them: the first process decides for all.
 
     Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
     """
     config = StaticConfig.of(options)
-    if config.item_set_versions or not config.item_sets:
+    if config.item_set_versions or not (config.item_sets or config.item_set_dir):
         return dict(options)
-    return {**options, "item_set_versions": Catalogue(config).versions}
+    catalogue = Catalogue(config)
+    sets = {name: catalogue.versions.current(name) for name in catalogue.registered}
+    return {**options, "item_set_versions": {one.name: one.version for one in sets.values()}}
 
 
 def name_of(reference: str) -> str:
     """Return the registered set's name in the reference of what is left of it; another reference as it is."""
-    return reference.partition("@")[2] if reference.startswith(VIEW) else reference
-
-
-def _seen(name: str, base: str, query: Mapping[str, Any], registered: Mapping[str, ItemSet]) -> ItemSet:
-    if base not in registered:
-        raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
-    try:
-        return view(registered[base], query)
-    except ItemSetError as error:
-        raise ItemSetError(f"the item view {name!r} cannot be made: {error}") from error
-
-
-def _open(name: str, path: str, config: StaticConfig) -> tuple[ItemSet, str]:
-    try:
-        return open_copy(path, config.item_set_cache, config.item_set_versions.get(name))
-    except ItemSetError as error:
-        raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
+    while reference.startswith((VIEW, VERSION)):
+        reference = reference.partition("@")[2]
+    return reference

@@ -14,12 +14,17 @@ BACKEND = "static"
 Paths = Literal["auto", "device", "host"]
 Kernels = Literal["auto", "triton", "torch"]
 _Path = Annotated[str, Meta(min_length=1)]
+_Bytes = Annotated[int, Meta(ge=0)]
 
 
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The plugin's options: `additional_config` in vLLM, flags or arguments of the engine in SGLang.
 
-    item_sets: file of each registered set by name.
+    item_sets: of each registered set by name its file, or the folder of a published set, which is followed.
+    item_set_dir: a folder whose published sets are served under the names of their folders, those to come too.
+    item_set_refresh_seconds: between two looks for new versions of followed sets.
+    item_set_headroom: bytes of each device for the next version of a followed set, while requests still have the
+        present one; None for the room that the largest followed set takes now.
     item_views: by name, ``"SET: {query}"``, a registered set and a filter (`itemset.trie.filters`).
     item_key_limit: keys that exclude_keys or only_keys of a request may have.
     inline_item_limit: items an inline set may have.
@@ -37,6 +42,9 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     item_sets: dict[str, str] = {}
     item_views: dict[str, str] = {}
+    item_set_dir: Annotated[_Path | None, Meta(description="the path of a folder")] = None
+    item_set_refresh_seconds: Annotated[float, Meta(ge=0.01, description="a number of seconds from 0.01")] = 1.0
+    item_set_headroom: Annotated[_Bytes | None, Meta(description="a number of bytes")] = None
     item_key_limit: Annotated[int, Meta(ge=0, description="a number of keys")] = 10_000
     inline_item_limit: Annotated[int, Meta(ge=0, description="a number of items")] = 100_000
     inline_text_limit: Annotated[int, Meta(ge=0, description="a number of characters")] = 10_000_000

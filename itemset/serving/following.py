@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -154,7 +154,7 @@ class Follower:
         """Of `item_set_dir`: which sets are there."""
         if self._config.item_set_dir is None:
             return
-        found = published_in(self._config.item_set_dir)
+        found = published.sets_in(self._config.item_set_dir)
         for name in found - self._sets.keys():
             self._sets[name] = Followed(where(self._config, name), path=self._path)
         for name in self._sets.keys() - found - self._config.item_sets.keys():
@@ -221,11 +221,3 @@ class Follower:
         """Say which version this front end serves; return whether all serve it, or a later one."""
         told = self._ask({"serves": name, "sequence": sequence, "front": self._front})
         return all(len(one["fronts"]) >= self._fronts and min(one["fronts"].values()) >= sequence for one in told)
-
-
-def published_in(folder: str) -> set[str]:
-    """The names of the published sets in a folder of them; none if it cannot be read now."""
-    try:
-        return {one.name for one in Path(folder).expanduser().iterdir() if published.is_published(one)}
-    except OSError:
-        return set()

@@ -1,8 +1,8 @@
 """What is served: a private copy of each registered index file, which nothing that happens to the file can change.
 
 A folder holds the copies, each under the name of its version, and a file `lock`. Who makes or deletes copies locks that
-file for itself, who opens one shares it. Each process locks the copies that it maps for as long as it lives: those that
-nobody locks may go. All of these locks end with their process, however it ends.
+file for itself, who opens one shares it. Each process locks the copies that it has open: those that nobody locks may
+go. All of these locks end with their process, however it ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,40 +27,48 @@ _OPTION = "name another folder with the option item_set_cache"
 _VERSION = re.compile("[0-9a-f]{32}")
 _INCOMPLETE = "incomplete"  # the copy being made; there is one at a time
 
-_locks: dict[Path, int] = {}  # of this process: descriptors of the copies that it has opened
 
-
-def open_copy(path: str, folder: str | None = None, version: str | None = None) -> tuple[ItemSet, str]:
+def open_copy(
+    path: str | os.PathLike[str] | None, folder: str | None = None, version: str | None = None
+) -> tuple[ItemSet, str]:
     """The set of the index file at `path`, mapped from a private copy, and its version (`index_file.version`).
 
-    folder: where copies are; None for the user's cache folder, or one in the folder for temporary files.
-    version: the one that is wanted. Its copy is opened, whatever stands at `path`; where there is none, the file at
-    `path` must be of this version. None for that of the file.
+    path: None if there is a copy already. folder: where copies are; None for the user's cache folder, or one in the
+    folder for temporary files. version: the one that is wanted. Its copy is opened, whatever stands at `path`; if there
+    is none, the file at `path` must be of this version. None for that of the file.
     Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be used, or a disk
     that is full.
     """
-    copies, found = _folder(folder), version or index_file.version(path)
+    copies, found = _folder(folder), version or index_file.version(path or "")
     with _locked(copies, fcntl.LOCK_SH):
         item_set = _open(copies / found)
     if item_set is None:
         with _locked(copies, fcntl.LOCK_EX):
             item_set = _open(copies / found)  # another process may have been faster
             if item_set is None:
-                item_set, found = _copy(path, copies, version)
+                if path is None:
+                    raise ItemSetError(f"{copies} has no copy of version {found}")
+                item_set, found = _copy(str(path), copies, version)
     return item_set, found
 
 
-def delete_unused(folder: str | None = None) -> None:
-    """Delete the copies that no process maps and none has opened for KEPT_SECONDS, and what a kill has left."""
-    copies = _folder(folder)
+def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -> set[str]:
+    """Delete the copies that no process has open and none has opened for KEPT_SECONDS, and what a kill has left.
+
+    superseded: versions that go as soon as no process has them open. Returns those of them that are gone.
+    """
+    copies, gone = _folder(folder), set()
     with suppress(BlockingIOError), _locked(copies, fcntl.LOCK_EX | fcntl.LOCK_NB):
         (copies / _INCOMPLETE).unlink(missing_ok=True)
         for copy in copies.iterdir():
             with suppress(OSError):
-                if _VERSION.fullmatch(copy.name) and time.time() - copy.stat().st_mtime > KEPT_SECONDS:
+                old = _VERSION.fullmatch(copy.name) and time.time() - copy.stat().st_mtime > KEPT_SECONDS
+                if old or copy.name in superseded:
                     with open(copy, "rb") as file:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         copy.unlink()
+        gone = {version for version in superseded if not (copies / version).exists()}
+    return gone
 
 
 def _open(copy: Path) -> ItemSet | None:
@@ -80,7 +89,7 @@ def _open(copy: Path) -> ItemSet | None:
         return None
     with suppress(OSError):  # of another owner's copy
         os.utime(descriptor)
-    _keep_lock(copy, descriptor)
+    weakref.finalize(item_set, os.close, descriptor)
     return item_set
 
 
@@ -109,15 +118,8 @@ def _copy(path: str, copies: Path, wanted: str | None) -> tuple[ItemSet, str]:
         raise ItemSetError(
             f"{path} cannot be copied to {copies}: {error.strerror}: make room there, or {_OPTION}"
         ) from error
-    _keep_lock(copies / version, descriptor)
+    weakref.finalize(item_set, os.close, descriptor)
     return item_set, version
-
-
-def _keep_lock(copy: Path, descriptor: int) -> None:
-    before = _locks.get(copy)
-    _locks[copy] = descriptor
-    if before is not None:
-        os.close(before)
 
 
 def _folder(given: str | None) -> Path:

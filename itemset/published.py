@@ -149,8 +149,10 @@ def file_of(folder: PathLike, version: str) -> Path:
     return Path(folder) / f"{version}.itemset"
 
 
-def sets_in(folder: PathLike) -> set[str]:
-    """Return the names of the folders in this one that are published sets; none if it cannot be read."""
+def sets_in(folder: PathLike | None) -> set[str]:
+    """Return the names of the folders in this one that are published sets; none if it cannot be read, or is None."""
+    if folder is None:
+        return set()
     try:
         return {one.name for one in Path(folder).expanduser().iterdir() if (one / POINTER).is_file()}
     except OSError:

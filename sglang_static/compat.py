@@ -144,6 +144,11 @@ def why_host_path(server_args: Any) -> str | None:
     return None
 
 
+def schedulers(server_args: Any) -> int:
+    """How many take requests, each its own."""
+    return int(resolved(server_args).dp_size or 1)
+
+
 def verified_rows(server_args: Any) -> int:
     """Logits rows that a request has at most in a step: the nodes of a draft tree, or one."""
     return int(resolved(server_args).speculative_num_draft_tokens or 1)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Search
 from itemset.serving import lists
-from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
+from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of, where
 from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig
 from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
+from itemset.serving.versions import Opened
 from itemset.text import fingerprint
 
 
@@ -86,15 +88,26 @@ class Checks:
             on_encoded=on_encoded,
         )
         self._chosen = Chosen(self.catalogue, config, words)
-        model_print = None
-        for name, item_set in self.catalogue.registered.items():
-            if item_set.base is not None:
-                continue
-            if item_set.tokenizer is not None:
-                model_print = model_print or fingerprint(self._tokenizer)
-                self._check_tokenizer(name, item_set, model_print)
-            self._check_fit(f"the item set {name!r} ({config.item_sets[name]})", item_set)
-            _warm_up(item_set)
+        self._model_print = ""
+        for opened in self.catalogue.versions.serving():
+            self._check(opened)
+
+    def open(self, name: str, version: str, path: Path) -> Opened:
+        """Open and check a version of a followed set, which no request gets yet. It may take seconds.
+
+        Raises ItemSetError as the start does.
+        """
+        opened = self.catalogue.versions.open(name, version, path)
+        self._check(opened)
+        return opened
+
+    def _check(self, opened: Opened) -> None:
+        name, item_set = opened.name, opened.sets[opened.name]
+        if item_set.tokenizer is not None:
+            self._model_print = self._model_print or fingerprint(self._tokenizer)
+            self._check_tokenizer(name, item_set, self._model_print)
+        self._check_fit(f"the item set {name!r} ({where(self._config, name)})", item_set)
+        _warm_up(item_set)
 
     def summary(self) -> str:
         """The registered sets, for the log."""
@@ -108,8 +121,8 @@ class Checks:
         """
         if asked.choice is not None:
             return (asked.choice if isinstance(asked.choice, InlineSet) else self._inline.get(asked.choice)).reference
-        name = self._name(asked)
-        return self._chosen.get(asked, self.catalogue.registered[name]).reference if asked.chooses else name
+        reference = self.catalogue.reference(self._name(asked))
+        return self._chosen.get(asked, reference).reference if asked.chooses else reference
 
     def _name(self, asked: ItemRequest) -> str:
         name, registered = asked.item_set or "", self.catalogue.registered
@@ -118,16 +131,24 @@ class Checks:
             raise self.catalogue.unknown(name)
         return name
 
+    def pinned(self, asked: ItemRequest) -> ItemRequest:
+        """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
+        if isinstance(asked.choice, InlineSet):
+            return asked
+        reference = self.reference(asked)
+        kept = self.catalogue.inline(reference)
+        return replace(asked, choice=kept or InlineSet(reference, b"", self.catalogue[reference], 0))
+
     async def prepare(self, asked: ItemRequest) -> ItemRequest:
         """The request with its set made: with it `reference` is immediate. Raises as that does.
 
         It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
         """
         if asked.chooses:
-            base = self.catalogue.registered[self._name(asked)]
-            return replace(asked, choice=await self._chosen.prepare(asked, base))
+            reference = self.catalogue.reference(self._name(asked))
+            return replace(asked, choice=await self._chosen.prepare(asked, reference))
         if asked.choice is None or isinstance(asked.choice, InlineSet):
-            return asked
+            return self.pinned(asked)
         return replace(asked, choice=await self._inline.prepare(asked.choice))
 
     def ranked(
@@ -208,7 +229,7 @@ class Checks:
         if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != model_print:
             model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
             raise ItemSetError(
-                f"the item set {name!r} ({self._config.item_sets[name]}) was built with the tokenizer "
+                f"the item set {name!r} ({where(self._config, name)}) was built with the tokenizer "
                 f"{item_set.tokenizer.name} ({item_set.tokenizer.fingerprint[:12]}), the model uses {model} "
                 f"({model_print[:12]}): build the set with --tokenizer {model}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet, from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import delete_unused
-from itemset.serving.versions import VERSION, Versions
-from itemset.views import view_from_bytes
+from itemset.serving.versions import VERSION, Opened, Versions
+from itemset.views import view, view_from_bytes
 
 INLINE = "inline:"
 VIEW = "view:"
@@ -41,25 +42,44 @@ class InlineSet:
     """A set that came with its request: as texts, or as what is left of a registered set. In the request it then stands
     in their place.
 
-    reference: what the request carries through the engine. index: its index file in memory. item_set: opened over
-    these same bytes, so that they are there once. nbytes: what all of it takes in this process.
+    reference: what the request carries through the engine. index: its index file in memory, or what a view has of its
+    own. item_set: opened over these same bytes, so that they are there once. nbytes: what all of it takes in this
+    process. query: a filter's, as JSON, if JSON can hold it. filter: the one that a request's exclusions stand on.
     """
 
     reference: str
     index: bytes = field(repr=False)
     item_set: ItemSet
     nbytes: int
+    query: str | None = None
+    filter: InlineSet | None = None
 
     @classmethod
     def opened(
-        cls, reference: str, index: bytes, registered: Mapping[str, ItemSet] | None = None, *, token_ids: bool = False
+        cls, reference: str, index: bytes, base: ItemSet | None = None, *, token_ids: bool = False, **more: Any
     ) -> InlineSet:
-        """registered: by name, for what is left of one of them. token_ids: find them now, in a process that asks what
-        occurs in the set. Raises ItemSetError as `from_bytes` does."""
-        base = (registered or {}).get(name_of(reference))
+        """base: the set or the view of which it is a part. token_ids: find them now, in a process that asks what occurs
+        in the set. more: fields. Raises ItemSetError as `from_bytes` does."""
         item_set = from_bytes(index, reference) if base is None else view_from_bytes(base, index, reference)
         found = item_set.token_ids.nbytes if token_ids else 0
-        return cls(reference, index, item_set, len(index) + found + OVERHEAD)
+        return cls(reference, index, item_set, len(index) + found + OVERHEAD, **more)
+
+    @classmethod
+    def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> InlineSet:
+        """Make a filter of a registered set or view. Raises ItemSetError as `views.view` does."""
+        seen = view(base, query)
+        index = seen.to_bytes()
+        item_set = view_from_bytes(base, index, reference, keys=seen._keys)
+        nbytes = len(index) + len(base.keys) // 8 + OVERHEAD  # a bit for each key beside them
+        try:
+            return cls(reference, index, item_set, nbytes, json.dumps(query))
+        except (TypeError, ValueError):
+            return cls(reference, index, item_set, nbytes)
+
+    @property
+    def own_filter(self) -> InlineSet | None:
+        """The filter that it is or stands on."""
+        return self if "alive" in self.item_set.own else self.filter
 
     def __deepcopy__(self, memo: Any) -> InlineSet:
         """Engines copy a request's parameters; this is immutable."""
@@ -70,8 +90,8 @@ class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
     A reference is the name of a registered set or view; INLINE and a digest for texts that came with a request; or
-    VIEW, a digest, @ and a name for what is left of a registered one. What came with requests is kept until newer sets
-    need the room, and known for as long as anybody holds it.
+    VIEW, a digest, @ and the reference of what it is a part of: a registered one, or a filter of one. What came with
+    requests is kept until newer sets need the room, and known for as long as anybody holds it.
     """
 
     def __init__(self, config: StaticConfig) -> None:
@@ -86,10 +106,8 @@ class Catalogue:
             self.versions.serve(self.versions.open(name, version, path))
         for name, (base, _) in config.views.items():
             if name not in self.registered and config.item_set_dir is None:
-                raise ItemSetError(
-                    f"the item view {name!r} is of {base!r}, and no item set is called so: register it"
-                )
-        if self.registered and not config.item_set_versions:
+                raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
+        if self.registered and config.item_set_versions is None:
             delete_unused(config.item_set_cache)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
         self._inline_bytes = 0
@@ -121,13 +139,25 @@ class Catalogue:
         except KeyError:
             raise self.unknown(name) from None
 
+    def serve(self, opened: Opened) -> list[str]:
+        """Requests that name this set, or a view of it, get this version from now on.
+
+        What requests had of versions that are closed by it is forgotten. Returns these versions.
+        """
+        closed = self.versions.serve(opened)
+        with self._lock:
+            for version in closed:
+                for reference in [one for one in self._inline if f"@{VERSION}{version}@" in one]:
+                    self._inline_bytes -= self._inline.pop(reference).nbytes
+        return closed
+
     def headroom(self) -> int:
         """Bytes of an arena for a next version of a followed set beside the present one."""
         given, followed = self._config.item_set_headroom, self._config.follows
         if given is not None or not followed:
             return given or 0
-        opened = {self.versions.current(name) for name in self.registered}
-        return max((one.nbytes for one in opened if where(self._config, one.name).is_dir()), default=0)
+        folders = (one for one in self.versions.serving() if where(self._config, one.name).is_dir())
+        return max((one.nbytes for one in folders), default=0)
 
     def inline(self, reference: str) -> InlineSet | None:
         """An inline set, if it is still here."""
@@ -147,10 +177,6 @@ class Catalogue:
                 _, dropped = self._inline.popitem(last=False)
                 self._inline_bytes -= dropped.nbytes
             return inline_set
-
-    def kept(self, reference: str, index: bytes) -> InlineSet:
-        """Return the set that came with a request, opened unless it is here. Raises as `InlineSet.opened` does."""
-        return self.inline(reference) or self.keep(InlineSet.opened(reference, index, self.registered))
 
     def unknown(self, reference: str) -> RefusedError:
         """What to say of a name that no registered set has. Its work does not grow with the name."""
@@ -177,15 +203,13 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
 
     Raises ItemSetError as `published.current` does.
     """
-    names = [*config.item_sets, *sorted(config.item_set_versions.keys() - config.item_sets.keys())]
-    if config.item_set_dir is not None and not config.item_set_versions:
-        names += sorted(published.sets_in(config.item_set_dir) - {*names})
+    versions = config.item_set_versions
+    in_folder = {*versions} if versions is not None else published.sets_in(config.item_set_dir)
     found: dict[str, tuple[str | None, Path]] = {}
-    for name in names:
-        path, version = where(config, name), config.item_set_versions.get(name)
-        if path.is_dir() and version is None:
-            current = published.current(path)
-            version, path = current.name, current.path
+    for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys())):
+        path, version = where(config, name), versions[name] if versions is not None else None
+        if version is None and path.is_dir():
+            version, path = published.current(path)[:2]
         elif version is not None and (path.is_dir() or name not in config.item_sets):
             path = published.file_of(path, version)
         found[name] = version, path
@@ -198,15 +222,19 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
     """
     config = StaticConfig.of(options)
-    if config.item_set_versions or not (config.item_sets or config.item_set_dir):
+    if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)
-    catalogue = Catalogue(config)
-    sets = {name: catalogue.versions.current(name) for name in catalogue.registered}
-    return {**options, "item_set_versions": {one.name: one.version for one in sets.values()}}
+    serving = Catalogue(config).versions.serving()
+    return {**options, "item_set_versions": {one.name: one.version for one in serving}}
+
+
+def part_of(reference: str) -> str:
+    """Return the reference of what a part was made of; of what is no part, the empty one."""
+    return reference.partition("@")[2] if reference.startswith(VIEW) else ""
 
 
 def name_of(reference: str) -> str:
     """Return the registered set's name in the reference of what is left of it; another reference as it is."""
-    while reference.startswith((VIEW, VERSION)):
-        reference = reference.partition("@")[2]
-    return reference
+    while above := part_of(reference):
+        reference = above
+    return reference.partition("@")[2] if reference.startswith(VERSION) else reference

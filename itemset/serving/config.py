@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -56,7 +57,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_beams: Annotated[int, Meta(ge=0, description="a number of beams")] = 512
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True
     item_set_cache: Annotated[_Path | None, Meta(description="the path of a folder")] = None
-    item_set_versions: Annotated[dict[str, str], Meta(description="versions by name")] = {}
+    item_set_versions: Annotated[dict[str, str] | None, Meta(description="versions by name")] = None
 
     @classmethod
     def of(cls, given: Any) -> StaticConfig:
@@ -85,6 +86,12 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ItemSetError(f"{min(twice)!r} is the name of an item set and of an item view: rename one")
         _ = config.views  # raises
         return config
+
+    @property
+    def follows(self) -> bool:
+        """Whether a set of it may change while it is served."""
+        folders = any(Path(path).expanduser().is_dir() for path in self.item_sets.values())
+        return folders or self.item_set_dir is not None
 
     @property
     def views(self) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -24,6 +24,7 @@ from itemset.views import view
 
 VERSION = "version:"
 """How the reference of a registered set begins: VERSION, the version's name, @ and the set's, or that of a view of it."""
+ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open: a rollback opens nothing
 
 
@@ -34,6 +35,12 @@ class Opened:
     name: str
     version: str
     sets: Mapping[str, ItemSet]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in an arena, at most."""
+        own = [array.nbytes + ROUNDING for item_set in self.sets.values() for array in item_set.own.values()]
+        return sum(own) + ROUNDING * len(self.sets)
 
     def reference(self, name: str) -> str:
         """How a request carries this version of the set, or of a view of it."""
@@ -116,9 +123,19 @@ class Versions:
         self._current = {name: opened for opened in latest for name in opened.sets}
         self.registered = {name: opened.sets[name] for name, opened in self._current.items()}
 
+    def serving(self) -> list[Opened]:
+        """Return what requests get now, a version for each set."""
+        return list({id(one): one for one in self._current.values()}.values())
+
     def current(self, name: str) -> Opened:
         """Return the version that requests for this set, or view, get. Raises KeyError if there is no such name."""
         return self._current[name]
+
+    def __getitem__(self, reference: str) -> ItemSet:
+        """Do `get`. Raises ItemSetError if this process cannot have it."""
+        if (item_set := self.get(reference)) is not None:
+            return item_set
+        raise ItemSetError(f"{reference} is no longer to be had: ask again")
 
     def get(self, reference: str) -> ItemSet | None:
         """Return what a reference stands for, or a name; None if this process cannot have it."""

@@ -104,6 +104,11 @@ class ItemSet:
         """
         return attribute_columns.from_section(self._attributes, len(self.keys))
 
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether the tables are a trie in the order of the items: an index file may hold anything."""
+        return bool(numbering.in_order(self.trie.tables, self.trie.tail_tokens))
+
     @property
     def shared(self) -> int:
         """Items with several keys."""
@@ -360,7 +365,7 @@ def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
     name = name or str(path)
     item_set = from_index(*index_file.read(path, name), name=name, check=True)
     trie, terminal_rank = item_set.trie, item_set._terminal_rank
-    if not numbering.in_order(trie.tables, trie.tail_tokens):
+    if not item_set.in_order:
         raise ItemSetError(f"{name} is corrupted, its tables are no trie: {_AGAIN}")
     numbers = np.arange(len(item_set))
     for part in np.array_split(numbers, -(-len(numbers) * trie.longest // _VERIFIED_TOKENS)):

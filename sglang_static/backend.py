@@ -17,6 +17,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.words import REFERENCE
 from sglang_static import compat, processor
 from sglang_static.device import claim
+from sglang_static.following import SchedulerPreparer
 from sglang_static.request import carried_set
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class StaticBackend:
         sampler = processor.current()
         self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
         self._sampler = sampler
+        self.preparer = SchedulerPreparer(self._catalogue, sampler)
         warm_up()
 
     def admit(self, manager: Any, request: Any) -> bool:

@@ -95,14 +95,14 @@ def apply_flags(args: argparse.Namespace) -> None:
     if getattr(args, "guided_decoding_backend", None):
         args.grammar_backend = BACKEND
     named = {option: getattr(args, flag, None) for flag, option in flags.NAMED.items()}
-    path = getattr(args, "item_set_path", None)
-    if (any(named.values()) or path) and args.grammar_backend != BACKEND:
+    single = {option: given for option in flags.OPTIONS if (given := getattr(args, option, None))}
+    if (any(named.values()) or single) and args.grammar_backend != BACKEND:
         raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
     for option, given in named.items():
         if given:
             set_options(flags.with_named(options(), option, given))
-    if path:
-        set_options({"item_set_path": path})
+    if single:
+        set_options(single)
 
 
 def resolved(server_args: Any) -> Any:
@@ -122,6 +122,23 @@ def seats(server_args: Any) -> int:
 def unfinished(manager: Any) -> int:
     """Requests that this front end has in the engine (managers/tokenizer_manager.py)."""
     return len(manager.rid_to_state)
+
+
+def forward_stream(scheduler: Any) -> Any:
+    """The context of the stream that the steps run on (managers/scheduler.py, init_overlap)."""
+    return scheduler.forward_stream_ctx
+
+
+def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
+    """What each tensor-parallel rank gives, all of which call this in the same step."""
+    if scheduler.tp_size == 1:
+        return [value]
+    import torch.distributed as distributed
+
+    group = scheduler.tp_cpu_group
+    values = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 VERIFIED_BY_EAGLE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP", "NGRAM")

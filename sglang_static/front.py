@@ -12,6 +12,7 @@ from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.following import Follower
 from itemset.serving.lists import Lists
 from itemset.serving.travel import Sender
 from itemset.serving.words import LIST
@@ -57,6 +58,9 @@ class FrontEnd:
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
         self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
         self._tokenizer, self._defaults = tokenizer, manager.preferred_sampling_params or {}
+        self.config = config
+        self.follower: Follower | None = None
+        """What follows the published sets among them, once there is an event loop."""
         self.checks = Checks(
             config,
             tokenizer,
@@ -70,6 +74,7 @@ class FrontEnd:
         self.lists = Lists(compat.seats(manager.server_args), lambda: compat.unfinished(manager))
         self.one_request = OneRequest()
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
+        self.host_path = reason is not None
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self.checks.summary())
 
@@ -115,7 +120,7 @@ class FrontEnd:
                 if id(texts) not in made:
                     made[id(texts)] = (await while_connected(self.checks.prepare(one), http_request)).choice
                 one = replace(one, choice=made[id(texts)])
-            self.checks.reference(one)  # raises
+            one = self.checks.pinned(one)
             judged.append(in_place(params or {}, one))
         request.sampling_params = judged if isinstance(given, list) else judged[0]
         return ranked
@@ -126,6 +131,7 @@ class FrontEnd:
             self.checks.catalogue[reference],
             frozenset({*(params.stop_token_ids or ()), *self._all_ends}),
             compat.content_after_reasoning(self._tokenizer, request),
+            self.checks.catalogue.told(reference),
         )
 
     def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:

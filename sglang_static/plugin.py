@@ -16,6 +16,7 @@ from sglang_static import (
     beams,  # noqa: F401 - its hooks
     compat,
     drafts,  # noqa: F401 - its hooks
+    following,
 )
 from sglang_static.compat import hook
 from sglang_static.request import places, without_words
@@ -43,15 +44,25 @@ def _make_backend(*args: Any) -> Any:
     return make_backend(*args)
 
 
-@hook.extends("sglang.srt.entrypoints.http_server:app", why="the middleware that brings a body's fields to its request")
+@hook.extends(
+    "sglang.srt.entrypoints.http_server:app",
+    why="the middleware that brings a body's fields to its request; the routes of /v1/item_sets",
+)
 def _add_middleware(app: Any) -> None:
     """Innermost, where bodies are no longer compressed."""
     from starlette.middleware import Middleware
 
+    from itemset.serving.http_routes import add_routes
     from sglang_static.http import ItemSetFields
 
     if not any(one.cls is ItemSetFields for one in app.user_middleware):
         app.user_middleware.append(Middleware(ItemSetFields))
+        add_routes(app, lambda state: following.follower_of(_manager()))
+
+
+def _manager() -> Any:
+    state = getattr(sys.modules["sglang.srt.entrypoints.http_server"], "_global_state", None)
+    return getattr(state, "tokenizer_manager", None)
 
 
 @hook(
@@ -80,7 +91,7 @@ def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kw
     here, for all processes."""
     if compat.is_ours(self):
         with startup.start_up():
-            given = {**compat.options(), "item_set_versions": {}}  # those of an engine before this one are no more
+            given = {**compat.options(), "item_set_versions": None}  # those of an engine before this one are no more
             wanted, reason = StaticConfig.of(given).item_set_path, compat.why_host_path(self)
             compat.refuse_unmasked(self)
             if wanted == "device" and reason is not None:

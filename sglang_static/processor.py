@@ -10,6 +10,7 @@ from torch import Tensor
 
 from itemset.masking.arena import Arena, arena_bytes
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
+from itemset.masking.holding import Arrivals, Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking import beams
 from itemset.serving.catalogue import Catalogue
@@ -68,10 +69,13 @@ class ItemSetSampler:
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
         self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
-        registered = self.catalogue.registered.values()
-        self.arena = Arena(arena_bytes(registered, config.inline_set_memory), device)
-        for item_set in registered:
-            self.arena.acquire(item_set)
+        spare = config.inline_set_memory + self.catalogue.headroom()
+        self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device)
+        self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
+        for opened in self.catalogue.versions.serving():
+            pieces = self.holdings.hold(opened.name, opened.sets)
+            while not self.arrivals.advance(opened.sets, pieces):
+                pass
         _current[:] = [self]
         logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")
 

@@ -91,7 +91,8 @@ async def _one(
         end_token=end,
         after=AFTER,
     )
-    said: dict[str, Any] = {}
+    reference = front_end.checks.reference(asked)
+    said, of_set = dict[str, Any](), front_end.checks.catalogue.told(reference)
 
     def read(one: Pass, output: dict[str, Any]) -> Answer:
         said.update(output["meta_info"])
@@ -100,7 +101,6 @@ async def _one(
     found, skip = None, params.get("skip_special_tokens", True)
     if lora is None and not options.exact and options.max_passes is None:
         wanted = Wanted(options.k, options.beam, end, options.renormalised)
-        reference = front_end.checks.reference(asked)
         found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
     if found is None:
         best = await front_end.lists.run(search, partial(_ask, generate, manager, lora, prompt), read)
@@ -108,7 +108,7 @@ async def _one(
         best = found_some(found.best)
         said.update(found.said)
     results = []
-    async for item, entry in front_end.lists.entries(best, item_set):
+    async for item, entry in front_end.lists.entries(best, item_set, of_set):
         ids = [*item.tokens, end]
         # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
         info = {name: value for name, value in said.items() if "logprob" not in name} | {

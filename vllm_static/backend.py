@@ -28,6 +28,7 @@ from itemset.serving.words import FILTERED, INDEX, LIST, PLACE, REFERENCE
 from vllm_static import compat
 from vllm_static.device import DevicePath
 from vllm_static.metrics import Figures, label
+from vllm_static.preparing import CorePreparer
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -77,7 +78,8 @@ class StaticBackend(StructuredOutputBackend):
         self._figures = Figures(self._catalogue)
         self._device = None
         if compat.on_device_path(vllm_config):
-            self._device = DevicePath(config, self._catalogue.registered.values())
+            self._device = DevicePath(config, self._catalogue)
+        self.preparer = CorePreparer(self._catalogue, self._device)
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()

@@ -120,6 +120,30 @@ def unfinished(client: Any) -> int:
     return int(client.output_processor.get_num_unfinished_requests())
 
 
+def asked_of_each(core: Any, method: str, *args: Any) -> list[Any]:
+    """What each engine core of a front end answers to a method that was added to it, to be awaited. core: the front
+    end's asynchronous client (v1/engine/core_client.py)."""
+    return [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
+
+
+def ask(core: Any, method: str, *args: Any) -> Any:
+    """The same offline. core: the synchronous client, or the one with its engine core in this process."""
+    if hasattr(core, "call_utility"):
+        return core.call_utility(method, *args)
+    return getattr(core.engine_core, method)(*args)
+
+
+def front_of(vllm_config: Any) -> tuple[int, int]:
+    """Which of the API servers this process is, and how many there are (config/parallel.py)."""
+    parallel = vllm_config.parallel_config
+    return max(0, parallel._api_process_rank), parallel._api_process_count
+
+
+def runner_of(worker: Any) -> Any:
+    """The model runner of a worker, or of what wraps it (v1/worker/worker_base.py)."""
+    return getattr(worker, "worker", worker).model_runner
+
+
 PROCESSOR = "vllm_static.processor:ItemSetProcessor"
 
 
@@ -247,8 +271,9 @@ def apply_flags(args: argparse.Namespace) -> None:
             args.structured_outputs_config = {**current, "backend": BACKEND}
         else:
             args.structured_outputs_config = dataclasses.replace(current or StructuredOutputsConfig(), backend=BACKEND)
-    if getattr(args, "item_set_path", None):
-        args.additional_config = {**(args.additional_config or {}), "item_set_path": args.item_set_path}
+    for option in flags.OPTIONS:
+        if given := getattr(args, option, None):
+            args.additional_config = {**(args.additional_config or {}), option: given}
     for flag, option in flags.NAMED.items():
         if named := getattr(args, flag, None):
             if chosen_backend(args) != BACKEND:

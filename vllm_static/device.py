@@ -7,14 +7,15 @@ can still take the host path. Workers do what they are told and refuse nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
+from itemset.masking.holding import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
+from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.words import FILTERED, INDEX, PLACE
 from vllm_static import compat
@@ -31,10 +32,12 @@ RESIDENT = "item_set_resident"
 class DevicePath:
     """Admits requests to the device path. Called by vLLM's input thread and by its engine loop."""
 
-    def __init__(self, config: StaticConfig, registered: Collection[ItemSet]) -> None:
-        self.plan = Plan(arena_bytes(registered, config.inline_set_memory))
-        for item_set in registered:
-            self.plan.acquire(item_set)
+    def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
+        spare = config.inline_set_memory + catalogue.headroom()
+        self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
+        self.holdings = Holdings(self.plan)
+        for opened in catalogue.versions.serving():
+            self.holdings.hold(opened.name, opened.sets)
 
     def claim(self, manager: Any, request: Request, item_set: ItemSet) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.

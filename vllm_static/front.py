@@ -15,6 +15,7 @@ from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.catalogue import INLINE, RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.following import Follower
 from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Sender
@@ -44,7 +45,9 @@ class FrontEnd:
             on_encoded=metrics.ENCODED.inc,
         )
         self._sender = Sender(self.checks.catalogue, engines=vllm_config.parallel_config.data_parallel_size)
-        self._vllm_config, self._tokenizer = vllm_config, tokenizer
+        self.config, self.vllm_config, self._tokenizer = config, vllm_config, tokenizer
+        self.follower: Follower | None = None
+        """What follows the published sets among them, once the engine can be asked."""
         self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
         self.one_request = OneRequest(vllm_config)
@@ -89,11 +92,11 @@ class FrontEnd:
 
         To be called when vLLM has completed the request: whether it begins with reasoning is told last.
         """
-        item_set = self.checks.catalogue[reference]
+        item_set, of_set = self.checks.catalogue[reference], self.checks.catalogue.told(reference)
 
         def expected(request: Any) -> Expected:
-            content = compat.content_after_reasoning(self._vllm_config, self._tokenizer, request)
-            return Expected(item_set, frozenset(request.sampling_params.all_stop_token_ids), content)
+            content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
+            return Expected(item_set, frozenset(request.sampling_params.all_stop_token_ids), content, of_set)
 
         return expected
 

@@ -26,7 +26,7 @@ def install(worker: Any, blocks: int) -> str | None:
     from vllm_static.wide_lists import WideLists
 
     compat.install(LISTS)
-    runner = _runner(worker)
+    runner = compat.runner_of(worker)
     last = runner.kv_cache_config.num_blocks
     reason = try_out(runner, range(last - blocks, last)) if blocks else None
     setattr(runner.prompt_logprobs_worker, _LISTS, WideLists(runner, 0 if reason else blocks))
@@ -37,11 +37,7 @@ def longest_item(worker: Any) -> int:
     """Return how many tokens the longest item of the registered sets has, 0 without any. Called by the engine core."""
     from vllm_static.processor import item_sets
 
-    return item_sets(_runner(worker)).longest
-
-
-def _runner(worker: Any) -> Any:
-    return getattr(worker, "worker", worker).model_runner
+    return item_sets(compat.runner_of(worker)).longest
 
 
 @hook(f"{_PROMPTS}.add_request", why="which requests are ranked lists", when=LISTS)

@@ -24,8 +24,38 @@ BY_PATH = Gauge("item_set:requests_by_path", "Requests by where masks were made.
 ARENA = Gauge("item_set:arena_bytes", "Device memory kept for item sets.", multiprocess_mode="max")
 ARENA_USED = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode="mostrecent")
 
-ENGINE_METHOD = "item_set_figures"
-"""Method that the plugin adds to vLLM's EngineCore, for `refresh`."""
+VERSIONS = Gauge(
+    "item_set:version", "1 for the version that is served.", ["item_set", "version"], multiprocess_mode="livemax"
+)
+SINCE = Gauge(
+    "item_set:version_since_seconds",
+    "When the served version was taken up, Unix time.",
+    ["item_set"],
+    multiprocess_mode="max",
+)
+REFRESHES = Counter("item_set:refreshes", "New versions that were taken up.", ["item_set"])
+REFUSED_VERSIONS = Counter("item_set:refused_versions", "Versions that could not be served.", ["item_set"])
+
+ENGINE_METHOD, QUESTION = "item_set_figures", "item_set_question"
+"""Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `preparing.CorePreparer`."""
+
+
+_versions: dict[str, str] = {}
+
+
+def served(name: str, version: str) -> None:
+    """Requests get this version of a set from now on."""
+    if before := _versions.get(name):
+        VERSIONS.remove(name, before)
+    _versions[name] = version
+    VERSIONS.labels(name, version).set(1)
+    SINCE.labels(name).set_to_current_time()
+    REFRESHES.labels(name).inc()
+
+
+def refused_version(name: str) -> None:
+    """A version of a set is not served."""
+    REFUSED_VERSIONS.labels(name).inc()
 
 
 def label(reference: str) -> str:

@@ -157,6 +157,26 @@ def _process_inputs(
     return request
 
 
+@hook("vllm.v1.engine.async_llm:AsyncLLM.__init__", why="published sets are followed while the engine runs")
+def _async_llm_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.input_processor.static_front_end:
+        from vllm_static.following import follow
+
+        follow(self)
+
+
+@hook(
+    "vllm.plugins:load_endpoint_plugins",
+    why="/v1/item_sets: vLLM adds a plugin's routes if VLLM_PLUGINS names it; here the flags have chosen it",
+    optional=True,
+)
+def _load_endpoint_plugins(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from vllm_static.following import Routes
+
+    return [*original(*args, **kwargs), Routes()]
+
+
 @hook(
     "vllm.v1.engine.async_llm:AsyncLLM.add_request",
     why="inline sets are encoded, and filters applied, beside the event loop",
@@ -166,8 +186,10 @@ async def _add_request(
 ) -> Any:
     front_end = self.input_processor.static_front_end
     if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
+        from vllm_static.following import follow
         from vllm_static.request import asked, with_set
 
+        follow(self)  # where there was no event loop before
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
         with _refusals(params):
             wanted = asked(params)
@@ -253,10 +275,18 @@ def _grammar_bitmask(
     return original(self, *step)
 
 
-@hook.extends("vllm.v1.engine.core:EngineCore", why="one method more, which /metrics asks for the engine's figures")
+@hook.extends(
+    "vllm.v1.engine.core:EngineCore",
+    why="two methods more: for /metrics the engine's figures, and for followed sets their new versions",
+)
 def _add_figures(engine_core: type) -> None:
     """vLLM's front ends can call any method of its engine core (v1/engine/core_client.py, call_utility_async)."""
     setattr(engine_core, metrics.ENGINE_METHOD, lambda self: self.structured_output_manager.backend.figures())
+
+    def answer(self: Any, question: Any) -> Any:
+        return self.structured_output_manager.backend.preparer.answer(self.model_executor, question)
+
+    setattr(engine_core, metrics.QUESTION, answer)
 
 
 @hook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 )
 
 import itemset
-from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes
+from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, check_tables
 from itemset.masking.batch import COLUMNS, Batch
+from itemset.masking.holding import Arrivals, Pieces
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
@@ -58,9 +60,11 @@ class ItemSetProcessor(LogitsProcessor):
             self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
-        registered = Catalogue(config).registered
-        self.arena = Arena(arena_bytes(registered.values(), config.inline_set_memory), self._req_states.device)
-        for item_set in registered.values():
+        self._catalogue = catalogue = Catalogue(config)
+        spare = config.inline_set_memory + catalogue.headroom()
+        self.arena = Arena(arena_bytes(catalogue.registered.values(), spare), self._req_states.device)
+        self._arrivals = Arrivals(self.arena)
+        for item_set in catalogue.registered.values():
             self.arena.acquire(item_set)
         rows = vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
         self._slots = Slots(
@@ -70,7 +74,7 @@ class ItemSetProcessor(LogitsProcessor):
             max_stop_tokens=MAX_STOP_TOKENS,
             kernels=config.item_set_kernels,
         )
-        self._registered, self.kernels = registered, config.item_set_kernels
+        self.kernels = config.item_set_kernels
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
         self._begin = torch.zeros(self._req_states.max_num_reqs, dtype=torch.int32, device=self._req_states.device)
         if vllm_config.speculative_config is not None:
@@ -86,7 +90,23 @@ class ItemSetProcessor(LogitsProcessor):
     @property
     def longest(self) -> int:
         """Tokens of the longest item of the registered sets, 0 without any."""
-        return max((item_set.longest for item_set in self._registered.values()), default=0)
+        return max((item_set.longest for item_set in self._catalogue.registered.values()), default=0)
+
+    def prepare(self, question: Mapping[str, Any], pieces: Pieces | None) -> bool:
+        """Open a version of a set beside the steps, and copy one piece of it: `preparing.prepare_in_worker`.
+
+        Raises ItemSetError if it cannot be opened, or its tables are no trie.
+        """
+        if not hasattr(self, "arena"):
+            return True
+        versions, asked = self._catalogue.versions, (question["prepare"], question["version"], question["path"])
+        opened = versions.begun(*asked, on_thread=check_tables)
+        if opened is None or pieces is None:
+            return False
+        there = self._arrivals.advance(opened.sets, [(number, start) for number, start in pieces])
+        if there:
+            self._catalogue.serve(opened)
+        return there
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again."""
@@ -95,7 +115,7 @@ class ItemSetProcessor(LogitsProcessor):
             place = Place(*extra[PLACE])  # msgspec sends a tuple as a list
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                self.arena.place(opened(self._registered, extra, below), place.number, place.start, place.below)
+                self.arena.place(opened(self._catalogue.versions, extra, below), place.number, place.start, place.below)
         if PLACE not in extra or LIST in extra:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]

@@ -41,9 +41,11 @@ class RankedList:
 
     def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
+        asked = front_end.checks.pinned(asked)  # a list is of one version
         self.item_set, self.search = front_end.ranked(
             asked, prompt_tokens=len(prompt), max_tokens=params.max_tokens, end_token=end_token
         )
+        self.of_set = front_end.checks.catalogue.told(front_end.checks.reference(asked))
         self.prompt, self._end, self._v2 = prompt, end_token, front_end.v2
         self.whole = front_end.one_list(asked, end_token)
         """The parameters of the one request that asks for the list; None if rounds must make it."""
@@ -119,7 +121,8 @@ def offline(
         sequences, prompt = [], made[i].prompt
         after = [[*item.tokens, end_token] for item in best.items]
         texts = _texts(tokenizer, prompt, after, skip_special_tokens=params.skip_special_tokens)
-        for item, tokens, text, entry in zip(best.items, after, texts, described(best, made[i].item_set), strict=True):
+        entries = described(best, made[i].item_set, made[i].of_set)
+        for item, tokens, text, entry in zip(best.items, after, texts, entries, strict=True):
             sequence = BeamSearchSequence(
                 inputs[i],
                 tokens=[*prompt, *tokens],
@@ -131,6 +134,7 @@ def offline(
                 stop_reason=end_token,
             )
             sequence.key, sequence.keys = entry["key"], entry["keys"]
+            sequence.item_set_version = entry.get("item_set_version")
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
         output.proven, output.passes, output.rounds = best.proven, best.passes, best.rounds
@@ -232,7 +236,7 @@ async def online(
     if best is None:
         best = await lists.run(made.search, ask, made.answer)
     outputs: list[CompletionOutput] = []
-    async for item, entry in lists.entries(best, made.item_set):
+    async for item, entry in lists.entries(best, made.item_set, made.of_set):
         ids = [*item.tokens, tokenizer.eos_token_id]
         output = CompletionOutput(
             index=len(outputs),

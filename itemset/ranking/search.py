@@ -6,7 +6,8 @@ Algorithm 1), with its end token's. What a pass costs is the caller's, who runs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,10 +55,11 @@ class Best(NamedTuple):
     rounds: int
 
 
-def described(best: Best, item_set: ItemSet) -> list[dict[str, Any]]:
-    """What an answer says of each item: its rank from 1, its score and its own keys, and what the list took."""
+def described(best: Best, item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
+    """What an answer says of each item: its rank from 1, its score and its own keys, what the list took, and `of_set`,
+    what it says of the set."""
     keys = item_set.keys_of([list(item.tokens) for item in best.items])
-    took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds}
+    took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds, **of_set}
     return [
         {"rank": rank, "score": item.score, "key": own[0], "keys": own, **took}
         for rank, (item, own) in enumerate(zip(best.items, keys, strict=True), 1)

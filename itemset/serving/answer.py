@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from itemset.item_set import ItemSet
@@ -14,15 +14,16 @@ class Expected:
     """One request's set.
 
     stop_tokens: at which the request ends; none of them occurs in an item. content: what of the output comes after the
-    reasoning, None where there is none.
+    reasoning, None where there is none. of_set: what an answer says of the set, `Catalogue.told`.
     """
 
     item_set: ItemSet
     stop_tokens: frozenset[int]
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
+    of_set: Mapping[str, str] = field(default_factory=dict)
 
     def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
-        """What an answer says of its item, {"key": ...}; None where it ended elsewhere.
+        """What an answer says of its item, {"key": ...} and more; None if it ended elsewhere.
 
         tokens: the whole output. It ended at an item's end if a stop token follows, or if nothing else could: an item
         that a limit cut might have become a longer one. One walk; with `ignore_eos` all stop tokens at the end go.
@@ -35,7 +36,7 @@ class Expected:
         if found is None:
             return None
         key, is_prefix = found
-        return None if is_prefix and end == len(tokens) else {"key": key}
+        return None if is_prefix and end == len(tokens) else {"key": key, **self.of_set}
 
 
 def after(mark: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:

@@ -102,6 +102,7 @@ class Catalogue:
         configuration of all others must carry, so that they open the same, whatever happens to the files meanwhile.
         """
         self._config, self.versions = config, Versions(config)
+        self._files = {name for name in config.item_sets if not where(config, name).is_dir()}
         for name, (version, path) in at_start(config).items():
             self.versions.serve(self.versions.open(name, version, path))
         for name, (base, _) in config.views.items():
@@ -139,6 +140,14 @@ class Catalogue:
         except KeyError:
             raise self.unknown(name) from None
 
+    def told(self, reference: str) -> dict[str, str]:
+        """Return what an answer says of its set: of one that is followed, its version."""
+        while above := part_of(reference):
+            reference = above
+        version, _, name = reference.removeprefix(VERSION).partition("@")
+        followed = reference.startswith(VERSION) and self.versions.of(name) not in self._files
+        return {"item_set_version": version} if followed else {}
+
     def serve(self, opened: Opened) -> list[str]:
         """Requests that name this set, or a view of it, get this version from now on.
 
@@ -156,7 +165,7 @@ class Catalogue:
         given, followed = self._config.item_set_headroom, self._config.follows
         if given is not None or not followed:
             return given or 0
-        folders = (one for one in self.versions.serving() if where(self._config, one.name).is_dir())
+        folders = (one for one in self.versions.serving() if one.name not in self._files)
         return max((one.nbytes for one in folders), default=0)
 
     def inline(self, reference: str) -> InlineSet | None:

@@ -40,7 +40,8 @@ class Chosen:
     def get(self, asked: ItemRequest, of: str) -> InlineSet:
         """Return what is left of the registered set that the request names.
 
-        of: the set's reference. Raises RefusedError, which names the field: a list over the limit, and as `views.view` does.
+        of: the set's reference. Raises RefusedError, which names the field: a list over the limit, and as `views.view`
+        does.
         """
         for word, keys in ((EXCLUDE, asked.exclude_keys), (ONLY, asked.only_keys)):
             if keys is not None and len(keys) > self._limit:

@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from itemset.serving.config import BACKEND, Paths
 
+OPTIONS = ("item_set_path", "item_set_dir")
+"""The flags that are options by the same name."""
 NAMED = {"item_set": "item_sets", "item_view": "item_views"}
 """The flags that register something by name, and the options that they add to."""
 
@@ -25,7 +27,13 @@ def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: s
         action="extend",
         metavar="NAME=FILE",
         help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
-        "item_set.",
+        "item_set. The folder of a published set (see `itemset publish`) is followed: new versions are served as they "
+        "come.",
+    )
+    group.add_argument(
+        "--item-set-dir",
+        metavar="FOLDER",
+        help="Register every published set in this folder under the name of its own folder, those to come too.",
     )
     group.add_argument(
         "--item-view",

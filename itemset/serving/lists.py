@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -129,9 +129,11 @@ class Lists:
             await self._on_thread(take, await self._round(search.passes, ask))
         return found_some(await self._on_thread(lambda: search.result))
 
-    async def entries(self, best: Best, item_set: ItemSet) -> AsyncGenerator[tuple[Ranked, dict[str, Any]], None]:
+    async def entries(
+        self, best: Best, item_set: ItemSet, of_set: Mapping[str, Any]
+    ) -> AsyncGenerator[tuple[Ranked, dict[str, Any]], None]:
         """Each item found, with what an answer says of it: `described`. Between them others get their turn."""
-        entries = await self._on_thread(described, best, item_set)
+        entries = await self._on_thread(described, best, item_set, of_set)
         for i, found in enumerate(zip(best.items, entries, strict=True)):
             if i % SLICE == 0:
                 await asyncio.sleep(0)

@@ -8,14 +8,12 @@ was taken up to its end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from weakref import WeakValueDictionary
 
-from itemset import published
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.config import StaticConfig
@@ -23,7 +21,7 @@ from itemset.serving.held import open_copy
 from itemset.views import view
 
 VERSION = "version:"
-"""How the reference of a registered set begins: VERSION, the version's name, @ and the set's, or that of a view of it."""
+"""How the reference of a registered set begins: VERSION, the version's name, @ and the name of the set or view."""
 ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open: a rollback opens nothing
 
@@ -70,8 +68,9 @@ class Versions:
         `held.open_copy` does, and for a view that cannot be made.
         """
         try:
-            known = self._known.get(f"{VERSION}{version}@{name}")
-            item_set, version = (known, str(version)) if known else open_copy(path, self._config.item_set_cache, version)
+            item_set = self._known.get(f"{VERSION}{version}@{name}")
+            if item_set is None or version is None:
+                item_set, version = open_copy(path, self._config.item_set_cache, version)
         except ItemSetError as error:
             raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
         sets = {name: item_set}
@@ -86,15 +85,31 @@ class Versions:
             self._known |= {opened.reference(called): item_set for called, item_set in sets.items()}
         return opened
 
-    def begun(self, name: str, version: str, path: str | Path | None) -> Opened | None:
-        """Do `open` on a thread; None until it has ended. Raises ItemSetError as `open` does, once."""
+    def begun(
+        self,
+        name: str,
+        version: str,
+        path: str | Path | None,
+        on_thread: Callable[[ItemSet], object] = lambda item_set: None,
+    ) -> Opened | None:
+        """Do `open` on a thread, and then `on_thread` for the set and each view; None until that has ended.
+
+        Raises ItemSetError as they do, once.
+        """
+
+        def work() -> Opened:
+            opened = self.open(name, version, path)
+            for item_set in opened.sets.values():
+                on_thread(item_set)
+            return opened
+
         with self._lock:
             for opened in self._serving.get(name, ()):
                 if opened.version == version:
                     return opened
             future = self._opening.get((name, version))
             if future is None:
-                self._opening[name, version] = self._thread.submit(self.open, name, version, path)
+                self._opening[name, version] = self._thread.submit(work)
                 return None
             if not future.done():
                 return None
@@ -131,6 +146,10 @@ class Versions:
         """Return the version that requests for this set, or view, get. Raises KeyError if there is no such name."""
         return self._current[name]
 
+    def of(self, name: str) -> str:
+        """Return the set that this is, or is a view of."""
+        return self._current[name].name if name in self._current else name
+
     def __getitem__(self, reference: str) -> ItemSet:
         """Do `get`. Raises ItemSetError if this process cannot have it."""
         if (item_set := self.get(reference)) is not None:
@@ -144,8 +163,7 @@ class Versions:
         if (item_set := self._known.get(reference)) is not None:
             return item_set
         version, _, called = reference.removeprefix(VERSION).partition("@")
-        name = self._current[called].name if called in self._current else called
         try:  # closed here, while a request elsewhere has held it: this machine has a copy then
-            return self.open(name, version, None).sets.get(called)
+            return self.open(self.of(called), version, None).sets.get(called)
         except ItemSetError:
             return None

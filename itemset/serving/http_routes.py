@@ -1,0 +1,47 @@
+"""`GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh`, the same in every engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.following import Follower
+
+PATH = "/v1/item_sets"
+
+
+def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
+    """Add them to a FastAPI application.
+
+    follower_of: of the application's state, None if its engine has no item sets.
+    """
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    async def listed(request: Request) -> JSONResponse:
+        follower = follower_of(request.app.state)
+        if follower is None:
+            return _error(JSONResponse, "this server has no item sets: start it with --item-set NAME=FILE", 404)
+        return JSONResponse({"object": "list", "data": await asyncio.to_thread(follower.listed)})
+
+    async def refresh(request: Request, name: str) -> JSONResponse:
+        follower = follower_of(request.app.state)
+        if follower is None:
+            return _error(JSONResponse, "this server has no item sets: start it with --item-set NAME=FILE", 404)
+        try:
+            return JSONResponse(await asyncio.to_thread(follower.refresh, name))
+        except RefusedError as error:
+            return _error(JSONResponse, str(error), 404 if error.reason == "unknown set" else 409)
+
+    # FastAPI reads annotations by name, and these names are local.
+    listed.__annotations__ = {"request": Request}
+    refresh.__annotations__ = {"request": Request, "name": str}
+    app.add_api_route(PATH, listed, methods=["GET"])
+    app.add_api_route(PATH + "/{name:path}/refresh", refresh, methods=["POST"])
+
+
+def _error(response: Any, message: str, status: int) -> Any:
+    kind = "NotFoundError" if status == 404 else "ConflictError"
+    return response({"error": {"message": message, "type": kind, "param": "name", "code": status}}, status)

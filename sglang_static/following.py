@@ -1,0 +1,133 @@
+"""Following published sets: what the front end asks the schedulers, and what these do beside their steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from itemset.errors import ItemSetError
+from itemset.masking.arena import ArenaFullError
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.following import Follower
+from itemset.serving.preparing import Preparer, on_host
+from itemset.serving.versions import Opened
+from sglang_static import compat
+from sglang_static.compat import hook
+
+logger = logging.getLogger(__name__)
+
+METHOD = "item_sets"
+"""Of a DumperControlReqInput that is a question of ours: the one request of SGLang's that brings plain values to every
+scheduler, and others back."""
+
+
+@hook(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
+    why="published sets are followed once the event loop is known",
+)
+def _auto_create_handle_loop(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    front = getattr(self, "static_front_end", None)
+    if front is not None and front.follower is None:
+        front.follower = _follower(self, front)
+        front.follower.start()
+
+
+def follower_of(manager: Any) -> Follower | None:
+    """Return what follows the sets of a TokenizerManager; None if it has none. Call it on the event loop."""
+    if getattr(manager, "static_front_end", None) is None:
+        return None
+    manager.auto_create_handle_loop()
+    follower: Follower = manager.static_front_end.follower
+    return follower
+
+
+def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
+    """Take up what is current of the published sets of an `sglang.Engine`, or of one of them, before the next request.
+
+    Returns, for each, what `GET /v1/item_sets` tells. Raises ItemSetError: no such set, or a version that cannot be
+    served.
+    """
+
+    async def refreshed() -> list[dict[str, Any]]:
+        follower = follower_of(engine.tokenizer_manager)
+        if follower is None:
+            raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
+        names = [entry["name"] for entry in follower.listed()] if name is None else [name]
+        return [await asyncio.to_thread(follower.refresh, one) for one in names]
+
+    found: list[dict[str, Any]] = engine.loop.run_until_complete(refreshed())
+    return found
+
+
+def _follower(manager: Any, front: Any) -> Follower:
+    loop = manager.event_loop
+
+    async def ask_all(question: dict[str, Any]) -> list[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import DumperControlReqInput
+
+        outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=question))
+        if failed := [output.error for output in outputs if not output.success]:
+            raise ItemSetError(failed[0])
+        return [output.response[0] for output in outputs]
+
+    def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
+        return asyncio.run_coroutine_threadsafe(ask_all(question), loop).result()
+
+    path = "host" if front.host_path else "device"
+    return Follower(front.checks, front.config, ask, path=path, logger=logger)
+
+
+@hook("sglang.srt.managers.scheduler:Scheduler.handle_dumper_control", why="new versions of followed sets are taken up")
+def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: Any) -> None:
+    if recv_req.method != METHOD:
+        original(self, recv_req)
+        return
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    answer = self.grammar_manager.grammar_backend.static_backend.preparer.answer(self, recv_req.body)
+    output = DumperControlReqOutput(success=True, response=[answer])
+    self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+
+
+class SchedulerPreparer:
+    """Answers the front end (`itemset.serving.preparing`) in a scheduler. Called by its loop, between steps."""
+
+    def __init__(self, catalogue: Catalogue, sampler: Any) -> None:
+        """sampler: the ItemSetSampler; None on the host path."""
+        self._sampler = sampler
+        self._preparer = Preparer(catalogue, on_host if sampler is None else self._place)
+        self._stream: Any = contextlib.nullcontext()
+
+    def answer(self, scheduler: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer for all tensor-parallel ranks, which are asked the same in the same step."""
+        self._stream = compat.forward_stream(scheduler)
+        own = self._preparer.answer(question)
+        if "serves" in question:
+            return own
+        each = compat.of_all_ranks(scheduler, own)
+        refused = [one for one in each if one.get("refused")]
+        on_device = all(one.get("path") == "device" for one in each)
+        all_of = {"ready": all(one["ready"] for one in each), "path": "device" if on_device else "host"}
+        answer: dict[str, Any] = refused[0] if refused else all_of
+        return answer
+
+    def _place(self, question: Mapping[str, Any], opened: Opened | None) -> dict[str, Any]:
+        if opened is None:
+            return {"ready": False, "path": "device"}
+        try:
+            pieces = self._sampler.holdings.hold(opened.name, opened.sets)
+        except ArenaFullError as error:
+            logger.warning(
+                "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom of the "
+                "plugin's options)",
+                opened.version,
+                opened.name,
+                error,
+            )
+            return on_host(question, opened)
+        with self._stream:  # whose steps may read what is overwritten
+            return {"ready": self._sampler.arrivals.advance(opened.sets, pieces), "path": "device"}

@@ -1,0 +1,103 @@
+"""A published set that changes while it is served: its versions, and what answers must say. For both engines."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import itemset
+from itemset import published
+from itemset.published import Version
+
+OPTIONS = {"item_set_refresh_seconds": 0.2, "item_views": {"few": 'films: {"place": {"$lt": 20}}'}}
+
+
+class Films:
+    """A published set. Each version has items of its own, beside some that all have; keys name the version."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.folder, self._draw = folder, np.random.default_rng(seed)
+        self.versions: list[Version] = []
+        self.items: dict[str, dict[str, list[int]]] = {}  # by version: the items by their keys
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self.publish()
+
+    def make(self, **options: Any) -> Path:
+        """The index file of one version more, in no folder yet."""
+        number = len(self.versions)
+        rows = np.unique(self._draw.integers(10, 200, (60, 4)), axis=0)
+        rows[::3, 0] = 200 + number % 50
+        rows = np.unique(rows, axis=0)
+        keys = [f"v{number}-{place}" for place in range(len(rows))]
+        made = itemset.build(rows, keys=keys, attributes={"place": list(range(len(rows)))}, **options)
+        path = self.folder.parent / f"{self.folder.name}.itemset"
+        made.save(path)
+        self._made = dict(zip(keys, rows.tolist(), strict=True))
+        return path
+
+    def publish(self, path: Path | None = None) -> Version:
+        """Make the next version current."""
+        version = published.publish(path or self.make(), self.folder, keep=1_000)
+        self.versions.append(version)
+        self.items[version.name] = self._made
+        return version
+
+    def check(self, item: dict[str, Any] | None, most: int | None = None) -> str:
+        """The version of an answer, whose key must be one of that version's. most: of how many of its first keys."""
+        assert item is not None
+        version = item["item_set_version"]
+        assert item["key"] in list(self.items[version])[:most]
+        return str(version)
+
+    def check_tokens(self, item: dict[str, Any], tokens: Sequence[int]) -> str:
+        """The same, and its tokens must be those of the item."""
+        version = self.check(item)
+        assert self.items[version][item["key"]] == list(tokens)
+        return version
+
+
+class Clients:
+    """Clients at the same time, each of which asks until it is told to stop.
+
+    ask: one request of a client, the version of whose answer it returns. Raises whatever was wrong.
+    """
+
+    def __init__(self, count: int, ask: Callable[[random.Random], str]) -> None:
+        self._ask, self._stop = ask, threading.Event()
+        self.answers = 0
+        self.wrong: list[BaseException] = []
+        self.oldest: dict[str, int] = {}
+        self._threads = [threading.Thread(target=self._run, args=(random.Random(i),)) for i in range(count)]
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, draw: random.Random) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ask(draw)
+                self.answers += 1
+            except BaseException as error:
+                self.wrong.append(error)
+                return
+
+
+def swaps(films: Films, count: int, refresh: Callable[[], str], ask: Callable[[], str]) -> Iterator[Version]:
+    """Publish so many versions, each once the one before it was refreshed and answered with."""
+    for _ in range(count):
+        version = films.publish()
+        assert refresh() == version.name
+        assert ask() == version.name  # an older one would be an answer from before what was seen
+        yield version

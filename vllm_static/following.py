@@ -1,0 +1,86 @@
+"""The front ends' part in following published sets, and what they tell of sets over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllm.logger import init_logger
+
+from itemset.errors import ItemSetError
+from itemset.serving.following import Ask, Follower
+from itemset.serving.http_routes import add_routes
+from vllm_static import compat, metrics
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+
+def follow(client: Any) -> None:
+    """Let the front end of an AsyncLLM follow published sets, if it has item sets and its event loop runs."""
+    front = client.input_processor.static_front_end
+    if front is None or front.follower is not None:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+
+    async def ask_all(question: dict[str, Any]) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, metrics.QUESTION, question)))
+
+    def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
+        return asyncio.run_coroutine_threadsafe(ask_all(question), loop).result()
+
+    front.follower = _follower(front, ask)
+    front.follower.start()
+
+
+def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
+    """Take up what is current of the published sets of a vLLM `LLM`, or of one of them; nothing follows them offline.
+
+    Returns, for each, what `GET /v1/item_sets` tells. Running requests go on with the version that they began with.
+    Raises ItemSetError: no such set, or a version that cannot be served.
+    """
+    front = llm.llm_engine.input_processor.static_front_end
+    if front is None:
+        raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
+    if front.follower is None:
+        core = llm.llm_engine.engine_core
+        front.follower = _follower(front, lambda question: [compat.ask(core, metrics.QUESTION, question)])
+    follower: Follower = front.follower
+    names = [entry["name"] for entry in follower.listed()] if name is None else [name]
+    return [follower.refresh(one) for one in names]
+
+
+def _follower(front: Any, ask: Ask) -> Follower:
+    rank, count = compat.front_of(front.vllm_config)
+    return Follower(
+        front.checks,
+        front.config,
+        ask,
+        path="device" if compat.on_device_path(front.vllm_config) else "host",
+        front=rank,
+        fronts=count,
+        logger=logger,
+        on_served=metrics.served,
+        on_refused=metrics.refused_version,
+    )
+
+
+class Routes:
+    """vLLM's EndpointPlugin (plugins/endpoint_plugins/interface.py): /v1/item_sets."""
+
+    name = "static-backend"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes to those that vLLM's API key protects."""
+        add_routes(app, lambda state: getattr(_front(state), "follower", None))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Nothing: `follow` has begun with the engine's client."""
+
+
+def _front(state: Any) -> Any:
+    client = getattr(state, "engine_client", None)
+    return getattr(getattr(client, "input_processor", None), "static_front_end", None)

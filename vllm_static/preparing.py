@@ -1,0 +1,67 @@
+"""The engine's part in following published sets: a core takes a version up, and has its workers do so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.logger import init_logger
+
+from itemset.errors import ItemSetError
+from itemset.masking.arena import ArenaFullError
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.preparing import Preparer, on_host
+from itemset.serving.versions import Opened
+from vllm_static import compat
+from vllm_static.device import DevicePath
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+
+class CorePreparer:
+    """Answers the questions of front ends (`itemset.serving.preparing`). Called by the engine's loop, between steps."""
+
+    def __init__(self, catalogue: Catalogue, device: DevicePath | None) -> None:
+        """device: None if masks are made on the host, and the workers need not know of sets."""
+        self._device = device
+        self._preparer = Preparer(catalogue, on_host if device is None else self._place)
+        self._executor: Any = None
+
+    def answer(self, executor: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+        """executor: the engine core's, which reaches its workers."""
+        self._executor = executor
+        return self._preparer.answer(question)
+
+    def _place(self, question: Mapping[str, Any], opened: Opened | None) -> dict[str, Any]:
+        assert self._device is not None
+        pieces = None
+        if opened is not None:
+            try:
+                pieces = [list(piece) for piece in self._device.holdings.hold(opened.name, opened.sets)]
+            except ArenaFullError as error:
+                logger.warning(
+                    "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom in "
+                    "--additional-config)",
+                    opened.version,
+                    opened.name,
+                    error,
+                )
+                return on_host(question, opened)
+        answers = self._executor.collective_rpc(prepare_in_worker, args=(dict(question), pieces))
+        if refused := [answer for answer in answers if isinstance(answer, str)]:
+            raise ItemSetError(refused[0])
+        return {"ready": opened is not None and all(answers), "path": "device"}
+
+
+def prepare_in_worker(worker: Any, question: Mapping[str, Any], pieces: Any) -> bool | str:
+    """Open a version beside the steps of a worker, and copy one piece of it to its device.
+
+    pieces: where it goes, `masking.holding.Pieces`; None while the engine core opens it. Returns whether all of it is
+    there, or why it cannot be: an error in a worker would end the engine.
+    """
+    from vllm_static.processor import item_sets
+
+    try:
+        return item_sets(compat.runner_of(worker)).prepare(question, pieces)
+    except ItemSetError as error:
+        return str(error)

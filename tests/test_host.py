@@ -186,13 +186,15 @@ def test_wide_nodes_of_views(share: float, words: int) -> None:
     draw = np.random.default_rng(int(100 * share))
     runs = [draw.integers(0, 900) + np.arange(draw.integers(1, 200)) for _ in range(6)]
     spread = [np.sort(draw.choice(1_200, draw.integers(1, 400), replace=False)) for _ in range(6)]
-    items = [[first, int(token)] for first, tokens in enumerate([*runs, *spread]) for token in tokens]
+    holed = [np.delete(run, draw.integers(0, len(run), len(run) // 20)) for run in runs if len(run) > 20]
+    each = [*runs, *spread, *holed]
+    items = [[first, int(token)] for first, tokens in enumerate(each) for token in tokens]
     whole = itemset.build(items)
     lives = draw.random(len(items)) < share
     lives[:50] = True
     seen = filtered(whole, lives)
     for item_set in (whole, seen, without(seen, np.arange(0, 50, 2))):
-        for first in range(12):
+        for first in range(len(each)):
             state = HostState(item_set, [])
             if not state.accept([first]):
                 continue

@@ -295,13 +295,16 @@ def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
 
 @compiled
 def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
-    in_order = end > first and np.int64(tables.labels[end - 1]) - np.int64(tables.labels[first]) == end - first - 1
-    if in_order or len(tables.alive):
+    gaps = _gaps(tables.labels, first, end) if end > first else 0
+    few_gaps = gaps <= (end - first) >> 3
+    if few_gaps or len(tables.alive):
         for block in range(first >> 5, (end + 31) >> 5):
             alive = tables.alive[block] if len(tables.alive) else _ALL
             low, high = max(first, block * 32), min(end, block * 32 + 32)
-            if in_order:
-                _set_run(row, np.int64(tables.labels[low]), alive >> np.uint32(low & 31), high - low)
+            if gaps == 0:
+                _set_run(tables.labels, alive, low, high, row)
+            elif few_gaps:
+                _set_runs(tables.labels, alive, low, high, row)
             elif alive == _ALL:
                 for edge in range(low, high):
                     _set_bit(row, np.int64(tables.labels[edge]))
@@ -318,9 +321,30 @@ def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
 
 
 @compiled
-def _set_run(row: Any, token: int, alive: Any, count: int) -> None:
-    """Set those of `count` tokens from this one on, at most 32, whose bits are set in `alive`."""
-    bits = np.uint64(alive) & ((np.uint64(1) << np.uint64(count)) - np.uint64(1))
+def _gaps(labels: Any, first: int, end: int) -> Any:
+    """Return how many tokens between the labels of these edges are no labels."""
+    return np.int64(labels[end - 1]) - np.int64(labels[first]) - (end - first - 1)
+
+
+@compiled
+def _set_runs(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+    """Do `_set_alive` where most labels follow one another."""
+    if _gaps(labels, low, high) == 0:
+        _set_run(labels, alive, low, high, row)
+        return
+    for first in range(low, high, 8):
+        end = min(first + 8, high)
+        if _gaps(labels, first, end) == 0:
+            _set_run(labels, alive, first, end, row)
+        else:
+            _set_each(labels, alive, first, end, row)
+
+
+@compiled
+def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+    """Do `_set_alive` for labels that follow one another."""
+    token = np.int64(labels[low])
+    bits = np.uint64(alive >> np.uint32(low & 31)) & ((np.uint64(1) << np.uint64(high - low)) - np.uint64(1))
     bits <<= np.uint64(token & 31)
     if token >> 5 < len(row):
         row[token >> 5] |= np.uint32(bits & np.uint64(0xFFFFFFFF))
@@ -339,11 +363,16 @@ def _set_alive(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
             _set_bit(row, np.int64(labels[(low & ~31) + np.int64(_count_zeros_below(alive))]))
             alive &= alive - np.uint32(1)
     else:
-        for edge in range(low, high):
-            # No branch on the bit: many of them would be foreseen wrongly.
-            token, bit = np.int64(labels[edge]), alive >> np.uint32(edge & 31) & np.uint32(1)
-            if token >> 5 < len(row):
-                row[token >> 5] |= bit << np.uint32(token & 31)
+        _set_each(labels, alive, low, high, row)
+
+
+@compiled
+def _set_each(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+    """Do `_set_alive` without a branch on a bit: many of them would be foreseen wrongly."""
+    for edge in range(low, high):
+        token, bit = np.int64(labels[edge]), alive >> np.uint32(edge & 31) & np.uint32(1)
+        if token >> 5 < len(row):
+            row[token >> 5] |= bit << np.uint32(token & 31)
 
 
 @compiled

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
+from itemset.serving.asgi import while_connected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.following import Follower
@@ -23,27 +22,7 @@ from sglang_static.request import as_json, asked, in_place, wants_list
 logger = logging.getLogger(__name__)
 
 WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
-PATIENCE = 0.2  # seconds between two looks for the client
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
-
-
-Result = TypeVar("Result")
-
-
-async def while_connected(work: Awaitable[Result], http_request: Any) -> Result:
-    """Await it, but cancel it when the client has left: SGLang looks for that only every four seconds of a request that
-    was tokenized (managers/tokenizer_manager.py, _wait_one_response). Raises ValueError then, as SGLang does.
-
-    http_request: Starlette's, or None where there is no client that may leave.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
-            if http_request is not None and await http_request.is_disconnected():
-                raise ValueError("the client has left")
-        return task.result()
-    finally:
-        task.cancel()
 
 
 class FrontEnd:

@@ -183,6 +183,8 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         status, answer = server.post(path, {"model": "tiny", **prompt, **body})
         assert status == 400, answer
         assert message in answer["error"]["message"]
+        if "use_beam_search" not in body:  # which is not streamed at all
+            assert server.post(path, {"model": "tiny", **prompt, **body, "stream": True}) == (status, answer)
         judged = "valid" in message or message.startswith("there is no field")  # before vLLM knows parameters
         if set(body) == {"structured_outputs"} and not judged:
             assert answer["error"]["param"] == "structured_outputs"

@@ -99,7 +99,9 @@ class SchedulerPreparer:
     def __init__(self, catalogue: Catalogue, sampler: Any) -> None:
         """sampler: the ItemSetSampler; None on the host path."""
         self._sampler = sampler
-        self._preparer = Preparer(catalogue, on_host if sampler is None else self._place)
+        self._preparer = Preparer(catalogue)
+        if sampler is not None:
+            self._preparer = Preparer(catalogue, self._place, sampler.arena.forget_views)
         self._stream: Any = contextlib.nullcontext()
 
     def answer(self, scheduler: Any, question: Mapping[str, Any]) -> dict[str, Any]:

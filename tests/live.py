@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from servers import HttpServer
 
 import itemset
 from itemset import published
@@ -92,6 +93,34 @@ class Clients:
             except BaseException as error:
                 self.wrong.append(error)
                 return
+
+
+class Served:
+    """A server, the folder of its sets, and what is asked of it."""
+
+    def __init__(self, server: HttpServer, folder: Path, films: Films) -> None:
+        self.server, self.folder, self.films = server, folder, films
+
+    def choice(self, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+        """The first choice of an answer."""
+        asked = {"prompt": "p"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "p"}]}
+        body = {"model": "tiny", "item_set": "films", "max_tokens": 9, **asked, **body}
+        status, answer = self.server.post(path, body)
+        assert status == 200, answer
+        return answer["choices"][0]
+
+    def refresh(self, name: str = "films") -> dict[str, Any]:
+        status, answer = self.server.post(f"/v1/item_sets/{name}/refresh", {})
+        assert status == 200, answer
+        return answer
+
+    def listed(self, name: str = "films") -> dict[str, Any]:
+        status, answer = self.server.get("/v1/item_sets")
+        assert status == 200, answer
+        return {one["name"]: one for one in answer["data"]}.get(name, {})
+
+    def metrics(self) -> list[str]:
+        return [line for line in self.server.get("/metrics")[1].splitlines() if line.startswith("item_set:")]
 
 
 def swaps(films: Films, count: int, refresh: Callable[[], str], ask: Callable[[], str]) -> Iterator[Version]:

@@ -24,7 +24,9 @@ class CorePreparer:
     def __init__(self, catalogue: Catalogue, device: DevicePath | None) -> None:
         """device: None if masks are made on the host, and the workers need not know of sets."""
         self._device = device
-        self._preparer = Preparer(catalogue, on_host if device is None else self._place)
+        self._preparer = Preparer(catalogue)
+        if device is not None:
+            self._preparer = Preparer(catalogue, self._place, device.plan.send_again)
         self._executor: Any = None
 
     def answer(self, executor: Any, question: Mapping[str, Any]) -> dict[str, Any]:

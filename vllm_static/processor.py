@@ -104,8 +104,8 @@ class ItemSetProcessor(LogitsProcessor):
         if opened is None or pieces is None:
             return False
         there = self._arrivals.advance(opened.sets, [(number, start) for number, start in pieces])
-        if there:
-            self._catalogue.serve(opened)
+        if there and self._catalogue.serve(opened):
+            self.arena.forget_views(versions.open_sets())
         return there
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,6 +132,15 @@ class Plan:
         with self._lock:
             return tuple(self._residents.values())
 
+    def send_again(self, open_sets: Collection[str]) -> None:
+        """Of views whose whole sets are not among these digests, the workers have forgotten what they were given."""
+        with self._lock:
+            for resident in self._residents.values():
+                whole = resident
+                while whole.base is not None:
+                    whole = whole.base
+                resident.sent = resident.sent and (whole is resident or whole.digest in open_sets)
+
     @property
     def used(self) -> int:
         """Bytes taken by sets that are in use."""
@@ -251,6 +260,10 @@ class Arena:
     def view(self, number: int) -> ItemSet | None:
         """Return the view that was placed as this set, for others to stand on; None if there is none."""
         return self._views.get(number)
+
+    def forget_views(self, open_sets: Collection[str]) -> None:
+        """Let go of views whose whole sets are not among these digests: see `view`. Their tables stay."""
+        self._views = {n: view for n, view in self._views.items() if view.whole.digest in open_sets}
 
     def place(self, item_set: ItemSet, number: int, start: int, below: Sequence[Sequence[int]] = ()) -> None:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.

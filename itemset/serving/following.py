@@ -210,7 +210,7 @@ class Follower:
         )
 
     def _serve(self, name: str, opened: Opened, path: str) -> None:
-        self._superseded.update(self._checks.catalogue.versions.serve(opened))
+        self._superseded.update(self._checks.catalogue.serve(opened))
         self._superseded.discard(opened.version)
         followed = self._sets[name]
         followed.since, followed.path = datetime.now(UTC), path

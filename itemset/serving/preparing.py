@@ -9,7 +9,7 @@ A question is a mapping of plain values, and so is its answer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from itemset.errors import ItemSetError
@@ -29,8 +29,14 @@ def on_host(question: Mapping[str, Any], opened: Opened | None) -> dict[str, Any
 class Preparer:
     """Answers in a process whose requests have item sets. Call it from one thread, between steps: it never waits."""
 
-    def __init__(self, catalogue: Catalogue, place: Place = on_host) -> None:
-        self._catalogue, self._place = catalogue, place
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        place: Place = on_host,
+        on_closed: Callable[[Collection[str]], object] = lambda open_sets: None,
+    ) -> None:
+        """on_closed: told the digests of the sets that are open, when versions of others were closed."""
+        self._catalogue, self._place, self._on_closed = catalogue, place, on_closed
         self._fronts: dict[str, dict[str, int]] = {}
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +50,6 @@ class Preparer:
             answer = self._place(question, opened)
         except ItemSetError as error:
             return {"ready": False, "refused": str(error)}
-        if answer["ready"] and opened is not None:
-            self._catalogue.serve(opened)
+        if answer["ready"] and opened is not None and self._catalogue.serve(opened):
+            self._on_closed(self._catalogue.versions.open_sets())
         return answer

@@ -142,6 +142,11 @@ class Versions:
         """Return what requests get now, a version for each set."""
         return list({id(one): one for one in self._current.values()}.values())
 
+    def open_sets(self) -> set[str]:
+        """Return the digests of the sets, not of views, whose versions are kept open."""
+        with self._lock:
+            return {one.sets[one.name].digest for versions in self._serving.values() for one in versions}
+
     def current(self, name: str) -> Opened:
         """Return the version that requests for this set, or view, get. Raises KeyError if there is no such name."""
         return self._current[name]

@@ -1,0 +1,161 @@
+"""What holds of published sets that change while a server of either engine serves them. Test modules import these."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+from live import Clients, Films, Served, swaps
+from servers import wait_for
+
+import itemset
+from itemset import published
+
+
+def bad(served: Served) -> Path:
+    """An index with a token that the model has not."""
+    path = served.folder / "large.itemset"
+    itemset.build([[5, 99_999]], keys=["a"], attributes={"place": [0]}).save(path)
+    return path
+
+
+def test_what_is_served_is_listed(served: Served) -> None:
+    entry, version = served.listed(), served.films.versions[-1]
+    assert (entry["version"], entry["items"]) == (version.name, version.items)
+    assert (entry["views"], entry["followed"]) == (["few"], True)
+    assert entry["path"] == ("host" if "host path" in served.server.log() else "device")
+    assert served.listed("other")["version"]
+
+
+def test_a_new_version_is_noticed(served: Served) -> None:
+    version = served.films.publish()
+    wait_for(lambda: served.films.check(served.choice()["item"]) == version.name)
+    assert served.listed()["previous_versions"] == [one.name for one in reversed(served.films.versions[:-1])]
+
+
+def test_every_request_gets_the_new_version(served: Served) -> None:
+    films, version = served.films, served.films.publish()
+    entry = served.refresh()
+    assert (entry["version"], entry["items"]) == (version.name, version.items)
+    keys = [*films.items[version.name]]
+    answers = [
+        served.choice(),
+        served.choice("/v1/chat/completions"),
+        served.choice(item_filter={"place": {"$gte": 10}}),
+        served.choice(exclude_keys=keys[:20]),
+        served.choice(only_keys=keys[:3]),
+        served.choice(item_filter={"place": {"$lt": 40}}, exclude_keys=keys[5:10]),
+    ]
+    assert {films.check(choice["item"]) for choice in answers} == {version.name}
+    assert films.check(served.choice(item_set="few")["item"], most=20) == version.name
+    status, answer = served.server.post(
+        "/v1/completions",
+        {"model": "tiny", "prompt": "p", "item_set": "films", "use_beam_search": True, "n": 9, "max_tokens": 9},
+    )
+    assert status == 200, answer
+    assert {films.check(choice["item"]) for choice in answer["choices"]} == {version.name}
+    assert len({choice["item"]["key"] for choice in answer["choices"]}) == 9
+    events = served.server.events(
+        "/v1/completions", {"model": "tiny", "prompt": "p", "item_set": "films", "stream": True, "max_tokens": 9}
+    )
+    assert films.check(events[-1]["choices"][0]["item"]) == version.name
+
+
+def test_a_rollback_and_back(served: Served) -> None:
+    films, before = served.films, served.films.versions[-1]
+    films.publish()
+    served.refresh()
+    assert published.rollback(films.folder).name == before.name
+    served.refresh()
+    assert films.check(served.choice()["item"]) == before.name
+    published.rollback(films.folder)
+    served.refresh()
+    assert films.check(served.choice()["item"]) == films.versions[-1].name
+
+
+def test_a_bad_version_is_refused_and_the_old_one_serves_on(served: Served) -> None:
+    films, good = served.films, served.listed()["version"]
+    published.publish(bad(served), films.folder)
+    status, answer = served.server.post("/v1/item_sets/films/refresh", {})
+    assert (status, "the model's vocabulary ends at 2111" in answer["error"]["message"]) == (409, True)
+    assert served.listed()["refused_version"]["reason"] == answer["error"]["message"]
+    assert films.check(served.choice()["item"]) == good
+    without = films.folder.parent / "without.itemset"
+    itemset.build([[1, 5]], keys=["a"]).save(without)
+    published.publish(without, films.folder)
+    status, answer = served.server.post("/v1/item_sets/films/refresh", {})
+    assert (status, "the item view 'few' cannot be made" in answer["error"]["message"]) == (409, True)
+    pointer = films.folder / published.POINTER
+    text = pointer.read_text()
+    for damaged in ("", "{}", text.replace(published.current(films.folder).name, "0" * 32)):
+        pointer.write_text(damaged)
+        status, answer = served.server.post("/v1/item_sets/films/refresh", {})
+        assert (status, str(films.folder) in answer["error"]["message"]) == (409, True)
+        assert films.check(served.choice()["item"]) == good
+    pointer.write_text(text)
+    films.publish()
+    assert served.refresh()["refused_version"] is None
+
+
+def test_a_folder_that_vanishes_and_comes_back(served: Served) -> None:
+    films = served.films
+    away = films.folder.with_name("films.away")
+    films.folder.rename(away)
+    assert served.server.post("/v1/item_sets/films/refresh", {})[0] == 409
+    assert films.check(served.choice()["item"]) == films.versions[-1].name
+    away.rename(films.folder)
+    version = films.publish()
+    assert films.check(served.choice()["item"]) in [one.name for one in films.versions[-2:]]
+    assert served.refresh()["version"] == version.name
+
+
+def test_sets_appear_and_go(served: Served) -> None:
+    late = Films(served.folder / "sets" / "late", seed=2)
+    wait_for(lambda: served.listed("late"))
+    assert late.check(served.choice(item_set="late")["item"])
+    shutil.rmtree(late.folder)
+    wait_for(lambda: not served.listed("late"))
+    status, answer = served.server.post("/v1/completions", {"model": "tiny", "prompt": "p", "item_set": "late"})
+    assert (status, "no item set is called 'late'" in str(answer)) == (400, True)
+    assert served.server.post("/v1/item_sets/late/refresh", {})[0] == 404
+
+
+def test_swaps_under_clients(served: Served) -> None:
+    """No request fails, no item is of no version, and nobody gets a version older than one that was refreshed."""
+    films = served.films
+    refreshed = [served.refresh()["version"]]
+    order = lambda name: [one.name for one in films.versions].index(name)  # noqa: E731
+
+    def ask(draw: random.Random) -> str:
+        oldest = order(refreshed[-1])
+        kind = draw.choice([{}, {"item_set": "few"}, {"item_filter": {"place": {"$gte": 5}}}, {"n": 3}])
+        if draw.random() < 0.2:
+            kind = {"use_beam_search": True, "n": 5}
+        status, answer = served.server.post(
+            "/v1/completions", {"model": "tiny", "prompt": "p", "item_set": "films", "max_tokens": 9, **kind}
+        )
+        assert status == 200, answer
+        (version,) = {films.check(choice["item"]) for choice in answer["choices"]}
+        assert order(version) >= oldest
+        return version
+
+    with Clients(6, ask) as clients:
+        for version in swaps(films, 12, lambda: served.refresh()["version"], lambda: ask(random.Random(0))):
+            refreshed.append(version.name)
+    assert not clients.wrong, clients.wrong[0]
+    assert clients.answers > 20
+
+
+def test_copies_of_versions_that_nobody_has_are_deleted(served: Served) -> None:
+    """Of each set the current one and the one before it stay."""
+    served.films.publish()
+    served.refresh()
+
+    def few() -> bool:
+        served.films.publish()
+        served.refresh()
+        return len(os.listdir(served.folder / "cache")) <= 1 + 2 * 3 + 1
+
+    wait_for(few)

@@ -1,0 +1,58 @@
+"""Published sets that change while the real SGLang serves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import OPTIONS, Films, Served
+from live_tests import *  # noqa: F403 - its tests, with the server of this module
+
+from sglang_static.compat import VARIABLE
+
+
+def options(folder: Path, path: str, **more: Any) -> dict[str, Any]:
+    return {**OPTIONS, "item_set_cache": str(folder / "cache"), "item_set_path": path, **more}
+
+
+@pytest.fixture(scope="module")
+def served(servers, tiny_model, path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("live")
+    films = Films(folder / "sets" / "films")
+    Films(folder / "sets" / "other", seed=1)
+    flags = ("--item-set-dir", str(folder / "sets"), "--item-set", f"films={films.folder}")
+    env = {VARIABLE: json.dumps(options(folder, path))}
+    server = servers(tiny_model, arguments=("--grammar-backend", "static", *flags), env=env)
+    return Served(server, folder, films)
+
+
+def test_offline(engines, tiny_model, tmp_path, path):
+    films = Films(tmp_path / "sets" / "films")
+    given = options(tmp_path, path, item_sets={"films": str(films.folder)})
+    engine = engines(tiny_model, grammar_backend="static", **given)
+    for _ in range(3):
+        assert engine.call(_refreshed) == films.versions[-1].name
+        output = engine.generate("p", {"max_new_tokens": 9, "custom_params": {"item_set": "films"}})
+        assert films.check(output["meta_info"]["item"]) == films.versions[-1].name
+        films.publish()
+
+
+def test_two_ranks(engines, tiny_model, tmp_path):
+    films = Films(tmp_path / "sets" / "films")
+    given = options(tmp_path, "device", item_sets={"films": str(films.folder)})
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    engine = engines(tiny_model, grammar_backend="static", **given, tp_size=2, env=cores)
+    for _ in range(3):
+        films.publish()
+        assert engine.call(_refreshed) == films.versions[-1].name
+        output = engine.generate("p", {"max_new_tokens": 9, "custom_params": {"item_set": "films"}})
+        assert films.check(output["meta_info"]["item"]) == films.versions[-1].name
+
+
+def _refreshed(engine: Any) -> str:
+    import sglang_static
+
+    (entry,) = sglang_static.refresh(engine, "films")
+    return entry["version"]

@@ -1,0 +1,243 @@
+"""Published sets that change under the processes of an engine: every process in this one, without an engine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live import OPTIONS, Films
+from models import tiny_tokenizer
+
+import itemset
+from itemset import published
+from itemset.errors import ItemSetError
+from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
+from itemset.masking.holding import Arrivals, Holdings
+from itemset.serving.admission import Checks, Words
+from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
+from itemset.serving.config import StaticConfig
+from itemset.serving.following import Follower
+from itemset.serving.preparing import Preparer
+from itemset.serving.request import ItemRequest
+
+WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+
+
+class Processes:
+    """The front ends of an engine, and its engine cores, as they would be in processes of their own."""
+
+    def __init__(self, folder: Path, *, fronts: int = 1, engines: int = 1, **options: Any) -> None:
+        self.options = with_versions({**OPTIONS, "item_set_cache": str(folder / "cache"), **options})
+        self.config = StaticConfig.of(self.options)
+        self.engines = [Catalogue(self.config) for _ in range(engines)]
+        self.preparers = [Preparer(catalogue) for catalogue in self.engines]
+        self.checks = [checks(self.config) for _ in range(fronts)]
+        self.served: list[str] = []
+        self.followers = [
+            Follower(
+                one,
+                self.config,
+                self.ask,
+                path="host",
+                front=i,
+                fronts=fronts,
+                logger=logging.getLogger("test"),
+                on_served=lambda name, version: self.served.append(version),
+            )
+            for i, one in enumerate(self.checks)
+        ]
+
+    def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        return [preparer.answer(question) for preparer in self.preparers]
+
+    @property
+    def follower(self) -> Follower:
+        return self.followers[0]
+
+
+def checks(config: StaticConfig) -> Checks:
+    return Checks(config, tiny_tokenizer(), WORDS, vocab_size=2112, context=256, end_tokens={1})
+
+
+@pytest.fixture
+def films(tmp_path: Path) -> Films:
+    return Films(tmp_path / "sets" / "films")
+
+
+@pytest.fixture
+def processes(films: Films, tmp_path: Path) -> Processes:
+    return Processes(tmp_path, item_sets={"films": str(films.folder)})
+
+
+def test_requests_keep_the_version_that_they_began_with(films, processes):
+    front = processes.checks[0]
+    first = front.pinned(ItemRequest(item_set="films"))
+    narrowed = front.pinned(ItemRequest(item_set="films", exclude_keys=["v0-1"]))
+    references = [front.reference(one) for one in (first, narrowed)]
+    for _ in range(3):
+        films.publish()
+        processes.follower.look()
+    assert {str(front.catalogue.told(one)["item_set_version"]) for one in references} == {films.versions[0].name}
+    assert [len(front.catalogue[one]) for one in references] == [films.versions[0].items, films.versions[0].items - 1]
+    # An engine has closed it by now, and opens its copy again.
+    assert len(processes.engines[0][references[0]]) == films.versions[0].items
+    assert front.catalogue.told(front.catalogue.reference("few")) == {"item_set_version": films.versions[-1].name}
+
+
+def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
+    processes = Processes(tmp_path, engines=2, item_sets={"films": str(films.folder)})
+    slow, ready = processes.preparers[1].answer, threading.Event()
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        return slow(question) if ready.is_set() or "serves" in question else {"ready": False, "path": "host"}
+
+    processes.preparers[1].answer = answer  # type: ignore[method-assign]
+    version = films.publish()
+    looking = threading.Thread(target=processes.follower.look)
+    looking.start()
+    reference = processes.checks[0].catalogue.reference
+    while processes.engines[0].reference("films") == reference("films"):
+        time.sleep(0.001)  # the other engine has it
+    assert version.name not in reference("films")
+    ready.set()
+    looking.join()
+    assert all(version.name in one.reference("films") for one in (processes.checks[0].catalogue, *processes.engines))
+
+
+def test_refresh_returns_when_all_front_ends_serve(films, tmp_path):
+    processes = Processes(tmp_path, fronts=2, item_sets={"films": str(films.folder)})
+    version, done = films.publish(), []
+    asked = threading.Thread(target=lambda: done.append(processes.follower.refresh("films")))
+    asked.start()
+    while processes.checks[0].catalogue.reference("films") != f"version:{version.name}@films":
+        time.sleep(0.001)
+    assert not done
+    processes.followers[1].look()
+    asked.join()
+    assert done[0]["version"] == version.name
+
+
+def test_a_version_that_an_engine_cannot_have_is_refused_everywhere(films, tmp_path):
+    processes = Processes(tmp_path, engines=2, item_sets={"films": str(films.folder)})
+    before = films.versions[0]
+    processes.preparers[1].answer = (  # type: ignore[method-assign]
+        lambda question: {"ready": False, "refused": "no such file there"} if "prepare" in question else {"fronts": {}}
+    )
+    films.publish()
+    with pytest.raises(RefusedError, match="no such file there"):
+        processes.follower.refresh("films")
+    assert processes.checks[0].catalogue.reference("films") == f"version:{before.name}@films"
+    assert processes.follower.listed()[0]["refused_version"]["reason"] == "no such file there"
+
+
+def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
+    import weakref
+
+    seen = []
+    for _ in range(6):
+        films.publish()
+        processes.follower.look()
+        front = processes.checks[0]
+        front.reference(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
+        seen += [weakref.ref(one.registered["films"]) for one in (front.catalogue, *processes.engines)]
+    gc.collect()
+    assert [one() is None for one in seen] == [True] * 8 + [False] * 4
+    films.publish()
+    processes.follower.look()
+    assert len(set(os.listdir(tmp_path / "cache")) - {"lock"}) <= 3
+    published.rollback(films.folder)
+    begin = os.listdir(tmp_path / "cache")
+    processes.follower.look()
+    assert os.listdir(tmp_path / "cache") == begin  # nothing was copied
+
+
+def test_sets_of_a_folder_come_and_go(films, tmp_path):
+    processes = Processes(tmp_path, item_set_dir=str(films.folder.parent))
+    assert processes.config.item_set_versions == {"films": films.versions[0].name}
+    more = Films(films.folder.parent / "more", seed=3)
+    processes.follower.look()
+    assert {entry["name"] for entry in processes.follower.listed()} == {"films", "more"}
+    assert len(processes.engines[0]["more"]) == more.versions[0].items
+    more.folder.rename(films.folder.parent.parent / "away")
+    processes.follower.look()
+    with pytest.raises(RefusedError, match="no item set is called 'more'"):
+        processes.checks[0].reference(ItemRequest(item_set="more"))
+    with pytest.raises(RefusedError, match="no item set is called 'more'"):
+        processes.follower.refresh("more")
+
+
+def test_a_folder_without_sets_may_get_some(tmp_path):
+    (tmp_path / "sets").mkdir()
+    processes = Processes(tmp_path, item_set_dir=str(tmp_path / "sets"))
+    assert processes.config.item_set_versions == {}
+    Films(tmp_path / "sets" / "films")
+    processes.follower.look()
+    assert processes.checks[0].reference(ItemRequest(item_set="films")).endswith("@films")
+
+
+def test_a_set_of_a_file_is_not_followed(films, tmp_path):
+    path = films.make()
+    processes = Processes(tmp_path, item_sets={"films": str(path)})
+    assert not processes.follower.follows
+    entry = processes.follower.refresh("films")
+    assert (entry["followed"], entry["previous_versions"]) == (False, [])
+    reference = processes.checks[0].catalogue.reference("films")
+    assert processes.checks[0].catalogue.told(reference) == {}
+
+
+def test_a_folder_that_is_no_set(tmp_path):
+    with pytest.raises(ItemSetError, match="is no published set"):
+        with_versions({"item_sets": {"films": str(tmp_path)}, "item_set_cache": str(tmp_path / "cache")})
+
+
+def versions_of(count: int) -> list[itemset.ItemSet]:
+    draw = np.random.default_rng(0)
+    return [itemset.build(draw.integers(0, 300, (400, 5))) for _ in range(count)]
+
+
+def test_the_version_before_stays_until_its_room_is_needed():
+    first, second, third = versions_of(3)
+    arena = Arena(arena_bytes([first, second], 256), max_sets=8)
+    holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
+
+    def take_up(item_set: itemset.ItemSet) -> int:
+        pieces, steps = holdings.hold("films", {"films": item_set}), 1
+        while not arrivals.advance({"films": item_set}, pieces):
+            steps += 1
+        return steps
+
+    take_up(first)
+    take_up(second)
+    held = arena.plan.acquire(first)  # a request that still runs
+    assert arena.holds(first.digest, held.number, held.start)
+    with pytest.raises(ArenaFullError):
+        holdings.hold("films", {"films": third})
+    arena.plan.release(held.number)
+    take_up(third)
+    take_up(second)
+    arena = Arena(arena_bytes([first, second], 256), max_sets=8)
+    holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
+    take_up(first)
+    take_up(second)
+    (number, start), *_ = holdings.hold("films", {"films": first})
+    assert arena.holds(first.digest, number, start)  # a rollback copies nothing
+
+
+def test_a_version_comes_in_pieces(monkeypatch):
+    from itemset.masking import copies
+
+    monkeypatch.setattr(copies, "PIECE", 1024)
+    (item_set,) = versions_of(1)
+    arena = Arena(room_for(item_set), max_sets=2)
+    holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
+    pieces, steps = holdings.hold("films", {"films": item_set}), 1
+    while not arrivals.advance({"films": item_set}, pieces):
+        steps += 1
+    assert steps >= item_set.nbytes // 1024

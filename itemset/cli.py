@@ -19,7 +19,7 @@ from itemset.building.external import build_external, check_options
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
-from itemset.commands import publish, publish_usage
+from itemset.commands import publish, publish_usage, update
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
 from itemset.text import encode, load_tokenizer
@@ -31,9 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
         parser.error("lookup needs at least one of --tokens, --key, --text, --children")
+    if args.run is update and not (args.add or args.remove):
+        parser.error("update needs --add, --remove or both")
     if args.run is publish and (usage := publish_usage(args)):
         parser.error(usage)
-    before = state_of(args.output) if args.run is _build else None
+    writes = args.run in (_build, update)
+    before = state_of(args.output) if writes else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", ItemSetWarning)
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"itemset: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        end = f", {outcome(args.output, before)}" if args.run is _build else ""
+        end = f", {outcome(args.output, before)}" if writes else ""
         print(f"itemset: interrupted{end}", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -149,7 +152,7 @@ def _verify(args: argparse.Namespace) -> None:
     s = itemset.verify(args.file)
     print(
         f"{args.file} is sound: header, checksums of {len(s.sections)} sections, digest, "
-        f"and each of {len(s):,} items leads back to itself"
+        f"and the tables to the end of each of {len(s):,} items"
     )
 
 
@@ -269,6 +272,22 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
     sub.add_argument("file", metavar="FILE")
+
+    sub = command(
+        "update",
+        update,
+        "write an index with items removed and added, the one that building it all again would give",
+        "itemset update films.itemset --add new.csv --column title --key movie_id --tokenizer DIR --remove gone.txt "
+        "-o films2.itemset",
+    )
+    sub.add_argument("file", metavar="FILE", help="the index file to begin with; -o may name it, too")
+    sub.add_argument("--add", metavar="SOURCE", help="items to add, in any format that build reads")
+    sub.add_argument("--column", metavar="C", help="column of the items to add: texts or lists of token ids")
+    sub.add_argument("--key", metavar="K", help="column of the keys (default: numbers after the highest key)")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
+    sub.add_argument("--remove", metavar="KEYS", help="keys to remove: lines of a .txt file, or the column --key")
+    sub.add_argument("--missing-ok", action="store_true", help="keys to remove need not be in the set")
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
     sub = command(
         "publish",

@@ -26,7 +26,7 @@ ALLOWED = {
     "huggingface": "item_set masking",
     "report": "trie item_set",
     "__init__": "errors trie item_set building",
-    "commands": "published report",
+    "commands": "errors text item_set published building report __init__",
     "cli": "errors text trie item_set published building report commands __init__",
     "__main__": "cli",
 }

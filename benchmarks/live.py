@@ -200,7 +200,9 @@ def main() -> None:
     found: dict[str, Any] = {"engine": engine, "items": int(args.items)}
     if args.rounds:
         found["serve"] = serve(int(args.items), args.rounds)
-        print(f"{engine}: versions of {int(args.items):,} items\n\n| publish (s) | serves (s) | both (s) |\n|--:|--:|--:|")
+        print(
+            f"{engine}: versions of {int(args.items):,} items\n\n| publish (s) | serves (s) | both (s) |\n|--:|--:|--:|"
+        )
         for row in found["serve"]:
             print(f"| {row['publish']:.2f} | {row['serves']:.2f} | {row['both']:.2f} |")
     if args.swaps:

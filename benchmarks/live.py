@@ -17,7 +17,6 @@ import argparse
 import http.client
 import json
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -27,17 +26,19 @@ from typing import Any
 import numpy as np
 import psutil
 from index import sorted_ids
-from inline_load import ROOT, sglang_is_here
-
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "sglang")]
-
-from live import Films
+from inline_load import sglang_is_here  # which puts the tests on the path
 
 import itemset
 from itemset import published
 
 SETS, CLIENTS, SWAPS, ITEMS = 3, 32, 100, 2e7
 MIB = 1 << 20
+
+
+def films_in(folder: Path) -> list[Any]:
+    from live import Films  # of the tests
+
+    return [Films(folder / "sets" / f"films{i}", seed=i) for i in range(SETS)]
 
 
 def start(folder: Path, **options: Any) -> Any:
@@ -107,7 +108,7 @@ def serve(items: int, rounds: int) -> list[dict[str, float]]:
 class Load:
     """Clients of three sets, each request of which is checked. swapped: by set, the versions that serve, in order."""
 
-    def __init__(self, server: Any, sets: list[Films]) -> None:
+    def __init__(self, server: Any, sets: list[Any]) -> None:
         self._server, self._sets = server, sets
         self.first_tokens: list[float] = []
         self.wrong: list[str] = []
@@ -155,7 +156,7 @@ class Load:
 def swaps(count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sets = [Films(folder / "sets" / f"films{i}", seed=i) for i in range(SETS)]
+        sets = films_in(folder)
         server = start(folder, item_set_refresh_seconds=0.2)
         try:
             with Load(server, sets) as warm:

@@ -6,7 +6,7 @@ import difflib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,11 +154,18 @@ class Catalogue:
         What requests had of versions that are closed by it is forgotten. Returns these versions.
         """
         closed = self.versions.serve(opened)
+        self._forget(closed)
+        return closed
+
+    def drop(self, name: str) -> None:
+        """No request gets this set from now on."""
+        self._forget(self.versions.drop(name))
+
+    def _forget(self, closed: Iterable[str]) -> None:
         with self._lock:
             for version in closed:
                 for reference in [one for one in self._inline if f"@{VERSION}{version}@" in one]:
                     self._inline_bytes -= self._inline.pop(reference).nbytes
-        return closed
 
     def headroom(self) -> int:
         """Bytes of an arena for a next version of a followed set beside the present one."""

@@ -159,7 +159,7 @@ class Follower:
             self._sets[name] = Followed(where(self._config, name), path=self._path)
         for name in self._sets.keys() - found - self._config.item_sets.keys():
             del self._sets[name]
-            self._checks.catalogue.versions.drop(name)
+            self._checks.catalogue.drop(name)
             self._log.info("Item set %r is no longer there, and no longer served", name)
 
     def _look_at(self, name: str) -> None:
@@ -181,12 +181,20 @@ class Follower:
             if name not in registered or self._checks.catalogue.versions.current(name).version != version.name:
                 self._take_up(name, version)
         except ItemSetError as error:
+            if self._went_on(followed, version):
+                return  # others came meanwhile, and it may be deleted by now: the next look finds them
             followed.refused = (version.sequence, version.name, str(error))
             self._on_refused(name)
             self._log.error("Version %s of the item set %r is not served: %s", version.name, name, error)
             return
         followed.sequence, followed.refused = version.sequence, None
         self._serves_everywhere(name, version.sequence)
+
+    def _went_on(self, followed: Followed, version: published.Version) -> bool:
+        try:
+            return published.current(followed.folder).sequence != version.sequence
+        except ItemSetError:
+            return False
 
     def _take_up(self, name: str, version: published.Version) -> None:
         """Have the version opened here and in the engines, and let requests get it. Raises ItemSetError."""

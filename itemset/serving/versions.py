@@ -127,11 +127,12 @@ class Versions:
             self._change()
         return [one.version for one in before[: 1 - _KEPT]]
 
-    def drop(self, name: str) -> None:
-        """No request gets this set from now on."""
+    def drop(self, name: str) -> list[str]:
+        """No request gets this set from now on. Returns its versions that were open."""
         with self._lock:
-            self._serving.pop(name, None)
+            closed = self._serving.pop(name, [])
             self._change()
+        return [one.version for one in closed]
 
     def _change(self) -> None:
         latest = [versions[-1] for versions in self._serving.values()]

@@ -84,14 +84,32 @@ def _item(llm: Any) -> dict[str, Any]:
     return output.outputs[0].item
 
 
-def test_two_api_servers_and_two_ranks(servers, tiny_model, tmp_path):
+def test_two_ranks(engines, tiny_model, tmp_path):
+    films = Films(tmp_path / "sets" / "films")
+    options = {"item_sets": {"films": str(films.folder)}, "item_set_cache": str(tmp_path / "cache")}
+    engine = engines(
+        "v2",
+        tiny_model,
+        structured_outputs_config={"backend": "static"},
+        additional_config={**options, "item_set_path": "device"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        timeout=300,
+    )
+    for _ in range(3):
+        version = films.publish()
+        assert engine.call(_refreshed, "films") == version.name
+        assert films.check(engine.call(_item)) == version.name
+
+
+def test_two_api_servers(servers, tiny_model, tmp_path):
     """Whichever API server answers, after a refresh of any."""
     given = {**OPTIONS, "item_set_cache": str(tmp_path / "cache")}
     films = Films(tmp_path / "sets" / "films")
     flags = ("--guided-decoding-backend", "static", "--item-set", f"films={films.folder}", "--api-server-count", "2")
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    ranks = ("--tensor-parallel-size", "2", "--additional-config", json.dumps(given))
-    served = Served(servers("v2", tiny_model, arguments=(*flags, *ranks), env=cores), tmp_path, films)
+    arguments = (*flags, "--additional-config", json.dumps(given))
+    served = Served(servers("v2", tiny_model, arguments=arguments, timeout=400), tmp_path, films)
     for _ in range(4):
         version = films.publish()
         assert served.refresh()["version"] == version.name

@@ -47,10 +47,10 @@ def served(name: str, version: str) -> None:
     """Requests get this version of a set from now on."""
     if before := _versions.get(name):
         VERSIONS.remove(name, before)
+        REFRESHES.labels(name).inc()
     _versions[name] = version
     VERSIONS.labels(name, version).set(1)
     SINCE.labels(name).set_to_current_time()
-    REFRESHES.labels(name).inc()
 
 
 def refused_version(name: str) -> None:

@@ -273,9 +273,7 @@ class Arena:
         may still read what it overwrites; the host waits as `copies.Staging` says. Raises ItemSetError if the tables
         are no trie.
         """
-        if self.holds(item_set.digest, number, start):
-            return
-        if below and item_set.base is not None:
+        if below and item_set.base is not None and not self.holds(item_set.digest, number, start):
             *lower, (base_number, base_start) = below
             self.place(item_set.base, base_number, base_start, lower)
         for _ in self.placing(item_set, number, start):
@@ -301,9 +299,9 @@ class Arena:
         overwritten = _overlapping(self._placed, standing)
         for n in overwritten:
             del self._placed[n], self._level_plans[n], self._rows[n]
+        for n in {*overwritten, number}:
             self._views.pop(n, None)
         self._placed.pop(number, None)
-        self._views.pop(number, None)
         for n in {*_overlapping(self._under_way, standing), number}:
             self._under_way.pop(n, None)
         self._under_way[number] = standing

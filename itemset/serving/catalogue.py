@@ -145,8 +145,12 @@ class Catalogue:
         while above := part_of(reference):
             reference = above
         version, _, name = reference.removeprefix(VERSION).partition("@")
-        followed = reference.startswith(VERSION) and self.versions.of(name) not in self._files
+        followed = reference.startswith(VERSION) and self.follows(self.versions.of(name))
         return {"item_set_version": version} if followed else {}
+
+    def follows(self, name: str) -> bool:
+        """Return whether this set may change: it is a published one, and no file."""
+        return name not in self._files
 
     def serve(self, opened: Opened) -> list[str]:
         """Requests that name this set, or a view of it, get this version from now on.
@@ -172,7 +176,7 @@ class Catalogue:
         given, followed = self._config.item_set_headroom, self._config.follows
         if given is not None or not followed:
             return given or 0
-        folders = (one for one in self.versions.serving() if one.name not in self._files)
+        folders = (one for one in self.versions.serving() if self.follows(one.name))
         return max((one.nbytes for one in folders), default=0)
 
     def inline(self, reference: str) -> InlineSet | None:

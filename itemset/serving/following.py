@@ -34,9 +34,9 @@ Ask = Callable[[dict[str, Any]], list[dict[str, Any]]]
 class Followed:
     """What is known of one set.
 
-    sequence: of the served version in its folder; 0 of a file. since: when requests began to get it. path: where its
-    masks are made, "device" or "host", as the engines say. refused: the state of the folder that is not served, and
-    why. missed: what was wrong with the last look, said once.
+    sequence: of the served version in its folder; 0 until the first look. since: when requests began to get it. path:
+    where its masks are made, "device" or "host", as the engines say. refused: the state of the folder that is not
+    served, and why. missed: what was wrong with the last look, said once.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class Follower:
         """
         with self._lock:
             self._look_at_folder()
-            if name not in self._sets:
+            if name not in self._sets:  # a view is refreshed with its set
                 raise self._checks.catalogue.unknown(name)
             self._look_at(name)
             followed = self._sets[name]
@@ -128,26 +128,29 @@ class Follower:
 
     def listed(self) -> list[dict[str, Any]]:
         """What is served, a mapping for each set: for `GET /v1/item_sets`."""
-        return [self._entry(name) for name in list(self._sets)]
+        with self._lock:
+            return [self._entry(name) for name in self._sets]
 
     def _entry(self, name: str) -> dict[str, Any]:
-        followed, opened = self._sets[name], self._checks.catalogue.versions.current(name)
-        item_set = opened.sets[name]
+        followed, catalogue = self._sets[name], self._checks.catalogue
+        refused = followed.refused and {"version": followed.refused[1], "reason": followed.refused[2]}
+        entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
         try:
-            kept = published.versions(followed.folder) if followed.sequence else []
+            opened = catalogue.versions.current(name)
+        except KeyError:  # it has none that can be served
+            return entry
+        try:
+            kept = published.versions(followed.folder) if entry["followed"] else []
         except ItemSetError:
             kept = []
-        return {
-            "name": name,
+        return entry | {
             "version": opened.version,
-            "items": len(item_set),
-            "bytes": item_set.nbytes,
+            "items": len(opened.sets[name]),
+            "bytes": opened.sets[name].nbytes,
             "serving_since": followed.since.isoformat(timespec="milliseconds"),
             "path": followed.path,
             "views": [called for called in opened.sets if called != name],
-            "followed": bool(followed.sequence),
             "previous_versions": [one.name for one in kept if one.name != opened.version],
-            "refused_version": followed.refused and {"version": followed.refused[1], "reason": followed.refused[2]},
         }
 
     def _look_at_folder(self) -> None:
@@ -164,8 +167,8 @@ class Follower:
 
     def _look_at(self, name: str) -> None:
         followed = self._sets[name]
-        if not followed.folder.is_dir() and not followed.sequence:
-            return  # a file
+        if not self._checks.catalogue.follows(name):
+            return
         try:
             version = published.current(followed.folder)
         except ItemSetError as error:
@@ -175,14 +178,17 @@ class Follower:
             return
         followed.missed = ""
         registered = self._checks.catalogue.registered
+        if name in registered and not followed.sequence:
+            self._on_served(name, self._checks.catalogue.versions.current(name).version)
         if version.sequence == followed.sequence or (followed.refused and followed.refused[0] == version.sequence):
             return
         try:
             if name not in registered or self._checks.catalogue.versions.current(name).version != version.name:
                 self._take_up(name, version)
         except ItemSetError as error:
-            if self._went_on(followed, version):
-                return  # others came meanwhile, and it may be deleted by now: the next look finds them
+            if self._went_on(followed, version):  # and this one may be deleted by now
+                self._look_at(name)
+                return
             followed.refused = (version.sequence, version.name, str(error))
             self._on_refused(name)
             self._log.error("Version %s of the item set %r is not served: %s", version.name, name, error)

@@ -6,7 +6,8 @@ import difflib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,6 +16,7 @@ from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet, from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import delete_unused, open_copy
+from itemset.trie.filters import passing
 from itemset.views import view, view_from_bytes
 
 INLINE = "inline:"
@@ -94,16 +96,11 @@ class Catalogue:
     def __init__(self, config: StaticConfig) -> None:
         """Open every registered set, from the private copy that `held.open_copy` makes; raises ItemSetError as it does.
 
-        Where the configuration names no versions, this is the process that starts the engine: `versions` is what the
-        configuration of all others must carry, so that they open the same, whatever happens to the files meanwhile.
+        Where the configuration names no versions, this is the process that starts the engine.
         """
-        opened = {name: _open(name, path, config) for name, path in config.item_sets.items()}
-        self.registered = {name: item_set for name, (item_set, _) in opened.items()}
+        self.registered = {name: item_set for name, (item_set, _) in _opened(config).items()}
         for name, (base, query) in config.views.items():
             self.registered[name] = _seen(name, base, query, self.registered)
-        self.versions = {name: version for name, (_, version) in opened.items()}
-        if opened and not config.item_set_versions:
-            delete_unused(config.item_set_cache)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
         self._inline_bytes = 0
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
@@ -157,14 +154,22 @@ class Catalogue:
 
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugin's options with the versions of their sets, unless they have them: the first process decides for all.
+    """The plugin's options with the versions of their sets, unless they have them: the first process decides for all,
+    which so open the same, whatever happens to the files meanwhile.
 
-    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
+    Views are not made. Raises ItemSetError as `StaticConfig.of` does, for a set that cannot be opened, and for a view
+    of none or whose query does not go with its set's attributes.
     """
     config = StaticConfig.of(options)
     if config.item_set_versions or not config.item_sets:
         return dict(options)
-    return {**options, "item_set_versions": Catalogue(config).versions}
+    opened = _opened(config)
+    below = {name: item_set for name, (item_set, _) in opened.items()}
+    for name, (base, query) in config.views.items():
+        with _naming(name, base, below):
+            below[name] = below[base]
+            passing(query, below[base].attributes.slice(0, 0))
+    return {**options, "item_set_versions": {name: version for name, (_, version) in opened.items()}}
 
 
 def part_of(reference: str) -> str:
@@ -180,12 +185,27 @@ def name_of(reference: str) -> str:
 
 
 def _seen(name: str, base: str, query: Mapping[str, Any], registered: Mapping[str, ItemSet]) -> ItemSet:
+    with _naming(name, base, registered):
+        return view(registered[base], query)
+
+
+@contextmanager
+def _naming(name: str, base: str, registered: Mapping[str, ItemSet]) -> Iterator[None]:
+    """Errors name the view."""
     if base not in registered:
         raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
     try:
-        return view(registered[base], query)
+        yield
     except ItemSetError as error:
         raise ItemSetError(f"the item view {name!r} cannot be made: {error}") from error
+
+
+def _opened(config: StaticConfig) -> dict[str, tuple[ItemSet, str]]:
+    """Return the registered sets, each with its version; delete copies of others that nobody uses."""
+    opened = {name: _open(name, path, config) for name, path in config.item_sets.items()}
+    if opened and not config.item_set_versions:
+        delete_unused(config.item_set_cache)
+    return opened
 
 
 def _open(name: str, path: str, config: StaticConfig) -> tuple[ItemSet, str]:

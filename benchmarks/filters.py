@@ -300,6 +300,8 @@ def plot(rows: list[Row], path: Path) -> None:
         )
     axis.plot(widths, [row["view"] for row in mine], "k--", label="view")
     axis.set(xlabel="beam width", ylabel=f"places filled of {PLACES}", xscale="log")
+    axis.minorticks_off()
+    axis.set_xticks(WIDTHS, list(map(str, WIDTHS)))
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()

@@ -149,14 +149,12 @@ def file_of(folder: PathLike, version: str) -> Path:
     return Path(folder) / f"{version}.itemset"
 
 
-def sets_in(folder: PathLike | None) -> set[str]:
-    """Return the names of the folders in this one that are published sets; none if it cannot be read, or is None."""
-    if folder is None:
-        return set()
+def sets_in(folder: PathLike) -> set[str]:
+    """Return the names of the folders in this one that are published sets. Raises ItemSetError if it cannot be read."""
     try:
         return {one.name for one in Path(folder).expanduser().iterdir() if (one / POINTER).is_file()}
-    except OSError:
-        return set()
+    except OSError as error:
+        raise ItemSetError(f"{folder} cannot be read: {error.strerror}: name the folder of published sets") from error
 
 
 def open_current(folder: PathLike, opener: Callable[[Version], Opened]) -> tuple[Version, Opened]:

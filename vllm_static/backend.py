@@ -59,8 +59,8 @@ class StaticGrammar(StructuredOutputGrammar):
         self.host.fill_bitmask(bitmask.numpy()[batch_index])
 
     def is_terminated(self) -> bool:
-        """Never: vLLM lifts the mask of a terminated grammar, and a request that goes on behind its item (`ignore_eos`)
-        would leave the set. Behind an item the mask allows the stop tokens alone."""
+        """Never: vLLM lifts the mask of a terminated grammar, and a request that goes on after its item (`ignore_eos`)
+        would leave the set. After an item the mask allows the stop tokens alone."""
         return False
 
     def reset(self) -> None:

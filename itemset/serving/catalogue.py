@@ -6,7 +6,7 @@ import difflib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,18 +98,13 @@ class Catalogue:
         """Open every registered set, from the private copy that `held.open_copy` makes; raises ItemSetError as it does,
         and as `published.current` does.
 
-        Where the configuration names no versions, this is the process that starts the engine: `versions` is what the
-        configuration of all others must carry, so that they open the same, whatever happens to the files meanwhile.
+        Where the configuration names no versions, this is the process that starts the engine.
         """
         self._config, self.versions = config, Versions(config)
         self._files = {name for name in config.item_sets if not where(config, name).is_dir()}
         for name, (version, path) in at_start(config).items():
             self.versions.serve(self.versions.open(name, version, path))
-        for name, (base, _) in config.views.items():
-            if name not in self.registered and config.item_set_dir is None:
-                raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
-        if self.registered and config.item_set_versions is None:
-            delete_unused(config.item_set_cache)
+        _check_bases(config, self.registered)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
         self._inline_bytes = 0
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
@@ -223,8 +218,11 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
 
     Raises ItemSetError as `published.current` does.
     """
-    versions = config.item_set_versions
-    in_folder = {*versions} if versions is not None else published.sets_in(config.item_set_dir)
+    versions, in_folder = config.item_set_versions, set[str]()
+    if versions is not None:
+        in_folder = {*versions}
+    elif config.item_set_dir is not None:
+        in_folder = published.sets_in(config.item_set_dir)
     found: dict[str, tuple[str | None, Path]] = {}
     for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys())):
         path, version = where(config, name), versions[name] if versions is not None else None
@@ -237,15 +235,21 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
 
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugin's options with the versions of their sets, unless they have them: the first process decides for all.
+    """The plugin's options with the versions of their sets, unless they have them: the first process decides for all,
+    which so open the same, whatever happens to the files meanwhile.
 
-    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
+    Views are not made. Raises ItemSetError as `StaticConfig.of` does, for a set that cannot be opened, and for a view
+    of none or whose query does not go with its set's attributes.
     """
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)
-    serving = Catalogue(config).versions.serving()
-    return {**options, "item_set_versions": {one.name: one.version for one in serving}}
+    versions = Versions(config)
+    opened = [versions.open(name, *found, make_views=False) for name, found in at_start(config).items()]
+    _check_bases(config, {name for one in opened for name in one.sets})
+    if opened:
+        delete_unused(config.item_set_cache)
+    return {**options, "item_set_versions": {one.name: one.version for one in opened}}
 
 
 def part_of(reference: str) -> str:
@@ -258,3 +262,10 @@ def name_of(reference: str) -> str:
     while above := part_of(reference):
         reference = above
     return reference.partition("@")[2] if reference.startswith(VERSION) else reference
+
+
+def _check_bases(config: StaticConfig, registered: Collection[str]) -> None:
+    """Raises ItemSetError for a view of no set, unless that may come."""
+    for name, (base, _) in config.views.items():
+        if name not in registered and config.item_set_dir is None:
+            raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")

@@ -73,6 +73,7 @@ class Follower:
         self._log, self._on_served, self._on_refused = logger, on_served, on_refused
         self._sets: dict[str, Followed] = {}
         self._superseded: set[str] = set()
+        self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
         self._started = threading.Event()
         for name, item_set in checks.catalogue.registered.items():
@@ -114,7 +115,7 @@ class Follower:
             followed = self._sets[name]
             if followed.missed or followed.refused:
                 raise RefusedError("refused version", followed.missed or (followed.refused or (0, "", ""))[2])
-            sequence, entry = followed.sequence, self._entry(name)
+            sequence, entry = followed.sequence, self._entry(name, followed)
         until = time.monotonic() + PATIENCE
         while not self._serves_everywhere(name, sequence):
             if time.monotonic() > until:
@@ -128,11 +129,10 @@ class Follower:
 
     def listed(self) -> list[dict[str, Any]]:
         """What is served, a mapping for each set: for `GET /v1/item_sets`."""
-        with self._lock:
-            return [self._entry(name) for name in self._sets]
+        return [self._entry(name, followed) for name, followed in list(self._sets.items())]
 
-    def _entry(self, name: str) -> dict[str, Any]:
-        followed, catalogue = self._sets[name], self._checks.catalogue
+    def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
+        catalogue = self._checks.catalogue
         refused = followed.refused and {"version": followed.refused[1], "reason": followed.refused[2]}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
         try:
@@ -157,7 +157,13 @@ class Follower:
         """Of `item_set_dir`: which sets are there."""
         if self._config.item_set_dir is None:
             return
-        found = published.sets_in(self._config.item_set_dir)
+        try:
+            found, self._missed = published.sets_in(self._config.item_set_dir), ""
+        except ItemSetError as error:
+            if str(error) != self._missed:
+                self._missed = str(error)
+                self._log.warning("Item sets stay as they are: %s", error)
+            return
         for name in found - self._sets.keys():
             self._sets[name] = Followed(where(self._config, name), path=self._path)
         for name in self._sets.keys() - found - self._config.item_sets.keys():

@@ -18,6 +18,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import open_copy
+from itemset.trie.filters import passing
 from itemset.views import view
 
 VERSION = "version:"
@@ -61,10 +62,11 @@ class Versions:
         self._thread = ThreadPoolExecutor(1, "item-set-versions")
         self._lock = threading.Lock()
 
-    def open(self, name: str, version: str | None, path: str | Path | None) -> Opened:
+    def open(self, name: str, version: str | None, path: str | Path | None, *, make_views: bool = True) -> Opened:
         """Open a version of a set, and make the views of it: it may take seconds.
 
-        version: None for that of the file. path: its file; None if this machine has a copy. Raises ItemSetError as
+        version: None for that of the file. path: its file; None if this machine has a copy. make_views: else only judge
+        their queries, and let the set stand for them. Raises ItemSetError as
         `held.open_copy` does, and for a view that cannot be made.
         """
         try:
@@ -77,7 +79,11 @@ class Versions:
         for called, (base, query) in self._config.views.items():
             if base in sets:
                 try:
-                    sets[called] = view(sets[base], query)
+                    if make_views:
+                        sets[called] = view(sets[base], query)
+                    else:
+                        passing(query, sets[base].attributes.slice(0, 0))
+                        sets[called] = sets[base]
                 except ItemSetError as error:
                     raise ItemSetError(f"the item view {called!r} cannot be made: {error}") from error
         opened = Opened(name, version, sets)

@@ -42,6 +42,7 @@ from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Sender, arrived
+from itemset.serving.versions import Opened
 from itemset.serving.words import FILTERED, INDEX
 from itemset.trie.filters import passing
 from itemset.trie.rows import as_rows
@@ -116,10 +117,10 @@ def ready(base: ItemSet, ids: NDArray[np.uint16], repeats: int) -> Iterator[Row]
             times["edges"].append(ms(lambda passes=passes: bits_of(base.trie.tables, passes)))
             serving = chosen()
             begun = time.process_time()
-            times["first"].append(ms(lambda serving=serving, asked=asked: serving.get(asked, base)))
+            times["first"].append(ms(lambda serving=serving, asked=asked: serving.get(asked, "set")))
             times["first, processor"].append(1e3 * (time.process_time() - begun))
-            times["again"].append(ms(lambda serving=serving, asked=asked: serving.get(asked, base)))
-        seen = serving.get(asked, base)
+            times["again"].append(ms(lambda serving=serving, asked=asked: serving.get(asked, "set")))
+        seen = serving.get(asked, "set")
         survivors = base.keys.to_numpy()[passes]
         row: Row = {"filter": name, "left": len(seen.item_set), "MB": seen.item_set.nbytes / 1e6}
         row |= {f"{which}, ms": median(each) for which, each in times.items()}
@@ -135,20 +136,21 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
     index = base._keys.index
     seconds, nbytes = time.perf_counter() - started, index._slots.nbytes
     front, engine = Catalogue(StaticConfig()), Catalogue(StaticConfig())
-    front.registered["set"] = engine.registered["set"] = base
+    for process in (front, engine):
+        process.serve(Opened("set", "0" * 32, {"set": base}))
     serving, sender = chosen(front), Sender(front, engines=1)
-    serving.get(ItemRequest("set", exclude_keys=[0]), base)  # loads compiled code
+    serving.get(ItemRequest("set", exclude_keys=[0]), "set")  # loads compiled code
     for query in (None, newest(0.1)):
-        of: ItemSet = base if query is None else serving.get(ItemRequest("set", item_filter=query), base).item_set
+        of: ItemSet = base if query is None else serving.get(ItemRequest("set", item_filter=query), "set").item_set
         pool = base.keys.to_numpy()[passing(query, base.attributes)] if query else base.keys.to_numpy()
         for count in EXCLUDED:
             lists = [draw.choice(pool, count, replace=False).tolist() for _ in range(5 * repeats)]
             before, here, busy, there, made = [], [], [], [], []
             for keys in lists:
-                before.append(ms(lambda: serving.get(ItemRequest("set", item_filter=query), base)) if query else 0.0)  # noqa: B023
+                before.append(ms(lambda: serving.get(ItemRequest("set", item_filter=query), "set")) if query else 0.0)  # noqa: B023
                 asked = ItemRequest("set", item_filter=query, exclude_keys=keys)
                 begun = time.process_time()
-                here.append(ms(lambda: made.append(sender.carried(serving.get(asked, base).reference))))  # noqa: B023
+                here.append(ms(lambda: made.append(sender.carried(serving.get(asked, "set").reference))))  # noqa: B023
                 busy.append(1e3 * (time.process_time() - begun))
                 there.append(ms(lambda: arrived(engine, made[-1])))  # noqa: B023
             sent = [len(one[INDEX]) + len(one.get(FILTERED, [None, None])[1] or b"") for one in made]

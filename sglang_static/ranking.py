@@ -27,7 +27,7 @@ from sglang_static import http
 from sglang_static.one_request import Wanted
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
-IN_ITEM = ("rank", "key", "keys", "proven", "passes", "rounds")
+IN_ITEM = ("rank", "key", "keys", "proven", "passes", "rounds", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -67,7 +67,7 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
     body = response.model_dump(mode="json")
     for choice, info in zip(body["choices"], infos, strict=True):
         if "rank" in info:
-            choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM}
+            choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM if name in info}
         elif "item" in info:
             choice["item"] = info["item"]
     return ORJSONResponse(body)

@@ -32,7 +32,7 @@ class Process:
         self._sender = Sender(self.catalogue, engines=engines)
 
     def get(self, name: str = "films", **selection: Any) -> InlineSet:
-        return self._chosen.get(ItemRequest(name, **selection), self.catalogue.registered[name])
+        return self._chosen.get(ItemRequest(name, **selection), self.catalogue.reference(name))
 
     def carried(self, name: str = "films", **selection: Any) -> dict[str, Any]:
         made = self.get(name, **selection)  # which a request holds until it is sent
@@ -96,7 +96,7 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
             held = below is not None and below.digest == kept.item_set.base.digest  # type: ignore[union-attr]
             own_filter = {FILTERED: [None, kept.own_filter.index]} if kept.own_filter else {}
             sent = {key: carried[key] for key in (REFERENCE, INDEX) if key in carried} | ({} if held else own_filter)
-            at_worker = opened(engine.registered, sent, below)
+            at_worker = opened(engine.versions, sent, below)
             arena.place(at_worker, resident.number, resident.start, resident.below)
             assert arena.holds(made.digest, resident.number, resident.start)
             assert all(arena.view(number) is not None for number, _ in resident.below[1:])

@@ -156,9 +156,11 @@ class Catalogue:
         self._forget(closed)
         return closed
 
-    def drop(self, name: str) -> None:
-        """No request gets this set from now on."""
-        self._forget(self.versions.drop(name))
+    def drop(self, name: str) -> list[str]:
+        """No request gets this set from now on. Does and returns what `serve` does."""
+        closed = self.versions.drop(name)
+        self._forget(closed)
+        return closed
 
     def _forget(self, closed: Iterable[str]) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -168,7 +168,7 @@ class Follower:
             self._sets[name] = Followed(where(self._config, name), path=self._path)
         for name in self._sets.keys() - found - self._config.item_sets.keys():
             del self._sets[name]
-            self._checks.catalogue.drop(name)
+            self._close(self._checks.catalogue.drop(name))
             self._log.info("Item set %r is no longer there, and no longer served", name)
 
     def _look_at(self, name: str) -> None:
@@ -196,6 +196,7 @@ class Follower:
                 self._look_at(name)
                 return
             followed.refused = (version.sequence, version.name, str(error))
+            self._close([version.name])
             self._on_refused(name)
             self._log.error("Version %s of the item set %r is not served: %s", version.name, name, error)
             return
@@ -230,11 +231,15 @@ class Follower:
         )
 
     def _serve(self, name: str, opened: Opened, path: str) -> None:
-        self._superseded.update(self._checks.catalogue.serve(opened))
         self._superseded.discard(opened.version)
+        self._close(self._checks.catalogue.serve(opened))
         followed = self._sets[name]
         followed.since, followed.path = datetime.now(UTC), path
         self._on_served(name, opened.version)
+
+    def _close(self, versions: Iterable[str]) -> None:
+        """Delete this machine's copies of these versions, and of others before them, as soon as nobody has them open."""
+        self._superseded.update(versions)
         self._superseded -= delete_unused(self._config.item_set_cache, self._superseded)
 
     def _serves_everywhere(self, name: str, sequence: int) -> bool:

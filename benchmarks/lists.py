@@ -3,6 +3,7 @@ lists that are made inside a step, beside rounds of requests and Hugging Face's 
 
 python benchmarks/lists.py --json docs/benchmarks/lists.json
 python benchmarks/lists.py --parts inside
+python benchmarks/lists.py --parts together
 
 10^6 random semantic IDs of 8 tokens; lists in the real vLLM engine (V1 without a GPU) with a tiny random Llama, one at
 a time, each of a prompt that the prefix cache has not seen. Every block size has a fresh process. A figure is the
@@ -32,7 +33,7 @@ PROMPTS = (16, 120, 480, 900)
 WIDTHS = (10, 64, 256)
 VOCABULARY = 2_112
 END = 1
-PARTS = ("lists", "inside")
+PARTS = ("lists", "inside", "together")
 Row = dict[str, Any]
 
 
@@ -128,7 +129,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task:
         name, *rest = json.loads(arguments.task)
-        parts: dict[str, Callable[..., list[Row]]] = {"lists": whole_lists, **lists_inside.PARTS}
+        parts: dict[str, Callable[..., list[Row]]] = {
+            "lists": whole_lists,
+            "together": lists_inside.together,
+            **lists_inside.PARTS,
+        }
         print(json.dumps(parts[name](*rest)))
         return
     results: dict[str, list[Row]] = {}
@@ -143,6 +148,9 @@ def main() -> None:
         if "inside" in arguments.parts:
             results |= lists_inside.measure(__file__, arguments.items, Path(directory))
             print(lists_inside.tables(results))
+        if "together" in arguments.parts:
+            results["together"] = lists_inside.together_of(__file__, arguments.items, Path(directory))
+            print(lists_inside.together_table(results["together"]))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import itemset
-from itemset import report
+from itemset import published, report
 from itemset.building import sources
 from itemset.building.external import build_external, check_options
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
+from itemset.commands import publish, publish_usage, update
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
 from itemset.text import encode, load_tokenizer
-from itemset.trie.attributes import kind_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
         parser.error("lookup needs at least one of --tokens, --key, --text, --children")
-    before = state_of(args.output) if args.run is _build else None
+    if args.run is update and not (args.add or args.remove):
+        parser.error("update needs --add, --remove or both")
+    if args.run is publish and (usage := publish_usage(args)):
+        parser.error(usage)
+    writes = args.run in (_build, update)
+    before = state_of(args.output) if writes else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", ItemSetWarning)
@@ -42,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"itemset: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        end = f", {outcome(args.output, before)}" if args.run is _build else ""
+        end = f", {outcome(args.output, before)}" if writes else ""
         print(f"itemset: interrupted{end}", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -75,9 +80,9 @@ def _build(args: argparse.Namespace) -> None:
     reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
     on_disk = needed > allowed
     s = _build_on_disk(args, output, allowed, reason) if on_disk else _build_in_memory(args, output)
-    _print_table(
+    report.print_table(
         [
-            *_facts(s),
+            *report.facts(s),
             ("file", f"{output} ({output.stat().st_size:,} bytes)"),
             ("sorted", f"{'on disk' if on_disk else 'in memory'}: {reason}"),
             ("time", f"{time.perf_counter() - start:.1f} s"),
@@ -127,9 +132,9 @@ def _info(args: argparse.Namespace) -> None:
     s = itemset.load(args.file, check=False)
     size = Path(args.file).stat().st_size
     tokenizer = f"{s.tokenizer.name} ({s.tokenizer.fingerprint})" if s.tokenizer else "none recorded"
-    _print_table(
+    report.print_table(
         [
-            *_facts(s),
+            *report.facts(s),
             ("vocabulary", "not recorded" if s.vocab_size is None else f"{s.vocab_size:,}"),
             ("tokenizer", tokenizer),
             ("prefix", repr(s.prefix) if s.prefix else "none"),
@@ -147,7 +152,7 @@ def _verify(args: argparse.Namespace) -> None:
     s = itemset.verify(args.file)
     print(
         f"{args.file} is sound: header, checksums of {len(s.sections)} sections, digest, "
-        f"and each of {len(s):,} items leads back to itself"
+        f"and the tables to the end of each of {len(s):,} items"
     )
 
 
@@ -185,22 +190,6 @@ def _integer_key(key: str) -> int:
         return int(key)
     except ValueError:
         raise ItemSetError(f"the keys of this set are integers, not {key!r}: give an integer") from None
-
-
-def _facts(s: ItemSet) -> list[tuple[str, str]]:
-    return [
-        ("items", f"{len(s):,}"),
-        ("duplicates", f"{s.duplicates:,} folded"),
-        ("keys", f"{len(s.keys):,}; items with several: {s.shared:,}"),
-        ("attributes", ", ".join(f"{field.name} ({kind_of(field.type)})" for field in s.attributes.schema) or "none"),
-        ("tokens", f"{s.shortest} (shortest item) to {s.longest} (longest)"),
-        ("size", f"{s.nbytes:,} bytes, {s.nbytes / len(s):.2f} an item, keys not counted"),
-    ]
-
-
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    for name, value in rows:
-        print(f"{name:<12} {value}")
 
 
 def _joined(tokens: Sequence[int]) -> str:
@@ -283,6 +272,38 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
     sub.add_argument("file", metavar="FILE")
+
+    sub = command(
+        "update",
+        update,
+        "write an index with items removed and added, the one that building it all again would give",
+        "itemset update films.itemset --add new.csv --column title --key movie_id --tokenizer DIR --remove gone.txt "
+        "-o films2.itemset",
+    )
+    sub.add_argument("file", metavar="FILE", help="the index file to begin with; -o may name it, too")
+    sub.add_argument("--add", metavar="SOURCE", help="items to add, in any format that build reads")
+    sub.add_argument("--column", metavar="C", help="column of the items to add: texts or lists of token ids")
+    sub.add_argument("--key", metavar="K", help="column of the keys (default: numbers after the highest key)")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
+    sub.add_argument("--remove", metavar="KEYS", help="keys to remove: lines of a .txt file, or the column --key")
+    sub.add_argument("--missing-ok", action="store_true", help="keys to remove need not be in the set")
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
+
+    sub = command(
+        "publish",
+        publish,
+        "make an index file the current version of a published set, a folder that servers follow; list its versions, "
+        "or go back to an earlier one",
+        "itemset publish films.itemset sets/films\n  itemset publish sets/films --rollback",
+    )
+    sub.add_argument("file", metavar="FILE", nargs="?", help="the index file to publish; it is copied")
+    sub.add_argument("folder", metavar="FOLDER", nargs="?", help="the published set, made if it is missing")
+    instead = sub.add_mutually_exclusive_group()
+    instead.add_argument("--list", action="store_true", help="print the versions, the current one first")
+    instead.add_argument(
+        "--rollback", metavar="VERSION", nargs="?", const="", help="go back to this version, or to the one before"
+    )
+    instead.add_argument("--keep", metavar="N", type=_positive, help=f"versions to keep (default: {published.KEEP})")
 
     sub = command(
         "lookup",

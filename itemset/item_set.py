@@ -17,15 +17,15 @@ from itemset.text import TokenizerId, encode, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
+from itemset.trie.changes import merge, unfold
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys, as_keys, in_item_order
 from itemset.trie.levels import LevelPlan
-from itemset.trie.rows import MAX_TOKEN_ID, Rows, as_rows, sort_unique
-from itemset.trie.soundness import check_shapes, digest_of
+from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
+from itemset.trie.soundness import check_items, check_shapes, digest_of
 from itemset.trie.tables import NONE, SECTIONS, Tables, Trie, build_trie
 
 _AGAIN = "build it again with `itemset build`"
-_VERIFIED_TOKENS = 1 << 24  # that `verify` unfolds at once
 
 
 class ItemSet:
@@ -246,6 +246,57 @@ class ItemSet:
         """Return the index file as bytes, for `from_bytes`."""
         return index_file.to_bytes(self._header(), self._arrays())
 
+    def updated(
+        self,
+        add: Any = None,
+        *,
+        keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+        attributes: Any = None,
+        tokenizer: Any = None,
+        remove: Iterable[int] | Iterable[str] | NDArray[Any] = (),
+        missing_ok: bool = False,
+    ) -> ItemSet:
+        """Return a new set: without the keys `remove` and the items that have no other, and with the items `add`.
+
+        It is byte for byte the set that `build` makes of the items that stay, in their order, and then the new ones.
+        add: items as for `build`; with `tokenizer`, which must be the set's own, texts as for `build_text`.
+        keys, attributes: of the new items, as for `build`. Keys go on from the highest integer by default. A new key
+        must not be in the set, unless it is in `remove`, too. Attributes have the names and types of the set's.
+        remove: keys of the set. Those that are not there are an error unless `missing_ok`.
+        Raises ItemSetError as `build`, and for what is said above.
+        """
+        if self.base is not None:
+            raise ItemSetError("a view cannot be updated: update its set, and make the view again")
+        gone = self._keys.gone(remove, missing_ok=missing_ok)
+        if tokenizer is not None and add is not None:
+            self.check_tokenizer(tokenizer)
+            add = Rows(*encode(add, tokenizer, prefix=self.prefix))
+        given = None if add is None else as_rows(add, self.vocab_size)
+        added = 0 if given is None else len(given)
+        values = [self.keys] if given is None else [self.keys, self._keys.added(keys, added, gone)]
+        columns = attribute_columns.appended(self.attributes, attributes, added)
+        total = len(gone) - int(np.count_nonzero(gone)) + added
+        if not 0 < total <= MAX_ITEMS:
+            raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
+        new = NO_ROWS if given is None else sort_unique(given)
+        try:
+            rows, order, starts, lcp = merge(unfold(self.trie, self.key_starts), gone, new)
+        except ValueError as error:
+            raise ItemSetError(f"the index is corrupted, {error}: {_AGAIN}") from error
+        trie, members = build_trie(rows, lcp)
+        del rows, lcp
+        item_set = _assembled(
+            trie,
+            (members, order, starts),
+            pa.concat_arrays(values),
+            columns if columns.column_names else None,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            prefix=self.prefix,
+        )
+        notices.of_build(item_set, tokenizer)
+        return item_set
+
     @functools.cached_property
     def _terminal_rank(self) -> NDArray[np.uint32]:
         return numbering.rank_terminals(self.trie.tables.terminal)
@@ -300,21 +351,38 @@ def build(
     del given
     trie, members = build_trie(rows, lcp)
     del rows, lcp
-    places, key_starts = in_item_order(members, starts)
-    if order is not None:
-        places = order[places]
-    values = pa.array(places.astype(np.int64)) if item_keys is None else item_keys.take(pa.array(places))
-    item_set = ItemSet(
+    item_set = _assembled(
         trie,
-        Keys(values, key_starts),
-        duplicates=total - trie.items,
+        (members, order, starts),
+        item_keys,
+        columns,
         vocab_size=vocab_size,
         tokenizer=identify(tokenizer) if tokenizer is not None else None,
         prefix=prefix,
-        attributes=None if columns is None else attribute_columns.to_section(columns, places),
     )
     notices.of_build(item_set, tokenizer)
     return item_set
+
+
+def _assembled(
+    trie: Trie,
+    rows_of: tuple[NDArray[np.uint32], NDArray[np.uint32] | None, NDArray[np.uint32] | None],
+    keys: pa.Array | None,
+    attributes: pa.Table | None,
+    **about: Any,
+) -> ItemSet:
+    """Return the set of a trie. rows_of: `members` of `build_trie`, `order` and `starts` of `rows.Distinct`.
+
+    keys, attributes: by the positions in `order`; without keys, these are the keys.
+    """
+    members, order, starts = rows_of
+    places, key_starts = in_item_order(members, starts)
+    if order is not None:
+        places = order[places]
+    values = pa.array(places.astype(np.int64)) if keys is None else keys.take(pa.array(places))
+    section = None if attributes is None else attribute_columns.to_section(attributes, places)
+    duplicates = len(places) - trie.items
+    return ItemSet(trie, Keys(values, key_starts), duplicates=duplicates, attributes=section, **about)
 
 
 def build_text(
@@ -352,26 +420,20 @@ def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
     return from_index(*index_file.parse(data, name), name=name, check=True)
 
 
-def verify(path: str | os.PathLike[str]) -> ItemSet:
-    """Read the whole file and check it: checksums, the order of the tables, and every item through the trie.
+def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
+    """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
 
-    Raises ItemSetError at the first fault.
+    name: what errors call it; its path by default. Raises ItemSetError at the first fault.
     """
-    item_set = load(path)
-    trie, terminal_rank = item_set.trie, item_set._terminal_rank
-    if not numbering.in_order(trie.tables, trie.tail_tokens):
-        raise ItemSetError(f"{path} is corrupted, its tables are no trie: {_AGAIN}")
-    numbers = np.arange(len(item_set))
-    for part in np.array_split(numbers, -(-len(numbers) * trie.longest // _VERIFIED_TOKENS)):
-        rows = numbering.items_at(trie.tables, terminal_rank, part, trie.longest)
-        back = numbering.numbers_of(trie.tables, terminal_rank, rows)
-        if (wrong := np.flatnonzero(back != part)).size:
-            raise ItemSetError(
-                f"{path} is corrupted, item {int(part[wrong[0]])} does not lead back to itself: {_AGAIN}"
-            )
+    name = name or str(path)
+    item_set = from_index(*index_file.read(path, name), name=name, check=True)
+    try:
+        check_items(item_set.trie)
+    except ValueError as error:
+        raise ItemSetError(f"{name} is corrupted, {error}: {_AGAIN}") from error
     _ = item_set.attributes  # which checks them
-    if item_set.digest != digest_of(trie.tables):
-        raise ItemSetError(f"{path} is corrupted, its digest does not match its tables: {_AGAIN}")
+    if item_set.digest != digest_of(item_set.trie.tables):
+        raise ItemSetError(f"{name} is corrupted, its digest does not match its tables: {_AGAIN}")
     return item_set
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
+from itemset.trie.attributes import kind_of
 from itemset.trie.jit import compiled
 from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
@@ -196,3 +197,21 @@ def _count_ends(tables, level_nodes, room, token_ids, lengths, tokens, tail_toke
 def _add(counts, place, count):  # type: ignore[no-untyped-def]
     if place < len(counts):
         counts[place] += count
+
+
+def facts(s: ItemSet) -> list[tuple[str, str]]:
+    """Return what an item set holds, as names and values for people."""
+    return [
+        ("items", f"{len(s):,}"),
+        ("duplicates", f"{s.duplicates:,} folded"),
+        ("keys", f"{len(s.keys):,}; items with several: {s.shared:,}"),
+        ("attributes", ", ".join(f"{field.name} ({kind_of(field.type)})" for field in s.attributes.schema) or "none"),
+        ("tokens", f"{s.shortest} (shortest item) to {s.longest} (longest)"),
+        ("size", f"{s.nbytes:,} bytes, {s.nbytes / len(s):.2f} an item, keys not counted"),
+    ]
+
+
+def print_table(rows: list[tuple[str, str]]) -> None:
+    """Print a line for each name and value."""
+    for name, value in rows:
+        print(f"{name:<12} {value}")

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import itemset
 from itemset.masking import copies
-from itemset.masking.arena import Arena, ArenaFullError, room_for
+from itemset.masking.arena import Arena, ArenaFullError, Resident, room_for
 from itemset.masking.copies import Copies
 
 
@@ -133,15 +133,17 @@ def image(item_set: itemset.ItemSet, nbytes: int, number: int, start: int) -> tu
     return found[0], found[0] != found[1], arena.sets[number].clone()
 
 
-def wrong_reads(seed: int, ignored: str = "", *, names: bool = True) -> tuple[int, int]:
+def wrong_reads(seed: int, ignored: str = "", *, names: bool = True, pieces: bool = False) -> tuple[int, int]:
     """An engine's life: sets come, are read by steps, and go while the steps are still to be done. Returns how many
     sets steps have read, and how many of them were not what they should have been.
 
     names: as the engines do it, with a plan and steps that name their sets; else by `acquire` and `release` alone.
+    pieces: some sets come piece by piece, and some of those are given up on the way.
     """
     draw, streams, pool = random.Random(seed), Streams(seed, ignored), sets(8, seed)
     arena = late(sum(sorted(map(room_for, pool))[-3:]), streams)
     running: dict[int, tuple[int, int, tuple[torch.Tensor, ...]]] = {}
+    coming: dict[int, tuple[Resident, Iterator[None]]] = {}
     reads: list[bool] = []
 
     def read(start: int, number: int, expected: tuple[torch.Tensor, ...]) -> None:
@@ -150,11 +152,22 @@ def wrong_reads(seed: int, ignored: str = "", *, names: bool = True) -> tuple[in
         reads.append(bool(((found == words) | nothing).all()) and torch.equal(arena.sets[number], row))
 
     for _ in range(150):
+        for which in [which for which in coming if draw.random() < 0.1]:
+            arena.plan.release(coming.pop(which)[0].number)  # and whoever needs the room may take it
+        for which, (resident, left) in [*coming.items()]:
+            if next(left, left) is left:
+                del coming[which]
+                assert arena.holds(pool[which].digest, resident.number, resident.start)
+                expected = image(pool[which], arena.plan.nbytes, resident.number, resident.start)
+                running[which] = (resident.start, resident.number, expected)
         which = draw.randrange(len(pool))
-        if which not in running and draw.random() < 0.7:
+        if which not in {*running, *coming} and draw.random() < 0.7:
             try:
                 resident = arena.plan.acquire(pool[which])
             except ArenaFullError:
+                continue
+            if pieces and draw.random() < 0.5:
+                coming[which] = resident, arena.placing(pool[which], resident.number, resident.start)
                 continue
             if names:
                 arena.place(pool[which], resident.number, resident.start)
@@ -183,10 +196,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("names", [True, False], ids=["named", "acquired"])
+@pytest.mark.parametrize("way", [{}, {"names": False}, {"pieces": True}], ids=["named", "acquired", "in pieces"])
 @pytest.mark.parametrize("seed", range(5))
-def test_steps_read_what_they_should_in_any_order_that_events_allow(seed: int, names: bool) -> None:
-    reads, wrong = wrong_reads(seed, names=names)
+def test_steps_read_what_they_should_in_any_order_that_events_allow(seed: int, way: dict[str, bool]) -> None:
+    reads, wrong = wrong_reads(seed, **way)
     assert (reads > 100, wrong) == (True, 0)
 
 

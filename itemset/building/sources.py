@@ -64,6 +64,24 @@ def read(
     return _joined(list(batches(path, column=column, key=key, attributes=attributes)))
 
 
+def read_keys(path: str | os.PathLike[str], key: str | None = None) -> pa.Array:
+    """Read keys alone: a .txt file has one a line, always as a string; other files have them in the column `key`.
+
+    Returns an int64 or large_string array. Raises ItemSetError as `read` does.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix == ".npy" or (suffix in _TABLES and key is None):
+        raise ItemSetError(f"{path}: keys are lines of a .txt file, or a column (--key) of a table")
+    with _opened(path, None, None, ()) as path:
+        if suffix in _PLAIN:
+            return pa.array(list(chain.from_iterable(part.texts or () for part in _read_txt(path))), pa.large_string())
+        parts, before = [], 0
+        for part in _TABLES[suffix](path, key, key, ()):
+            parts.append(_keys(path, str(key), part.keys, before))
+            before += len(part.keys)
+        return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
+
+
 def batches(
     path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
 ) -> Generator[Items]:

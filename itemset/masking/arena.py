@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,6 +198,7 @@ class Arena:
         self._rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
         self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what is there, by number
+        self._under_way: dict[int, tuple[str, int, int]] = {}  # the same, of what `placing` has begun to copy
         self._copies = Copies(self.device, max_sets)
 
     def acquire(self, item_set: ItemSet) -> int:
@@ -252,6 +253,14 @@ class Arena:
         may still read what it overwrites; the host waits as `copies.Staging` says. Raises ItemSetError if the tables
         are no trie.
         """
+        for _ in self.placing(item_set, number, start):
+            pass
+
+    def placing(self, item_set: ItemSet, number: int, start: int) -> Iterator[None]:
+        """Do `place` in pieces of `copies.PIECE` bytes, one each time this is advanced: steps may run in between.
+
+        It ends early, and nothing is there, if something else is placed meanwhile where this lies: ask `holds`.
+        """
         if self.holds(item_set.digest, number, start):
             return
         standing = (item_set.digest, start, start + _piece(item_set))
@@ -263,11 +272,20 @@ class Arena:
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
             at += _aligned(array.nbytes)
         row[DEAD_COUNT] = len(item_set.trie.tables.dead)
-        overwritten = [n for n, (_, first, end) in self._placed.items() if first < standing[2] and start < end]
-        self._copies.copy(number, overwritten, [*parts, (self.sets[number].view(torch.uint8), row.view(np.uint8))])
+        overwritten = _overlapping(self._placed, standing)
         for n in overwritten:
             del self._placed[n], self._level_plans[n], self._rows[n]
-        self._placed.pop(number, None)  # what is placed last stands last
+        self._placed.pop(number, None)
+        for n in {*_overlapping(self._under_way, standing), number}:
+            self._under_way.pop(n, None)
+        self._under_way[number] = standing
+        parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
+        for _ in self._copies.pieces(number, overwritten, parts):
+            yield
+            if self._under_way.get(number) is not standing:
+                return
+        del self._under_way[number]
+        # What is placed last stands last.
         self._placed[number], self._level_plans[number], self._rows[number] = standing, item_set.level_plan, row
         self._bases[number], self.views = number if below is None else below, self.views or below is not None
         self.longest_dead = max(self.longest_dead, int(row[DEAD_COUNT]))
@@ -293,6 +311,11 @@ def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
     row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
     row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
     return row
+
+
+def _overlapping(pieces: dict[int, tuple[str, int, int]], one: tuple[str, int, int]) -> list[int]:
+    """Return the numbers of those pieces of the memory that overlap one of them; each is a digest, a start, an end."""
+    return [number for number, (_, start, end) in pieces.items() if start < one[2] and one[1] < end]
 
 
 def room_for(item_set: ItemSet) -> int:

@@ -6,7 +6,7 @@ copied. The host waits for neither, with one exception: see `Staging`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -62,10 +62,17 @@ class Copies:
 
     def copy(self, number: int, overwritten: Iterable[int], parts: Iterable[tuple[torch.Tensor, NDArray[Any]]]) -> None:
         """Copy each part of a set to its tensor on the device, [bytes] uint8. overwritten: the sets that lay there."""
+        for _ in self.pieces(number, overwritten, parts):
+            pass
+
+    def pieces(
+        self, number: int, overwritten: Iterable[int], parts: Iterable[tuple[torch.Tensor, NDArray[Any]]]
+    ) -> Iterator[None]:
+        """Do `copy` in pieces of PIECE bytes, one each time this is advanced: steps may run in between."""
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:
-            self._staging.copy(target, source, self._stream)
+            yield from self._staging.pieces(target, source, self._stream)
         copied = self._streams.Event()
         copied.record(self._stream)
         self._pending[number] = copied
@@ -100,11 +107,15 @@ class Staging:
         self._free = [streams.Event() for _ in range(2)]  # the end of the copies out of each buffer
         self._at = self._filled = 0
 
-    def copy(self, target: torch.Tensor, source: NDArray[Any], stream: Any) -> None:
-        """Copy the bytes of `source` to `target` on this stream. `source` has been read when this returns."""
+    def pieces(self, target: torch.Tensor, source: NDArray[Any], stream: Any) -> Iterator[None]:
+        """Copy the bytes of `source` to `target` on this stream. Stops whenever a buffer is full.
+
+        `source` has been read when this ends.
+        """
         position = 0
         while position < len(source):
             if self._filled == PIECE:
+                yield
                 self._free[self._at].record(stream)
                 self._at, self._filled = 1 - self._at, 0
                 self._free[self._at].synchronize()

@@ -7,7 +7,6 @@ nobody locks may go. All of these locks end with their process, however it ends.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -93,7 +92,7 @@ def _copy(path: str, copies: Path, wanted: str | None) -> tuple[ItemSet, str]:
         descriptor = os.open(incomplete, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o400)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            _copy_bytes(path, descriptor)
+            index_file.copy_into(path, descriptor)
             version = index_file.version(incomplete, path)
             if wanted not in (None, version):
                 raise ItemSetError(
@@ -112,19 +111,6 @@ def _copy(path: str, copies: Path, wanted: str | None) -> tuple[ItemSet, str]:
         ) from error
     _keep_lock(copies / version, descriptor)
     return item_set, version
-
-
-def _copy_bytes(path: str, target: int) -> None:
-    with index_file.open_file(path) as source, open(target, "wb", closefd=False) as file:
-        try:
-            # Linux only. It shares the blocks where the file system can.
-            while hasattr(os, "copy_file_range") and os.copy_file_range(source.fileno(), target, 1 << 30):
-                pass
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-                raise
-        while piece := os.read(source.fileno(), 1 << 20):  # what is left: nothing, or all of it
-            file.write(piece)
 
 
 def _keep_lock(copy: Path, descriptor: int) -> None:

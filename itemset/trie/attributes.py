@@ -57,13 +57,57 @@ def as_attributes(given: Any, rows: int) -> pa.Table:
     Raises ItemSetError: no table of so many rows, a name that is empty, double or begins with $, or a type that is not
     stored.
     """
-    try:
-        table = given if isinstance(given, pa.Table) else pa.table(dict(given))
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise ItemSetError(f"attributes must be a pyarrow Table, or columns by name: {error}") from error
+    table = _table(given)
     if len(table) != rows:
         raise ItemSetError(f"{len(table):,} rows of attributes for {rows:,} items: give one row for each item")
     return pa.table([_plain(name, table.column(i)) for i, name in enumerate(table.column_names)], _names(table))
+
+
+def _table(given: Any) -> pa.Table:
+    try:
+        return given if isinstance(given, pa.Table) else pa.table(dict(given))
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ItemSetError(f"attributes must be a pyarrow Table, or columns by name: {error}") from error
+
+
+def appended(before: pa.Table, given: Any, rows: int) -> pa.Table:
+    """Return a set's attributes, and after them those of so many new items. given: as for `as_attributes`, or None.
+
+    Raises ItemSetError as `as_attributes`, and unless the new ones have the names and the types of those before.
+    """
+    if not before.column_names:
+        if given is not None:
+            raise ItemSetError("the set has no attributes: omit those of the new items")
+        return before
+    if given is None and rows:
+        raise ItemSetError(f"the set has the attributes {', '.join(before.column_names)}: give those of the new items")
+    before = as_attributes(before, len(before))
+    if given is None:
+        return before
+    table = _table(given)
+    for i, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
+        if name in before.column_names and column.null_count == len(column):  # of any type
+            table = table.set_column(i, name, pa.nulls(len(column), before.schema.field(name).type))
+    table = as_attributes(table, rows)
+    if sorted(table.column_names) != sorted(before.column_names):
+        raise ItemSetError(
+            f"the set has the attributes {', '.join(before.column_names)}, not {', '.join(table.column_names)}: give "
+            "the new items the same"
+        )
+    columns = []
+    for field in before.schema:
+        column = table.column(field.name)
+        ours, theirs = kind_of(field.type), kind_of(column.type)
+        try:
+            if ours != theirs and (ours, theirs) != ("float", "integer"):
+                raise ValueError
+            columns.append(column.cast(field.type))
+        except (pa.ArrowException, ValueError):
+            raise ItemSetError(
+                f"attribute {field.name!r} holds {field.type} in the set, which the new items' {column.type} does not "
+                "fit: give values of that type, or build the set again"
+            ) from None
+    return pa.concat_tables([before, pa.table(columns, schema=before.schema)])
 
 
 def _names(table: pa.Table) -> list[str]:
@@ -249,6 +293,8 @@ def packed(table: pa.Table, columns: Sequence[Column]) -> pa.Table:
 
 def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8]:
     """Return the stream of these rows of what `as_attributes` returned, in this order."""
+    if len(order) < len(table):  # texts of the others are not stored
+        table, order = table.take(pa.array(order)), np.arange(len(order))
     survey = Survey(table.schema)
     survey.add(table)
     columns = survey.columns()

@@ -153,6 +153,22 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
         raise ItemSetError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def copy_into(path: str | os.PathLike[str], target: int) -> None:
+    """Copy an index file's bytes to the file of the descriptor `target`, which shares their blocks where it can.
+
+    Raises ItemSetError as `open_file` does, and OSError if the copy cannot be written.
+    """
+    with open_file(path) as source, open(target, "wb", closefd=False) as file:
+        try:
+            while hasattr(os, "copy_file_range") and os.copy_file_range(source.fileno(), target, 1 << 30):
+                pass  # Linux only
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+        while piece := os.read(source.fileno(), 1 << 20):  # what is left: nothing, or all of it
+            file.write(piece)
+
+
 def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str, NDArray[Any]]]:
     """Map the file into memory. name: what errors call it; its path by default.
 

@@ -69,6 +69,42 @@ class Keys:
         """What finds keys. Making it takes 0.1 s for a million keys, once."""
         return KeyIndex(values_to_sections(self.values))
 
+    def gone(self, removed: Iterable[int] | Iterable[str] | NDArray[Any], *, missing_ok: bool) -> NDArray[np.bool_]:
+        """Return which places hold a key that is removed.
+
+        Raises ItemSetError for keys of another type, and unless `missing_ok` for keys that are not there.
+        """
+        asked = _asked(self.values, removed)
+        gone = _is_in(self.values, asked)
+        if not missing_ok and (missing := asked.filter(pc.invert(pc.is_in(asked, self.values.filter(pa.array(gone)))))):
+            distinct = pc.unique(missing)
+            raise ItemSetError(
+                f"{len(distinct):,} of the keys to remove are not in the set, such as {_some(distinct)}: correct the "
+                "list, or allow it (--missing-ok, in Python missing_ok=True)"
+            )
+        return gone
+
+    def added(
+        self, keys: Iterable[int] | Iterable[str] | NDArray[Any] | None, items: int, gone: NDArray[np.bool_]
+    ) -> pa.Array:
+        """Return the keys of so many new items. By default they go on from the highest integer.
+
+        gone: which places do not stay. Raises ItemSetError as `as_keys`, and for keys of another type, or such as stay.
+        """
+        if keys is None:
+            if not pa.types.is_integer(self.values.type):
+                raise ItemSetError("the keys of this set are strings: give the new items keys, too")
+            first = pc.max(self.values).as_py() + 1
+            return as_keys(range(first, first + items), items)
+        values = as_keys(keys, items)
+        double = self.values.filter(pa.array(_is_in(self.values, _asked(self.values, values)) & ~gone))
+        if len(double):
+            raise ItemSetError(
+                f"{len(pc.unique(double)):,} of the new keys are in the set, such as {_some(double)}: give others, or "
+                "remove them in the same update, which replaces their items"
+            )
+        return values
+
     def passes(self, places: NDArray[Any]) -> NDArray[np.bool_]:
         """Return whether the key at each place is one of the set: in a view, some are not."""
         return np.ones(len(places), np.bool_)
@@ -164,14 +200,27 @@ def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str
         raise ItemSetError("the index is corrupted, a key is no text: build it again with `itemset build`") from error
 
 
+def _is_in(keys: pa.Array, wanted: pa.Array) -> NDArray[np.bool_]:
+    """Return which of the keys are wanted ones."""
+    if not len(wanted):
+        return np.zeros(len(keys), np.bool_)
+    found: NDArray[np.bool_] = pc.is_in(keys, value_set=wanted).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _some(keys: pa.Array) -> str:
+    """Return the first of some keys, for a message."""
+    return ", ".join(shown(key) for key in keys[:5].to_pylist())
+
+
 def _asked(keys: pa.Array, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> pa.Array:
     """Return wanted keys as an array of the type of `keys`, or an empty one. Raises ItemSetError for another type."""
     if isinstance(wanted, str | bytes) or not isinstance(wanted, Iterable):
         raise ItemSetError(f"keys must be a list, not {shown(wanted)}: put it in a list")
-    asked = wanted if isinstance(wanted, np.ndarray) else list(wanted)
+    asked = wanted if isinstance(wanted, np.ndarray | pa.Array) else list(wanted)
     if not len(asked):
         return keys[:0]
-    if not isinstance(asked, np.ndarray) and None in asked:
+    if isinstance(asked, list) and None in asked:
         raise ItemSetError("a key is missing (null): leave it out of the list")
     values = as_keys(asked, len(asked))
     if values.type != keys.type:

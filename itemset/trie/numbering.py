@@ -53,15 +53,19 @@ def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
 def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
     """Return whether the tables are a trie as `build_trie` makes it.
 
-    Labels ascend in their rows. In the order of the edges, nodes count up from 1 and tails follow without gaps.
+    Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
+    follow without gaps, and each block's bases say how far both have come. So each item leads to its own number.
     """
     nodes = len(tables.row_offsets) - 1
     node, position = np.int64(1), np.int64(0)
     for parent in range(nodes):
         first, end = np.int64(tables.row_offsets[parent]), np.int64(tables.row_offsets[parent + 1])
-        if parent >= node:
+        if parent >= node or first == end:
             return False
         for edge in range(first, end):
+            block = edge >> 5
+            if edge & 31 == 0 and (tables.node_base[block] != node or tables.tail_base[block] != position):
+                return False
             if edge > first and tables.labels[edge] <= tables.labels[edge - 1]:
                 return False
             state = follow(tables, edge)

@@ -148,6 +148,9 @@ class Distinct(NamedTuple):
     lcp: NDArray[np.uint16]
 
 
+NO_ROWS = Distinct(Rows(np.zeros(0, np.uint16), np.zeros(1, np.int64)), None, None, np.zeros(1, np.uint16))
+
+
 def sort_unique(rows: Rows) -> Distinct:
     """Sort the rows by their tokens, and fold equal ones."""
     lcp = np.empty(len(rows) + 1, np.uint16)

@@ -6,8 +6,11 @@ import hashlib
 
 import numpy as np
 
+from itemset.trie.jit import compiled
+from itemset.trie.numbering import in_order
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import BLOCK, Tables, Trie
+from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 
 def check_shapes(trie: Trie) -> None:
@@ -46,6 +49,51 @@ def check_shapes(trie: Trie) -> None:
     items = edges - (nodes - 1) + np.count_nonzero(np.unpackbits(tables.terminal.view(np.uint8)))
     if trie.items != items:
         raise ValueError("its number of items does not fit its tables")
+
+
+def check_items(trie: Trie) -> None:
+    """Raise ValueError unless the tables are a trie as `build_trie` makes it, and its counts are theirs.
+
+    Reads every edge and tail once. Each item then leads to its number, and back.
+    """
+    tables = trie.tables
+    if not in_order(tables, trie.tail_tokens):
+        raise ValueError("its tables are no trie")
+    nodes = len(tables.row_offsets) - 1
+    ends = np.unpackbits(tables.terminal.view(np.uint8), bitorder="little")
+    if ends[0] or ends[nodes:].any():
+        raise ValueError("items end where there is no node")
+    shortest, longest = _lengths(tables, np.array(trie.level_nodes), np.array(trie.level_edges))
+    if not longest:
+        raise ValueError("its levels do not fit its tables")
+    if (shortest, longest) != (trie.shortest, trie.longest):
+        raise ValueError(f"its items have {shortest} to {longest} tokens, not {trie.shortest} to {trie.longest}")
+
+
+@compiled
+def _lengths(tables, level_nodes, level_edges):  # type: ignore[no-untyped-def]
+    """Return the tokens of the shortest and of the longest item; 0, 0 if a level does not have so many nodes."""
+    edge, node = 0, 1
+    shortest, longest = np.int64(1 << 62), np.int64(0)
+    for depth in range(len(level_edges)):
+        first = node
+        for _ in range(level_edges[depth]):
+            state, length = follow(tables, edge), np.int64(depth + 1)
+            edge += 1
+            if state < END:
+                node += 1
+                if not is_terminal(tables, state):
+                    continue
+            elif state > END:
+                entry, at = np.int64(0), state - TAIL
+                while entry >> tables.token_bits == 0:
+                    entry = tail_entry(tables, at)
+                    at, length = at + 1, length + 1
+            shortest, longest = min(shortest, length), max(longest, length)
+        below = level_nodes[depth + 1] if depth + 1 < len(level_nodes) else 0
+        if node - first != below or tables.row_offsets[first] != edge:
+            return 0, 0
+    return shortest, longest
 
 
 def digest_of(tables: Tables) -> str:

@@ -77,8 +77,21 @@ ASKED = {
 
 
 def requests(engine: Any) -> int:
-    """How many prompts the engine has begun. Each list has one of its own."""
-    return sum(int(count) for count in re.findall(r"Prefill batch.*#new-seq: (\d+)", engine.log()))
+    """How many requests the front end has sent to the engine since this was first asked. A list has one."""
+    return engine.call(_requests)
+
+
+def _requests(engine: Any) -> int:
+    manager = engine.tokenizer_manager
+    if not hasattr(manager, "requests_sent"):
+        manager.requests_sent, original = 0, manager._mark_state_dispatched
+
+        def counted(rid: str) -> None:
+            manager.requests_sent += 1
+            original(rid)
+
+        manager._mark_state_dispatched = counted
+    return manager.requests_sent
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -166,8 +179,9 @@ def test_lists_wait_for_room(static):
     """Each needs most of the KV cache and of the rows. A neighbour is not retracted for them, and none is aborted."""
     small = static("device", max_running_requests=400, max_total_tokens=2_000, env=CHECKS)
     lists = [([7, 8, i], named("fixed", beam_width=300)) for i in range(3)]
+    before = requests(small)
     outputs = together(small, [*lists, ([7, 8, 9], named("ragged", temperature=0))])
-    assert requests(small) == 4
+    assert requests(small) == before + 4
     for (ids, params), output in zip(lists, outputs[:3], strict=True):
         expected = with_rounds(small, None, params, ids)
         assert [one[0] for one in items(output)] == [one[0] for one in items(expected)]

@@ -1,0 +1,116 @@
+"""What the subcommands `publish` and `update` do: for catalogues that change."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from datetime import UTC
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import itemset
+from itemset import published, report
+from itemset.building import sources
+from itemset.building.external import check_options
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.text import load_tokenizer
+
+
+def publish_usage(args: argparse.Namespace) -> str:
+    """Put a folder given alone in its place. Return what is wrong with the arguments, "" if nothing is."""
+    if args.rollback and not args.file:
+        args.file, args.rollback = args.rollback, ""  # --rollback FOLDER, which argparse took for a version
+    if args.list or args.rollback is not None:
+        if args.folder or not args.file:
+            return "publish --list and --rollback take one folder, and no file"
+        args.file, args.folder = None, args.file
+    elif not args.folder:
+        return "publish needs an index file and a folder"
+    return ""
+
+
+def publish(args: argparse.Namespace) -> None:
+    """Publish a file, go back to an earlier version, or list the versions."""
+    if args.list:
+        _list(args.folder)
+        return
+    start = time.perf_counter()
+    if args.rollback is None:
+        version = published.publish(args.file, args.folder, keep=args.keep or published.KEEP)
+    else:
+        version = published.rollback(args.folder, args.rollback or None)
+    report.print_table(
+        [
+            ("current", version.name),
+            ("sequence", f"{version.sequence}"),
+            ("published", _time(version)),
+            ("items", f"{version.items:,}"),
+            ("file", f"{version.path} ({version.bytes:,} bytes)"),
+            ("kept", f"{len(published.versions(args.folder))} versions"),
+            ("time", f"{time.perf_counter() - start:.1f} s"),
+        ]
+    )
+
+
+def _list(folder: str) -> None:
+    versions = published.versions(folder)
+    print(f"{'version':<32} {'sequence':>8}  {'published':<20} {'items':>13} {'bytes':>15}")
+    for number, one in enumerate(versions):
+        line = f"{one.name:<32} {one.sequence:>8}  {_time(one)} {one.items:>13,} {one.bytes:>15,}"
+        print(line if number else f"{line}  current")
+
+
+def _time(version: published.Version) -> str:
+    return f"{version.published.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def update(args: argparse.Namespace) -> None:
+    """Write the index of a set with items removed and added."""
+    output = Path(args.output)
+    if output.is_dir() or not output.parent.is_dir():
+        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    start = time.perf_counter()
+    before = itemset.load(args.file)
+    removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key)
+    new = _new_items(args, before) if args.add else {}
+    after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
+    after.save(output)
+    # Of the keys, for an item may have several: one that is removed and added is both.
+    added = 0 if new.get("add") is None else len(new["add"])
+    report.print_table(
+        [
+            *report.facts(after),
+            ("changes", f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"),
+            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
+            ("time", f"{time.perf_counter() - start:.1f} s"),
+        ]
+    )
+
+
+def _new_items(args: argparse.Namespace, before: ItemSet) -> dict[str, Any]:
+    """Return what `updated` takes of the file with the items to add."""
+    attributes = before.attributes.column_names
+    source = sources.read(args.add, column=args.column, key=args.key, attributes=attributes)
+    check_options(args.add, source.texts is not None, args.tokenizer, "", None)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    if tokenizer is not None:
+        before.check_tokenizer(tokenizer)
+    return {
+        "add": source.tokens if source.texts is None else source.texts,
+        "tokenizer": None if source.texts is None else tokenizer,
+        "keys": None if source.keys is None else _keys_as_in(before, source.keys, args.add),
+        "attributes": source.attributes if attributes else None,
+    }
+
+
+def _keys_as_in(before: ItemSet, keys: Any, path: str) -> Any:
+    """Return keys as the set has them: a file does not say whether what is written as integers are strings."""
+    if not len(keys) or keys.type == before.keys.type:
+        return keys
+    try:
+        return keys.cast(before.keys.type)
+    except pa.ArrowException as error:
+        raise ItemSetError(f"{path}: the keys of the set are integers: {error}") from error

@@ -1,0 +1,343 @@
+"""Published sets: a folder of index files that never change, and one small file that says which of them is current.
+
+    NAME.itemset   a version: an index file; NAME is its `index_file.version`, 32 hex digits
+    current.json   the pointer: the versions that are kept, the current one first, and their sequence numbers
+    lock           locked by whoever publishes, while it does; readers lock nothing
+
+A version is copied under another name, checked, and given its name when it is whole. The pointer is replaced after
+that, at once. So a kill leaves the old version or the new one; what else it leaves, the next publication removes. Times
+are shown and never compared: sequence numbers order the versions. All names are relative: a folder can be copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+
+from itemset.errors import ItemSetError, ItemSetWarning
+from itemset.item_set import ItemSet, load, verify
+from itemset.trie import file as index_file
+
+KEEP = 5  # versions that a folder keeps by default
+POINTER = "current.json"
+FORMAT = 1  # of the pointer
+_INCOMING = "incoming"  # the copy that is being made: there is one at a time
+_FILE = re.compile(r"([0-9a-f]{32})\.itemset")
+
+PathLike = str | os.PathLike[str]
+Opened = TypeVar("Opened")
+
+
+class Version(NamedTuple):
+    """One version of a published set.
+
+    name: 32 hex digits, a hash of all that is in the file: `index_file.version`, and an answer's `item_set_version`.
+    path: its index file, in the folder as it was given.
+    sequence: grows by one whenever another version becomes current. A version that becomes current again gets a new
+        one, so no two states of a folder have the same.
+    published: when its index was published last, UTC. Only to be shown.
+    items: in the set. bytes: of the file.
+    """
+
+    name: str
+    path: Path
+    sequence: int
+    published: datetime
+    items: int
+    bytes: int
+
+
+def publish(index: PathLike, folder: PathLike, *, keep: int = KEEP) -> Version:
+    """Make the index file the current version of the set in `folder`, which is made if it is missing.
+
+    The file is copied and may be changed afterwards. If the folder has this version already, nothing is copied; if it
+    is current, nothing changes. keep: versions that stay, the latest ones; the current one and its predecessor always
+    do. Waits while another process publishes there.
+    Raises ItemSetError: a bad index file (as `itemset.verify`), a damaged pointer, or a folder that cannot be written.
+    Then the pointer is what it was.
+    """
+    folder = Path(folder)
+    if keep < 1:
+        raise ItemSetError(f"{keep} versions cannot be kept: keep 1 or more")
+    name = index_file.version(index)  # before anything is made: most bad files end here
+    with _publishing(folder, make=True):
+        before = _versions(folder)
+        if not _sound(_file(folder, name), name):
+            name = _copy(index, folder)
+        if before and before[0].name == name:
+            after = before
+        else:
+            path, sequence = _file(folder, name), before[0].sequence + 1 if before else 1
+            new = Version(name, path, sequence, _now(), _items(path), path.stat().st_size)
+            after = [new, *(version for version in before if version.name != name)]
+        after = after[: max(keep, 2)]
+        if after != before:
+            _point(folder, after)
+        if before:  # else the pointer may have been lost, and its versions not
+            _delete_others(folder, {version.path.name for version in after})
+    return after[0]
+
+
+def rollback(folder: PathLike, version: str | None = None) -> Version:
+    """Make an earlier version current again, which copies nothing. Return it, with its new sequence number.
+
+    version: its name or the beginning of it; by default the one that was current before this one. So a second rollback
+    undoes the first.
+    Raises ItemSetError: no such version, one whose file is missing or damaged, or as `current` and `publish` do.
+    """
+    folder = Path(folder)
+    versions(folder)  # a folder without a set stays as it is
+    with _publishing(folder, make=False):
+        before = versions(folder)
+        chosen = _chosen(folder, before, version)
+        if not _sound(chosen.path, chosen.name):
+            raise ItemSetError(f"{chosen.path} is missing or damaged: publish its index again, or choose another")
+        if chosen == before[0]:
+            return chosen
+        again = chosen._replace(sequence=before[0].sequence + 1)
+        _point(folder, [again, *(one for one in before if one != chosen)])
+    return again
+
+
+def versions(folder: PathLike) -> list[Version]:
+    """Return the versions that the folder keeps, the current one first, then by when they were current last.
+
+    Raises ItemSetError if there is no pointer, or if it is damaged.
+    """
+    folder = Path(folder)
+    if found := _versions(folder):
+        return found
+    raise ItemSetError(
+        f"{folder} is no published set, it has no file {POINTER}: publish an index there, "
+        f"`itemset publish FILE {folder}`"
+    )
+
+
+def current(folder: PathLike) -> Version:
+    """Return the current version: reads the pointer and looks whether the version's file is there, nothing more.
+
+    Made to be asked every second by many processes, also over a network. It keeps no file open. A folder may vanish
+    and come back: ask again. What is returned differs from the last answer whenever another version became current.
+    Raises ItemSetError, which says what to do: a pointer that is missing or damaged, or that names a missing file.
+    """
+    while True:
+        version = versions(folder)[0]
+        try:
+            version.path.stat()
+            return version
+        except OSError as error:
+            if versions(folder)[0] == version:  # else it was deleted, because newer ones came
+                raise ItemSetError(
+                    f"{version.path}, the current version, cannot be read: {error.strerror}: publish its index again, "
+                    f"or go back with `itemset publish {folder} --rollback`"
+                ) from error
+
+
+def open_current(folder: PathLike, opener: Callable[[Version], Opened]) -> tuple[Version, Opened]:
+    """Return the current version and what `opener` makes of it.
+
+    While a reader opens a version, publishers may make others current and delete this one. Then `opener` fails, and is
+    called again for the version that is current by now. What maps a version's file (`load_current`) outlives the file
+    on a local disk. Over a network it does not: the system ends a process that reads a mapped file which another
+    machine has deleted (SIGBUS). Copy the file first, as servers do (`serving.held`).
+    Raises ItemSetError as `current` does, and as `opener` does for a version that is still current.
+    """
+    while True:
+        version = current(folder)
+        try:
+            return version, opener(version)
+        except ItemSetError:
+            if current(folder) == version:
+                raise
+
+
+def load_current(folder: PathLike) -> tuple[Version, ItemSet]:
+    """Open the current version by memory map. Raises ItemSetError as `open_current` and `itemset.load` do."""
+    return open_current(folder, lambda version: load(version.path))
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A version in the pointer."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    sequence: Annotated[int, msgspec.Meta(ge=1)]
+    published: Annotated[datetime, msgspec.Meta(tz=True)]
+    items: Annotated[int, msgspec.Meta(ge=1)]
+    bytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Pointer(msgspec.Struct, frozen=True):
+    """The pointer file. versions: the current one first, sequence numbers descending."""
+
+    format: int
+    versions: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
+
+
+def _versions(folder: Path) -> list[Version]:
+    """Return what the pointer says, nothing if there is none. Raises ItemSetError if it cannot be read."""
+    path = folder / POINTER
+    try:
+        pointer = msgspec.json.decode(_read(path), type=_Pointer)
+        if pointer.format != FORMAT:
+            raise ItemSetError(f"{path} has the format {pointer.format}, this is {FORMAT}: upgrade static-backend")
+        if any(one.sequence <= earlier.sequence for one, earlier in pairwise(pointer.versions)):
+            raise ValueError("its sequence numbers do not descend")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ItemSetError(f"{path}: cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        if isinstance(error, ItemSetError):
+            raise
+        raise ItemSetError(f"{path} is damaged ({error}): delete it, and publish an index again") from error
+    return [
+        Version(one.name, _file(folder, one.name), one.sequence, one.published, one.items, one.bytes)
+        for one in pointer.versions
+    ]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return path.read_bytes()  # another machine replaced it between opening and reading
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.itemset"
+
+
+def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version:
+    if name is None:
+        if len(known) == 1:
+            raise ItemSetError(f"{folder} has one version, there is none to go back to: publish another index")
+        return known[1]
+    found = [version for version in known if version.name.startswith(name.lower())]
+    if len(found) != 1:
+        what = f"{len(found)} versions whose names begin with" if found else "no version"
+        raise ItemSetError(f"{folder} has {what} {name!r}: choose one of {', '.join(one.name for one in known)}")
+    return found[0]
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _items(path: Path) -> int:
+    return index_file.read(path)[0].items
+
+
+def _sound(path: Path, name: str) -> bool:
+    """Return whether the version's file is there and whole. It was verified before it got its name."""
+    try:
+        return index_file.version(path) == name
+    except ItemSetError:
+        return False
+
+
+def _copy(index: PathLike, folder: Path) -> str:
+    """Copy the index file into the folder and check the copy: a link would change with the file. Return its name."""
+    incoming = folder / _INCOMING
+    incoming.unlink(missing_ok=True)  # of a publisher that was killed
+    try:
+        descriptor = os.open(incoming, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o444)
+        try:
+            index_file.copy_into(index, descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        name = index_file.version(incoming, str(index))
+        verify(incoming, name=str(index))
+        incoming.rename(_file(folder, name))
+    except BaseException:
+        incoming.unlink(missing_ok=True)
+        raise
+    _sync(folder)
+    return name
+
+
+def _point(folder: Path, after: Sequence[Version]) -> None:
+    """Replace the pointer at once."""
+    entries = [_Entry(one.name, one.sequence, one.published, one.items, one.bytes) for one in after]
+    encoded = msgspec.json.format(msgspec.json.encode(_Pointer(FORMAT, entries)))
+    temporary = folder / f"{POINTER}.new"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(encoded + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / POINTER)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(folder)
+
+
+def _delete_others(folder: Path, kept: set[str]) -> None:
+    """Delete the versions that the pointer does not name: older ones, and what publishers left that were killed."""
+    for path in folder.iterdir():
+        if _FILE.fullmatch(path.name) and path.name not in kept:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # the new version is published all the same
+                message = f"{path} is no longer needed and cannot be deleted: {error.strerror}"
+                warnings.warn(message, ItemSetWarning, stacklevel=3)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder lasting."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has nothing to do there
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _publishing(folder: Path, *, make: bool) -> Iterator[None]:
+    """Lock the folder against other publishers. What the system refuses becomes an ItemSetError."""
+    try:
+        if make and not folder.is_dir():
+            folder.mkdir(exist_ok=True)
+            _sync(folder.parent)
+        descriptor = _lock(folder / "lock")
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ItemSetError(
+            f"cannot publish to {folder}: {error.strerror}: choose a folder that you can write to, with room"
+        ) from error
+
+
+def _lock(path: Path) -> int:
+    """Return a descriptor that holds the lock. It ends with the process, however that ends."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # somebody deleted the file meanwhile, and others lock a new one

@@ -4,12 +4,13 @@ lists that are made inside a step, beside rounds of requests and Hugging Face's 
 python benchmarks/lists.py --json docs/benchmarks/lists.json
 python benchmarks/lists.py --parts inside
 python benchmarks/lists.py --parts together
+python benchmarks/lists.py --parts shared
 
 10^6 random semantic IDs of 8 tokens; lists in the real vLLM engine (V1 without a GPU) with a tiny random Llama, one at
 a time, each of a prompt that the prefix cache has not seen. Every block size has a fresh process. A figure is the
 median of three lists.
 
-What is measured of lists inside a step is said in `lists_inside`.
+What is measured of lists inside a step is said in `lists_inside`; of item_set_shared_prefix in `lists_shared`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import lists_inside
+import lists_shared
 import numpy as np
 from vllm_paths import CUDA, LENGTH, in_process, model_path, semantic_ids
 
@@ -33,7 +35,7 @@ PROMPTS = (16, 120, 480, 900)
 WIDTHS = (10, 64, 256)
 VOCABULARY = 2_112
 END = 1
-PARTS = ("lists", "inside", "together")
+PARTS = ("lists", "inside", "together", "shared")
 Row = dict[str, Any]
 
 
@@ -123,7 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=10**6)
     parser.add_argument("--blocks", type=int, nargs="+", default=[128, 32, 16], help="--block-size")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
+    parser.add_argument("--model", help="of the part shared")
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -133,6 +136,7 @@ def main() -> None:
             "lists": whole_lists,
             "together": lists_inside.together,
             **lists_inside.PARTS,
+            **lists_shared.PARTS,
         }
         print(json.dumps(parts[name](*rest)))
         return
@@ -151,6 +155,9 @@ def main() -> None:
         if "together" in arguments.parts:
             results["together"] = lists_inside.together_of(__file__, arguments.items, Path(directory))
             print(lists_inside.together_table(results["together"]))
+        if "shared" in arguments.parts:
+            results |= lists_shared.measure(__file__, arguments.items, Path(directory), arguments.model)
+            print(lists_shared.tables(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -59,7 +59,6 @@ def environment(v2: bool) -> dict[str, str]:
         added |= {
             "TRITON_INTERPRET": "1",
             "OMP_NUM_THREADS": "1",
-            # This checkout is measured, wherever the plugin is installed from.
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "interpreter", ROOT / "tests", ROOT))),
         }
     return os.environ | added

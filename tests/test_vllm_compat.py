@@ -169,7 +169,7 @@ def test_another_item_set_compiles_no_graph_anew(tiny_model, named_sets):
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
 WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 32}
-MROPE = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
 WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's configuration has, the engine's arguments
     (None, {}, {}),
     (None, MIXTRAL, {}),

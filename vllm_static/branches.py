@@ -32,26 +32,57 @@ def scratch_needed(prompts: Iterable[Prompt], rows: int, tokens: int, block: int
     return 2 * rows * len(lengths) * own_blocks_of_all(lengths, tokens, block)
 
 
+class Places(NamedTuple):
+    """Where the next tokens of some rows are.
+
+    before: [rows] int64 on the host, tokens that stand in each row's block table before them.
+    ends: [rows] int64, the same with them.
+    positions: [rows, more] int64, counted from the prompt's first token.
+    tables: [rows, blocks] int32, the rows' block tables.
+    slots: [rows, more] int64, where their KV goes in the cache.
+    """
+
+    before: NDArray[np.int64]
+    ends: Tensor
+    positions: Tensor
+    tables: Tensor
+    slots: Tensor
+
+    def of(self, rows: slice) -> Places:
+        return Places(*(column[rows] for column in self))
+
+
 class Branches:
     """Rows that branch off prompts, as many from each. A row reads its prompt's full blocks where they lie.
 
     After them it has blocks of its own, in one of two banks of scratch blocks. A row that goes on from another one gets
     a copy of the other's own blocks, from bank to bank.
 
+    If the prompts are kept `apart`, each with its partial block, the rows' tables have nothing but their own tokens.
+
     tables: [2, prompts, rows, blocks] int32. Of each bank, each row's block table.
     lengths: [prompts] tokens of each prompt, on the host.
+    prompt_lengths: the same on the device, int64.
+    prompt_tables: [prompts, blocks] int32, the prompts' own block tables.
     """
 
-    def __init__(self, runner: Any, prompts: Sequence[Prompt], rows: int, tokens: int, scratch: range) -> None:
+    def __init__(
+        self, runner: Any, prompts: Sequence[Prompt], rows: int, tokens: int, scratch: range, *, apart: bool = False
+    ) -> None:
         """rows: of each prompt. tokens: of each row after its prompt, at most. scratch: blocks that no request has, as
         many as `scratch_needed` or more."""
-        self.prompts, self.lengths = prompts, np.array([one.tokens for one in prompts], np.int64)
+        self.prompts, self.apart = prompts, apart
+        self.lengths = np.array([one.tokens for one in prompts], np.int64)
         (self._block,) = runner.block_tables.block_sizes
         self._bank, device, count = 0, runner.device, len(prompts)
-        self._lengths = to_device(self.lengths, device)
-        full, each = self.lengths // self._block, own_blocks_of_all(self.lengths, tokens, self._block)
+        self.prompt_lengths = to_device(self.lengths, device)
+        self._begins = (
+            np.zeros_like(self.lengths) if apart else self.lengths
+        )  # of the rows' own tokens, in their tables
+        full, each = self._begins // self._block, own_blocks_of_all(self._begins, tokens, self._block)
         slots = to_device([one.slot for one in prompts], device)
         given, columns = runner.block_tables.block_tables[0].gpu[slots], int(full.max()) + each
+        self.prompt_tables = given[:, : -(-int(self.lengths.max()) // self._block)]
         shared = torch.nn.functional.pad(given[:, :columns], (0, max(0, columns - given.shape[1])))  # [prompts, blocks]
         after = to_device(full, device)[:, None] + torch.arange(each, device=device)
         self._last = shared.gather(1, after[:, :1])[:, 0]  # [prompts] the block in which each prompt ends
@@ -70,7 +101,7 @@ class Branches:
 
     def begin(self) -> None:
         """Let the rows go on from their prompts: each gets what its prompt's last block holds."""
-        if not (self.lengths % self._block).any():
+        if not (self._begins % self._block).any():
             return
         for cache, own in zip(self._caches, self._own, strict=True):
             last = cache.index_select(0, self._last)[:, None]
@@ -84,30 +115,32 @@ class Branches:
         """
         source = self._first_row + parents
         old, self._bank = self._bank, 1 - self._bank
-        used, rows = own_blocks_of_all(self.lengths, known, self._block), self.tables.shape[2]
-        # Where each piece of `source` goes: rows of prompts that lie one after another are copied at once.
-        each = source.shape[1]
-        pieces = [source.view(-1)] if each == rows else list(source)
+        used, rows = own_blocks_of_all(self._begins, known, self._block), self.tables.shape[2]
+        # All rows of a prompt lie side by side, and the next prompt's after them: so all can be copied at once.
+        pieces = [source.view(-1)] if source.shape[1] == rows else list(source)
         for own in self._own:
             for column in range(used):
                 for i, piece in enumerate(pieces):
                     to = own[self._bank, column, i * rows : i * rows + len(piece)]
                     torch.index_select(own[old, column], 0, piece, out=to)
 
-    def at(self, rows: int, known: int, more: int) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor]:
+    def at(self, rows: int, known: int, more: int) -> Places:
         """Where the next tokens of each prompt's first rows are: `more` of them, after `known` that they have.
 
-        Returns the position of each row's first one, [rows] on the host, all positions, [rows, more] int64, the rows'
-        block tables, [rows, blocks] int32, and the slots of the KV cache that the tokens go to, [rows, more] int64.
         Rows of all prompts, prompt by prompt.
         """
-        positions = self._lengths[:, None, None] + torch.arange(known, known + more, device=self.tables.device)
+        steps = torch.arange(known, known + more, device=self.tables.device)
+        positions = (self.prompt_lengths[:, None, None] + steps).expand(-1, rows, -1)
+        inside = steps.expand_as(positions) if self.apart else positions
         tables = self.tables[self._bank, :, :rows]
-        positions = positions.expand(-1, rows, -1)
-        blocks = tables.gather(2, positions // self._block)
-        slots = blocks.long() * self._block + positions % self._block
-        first = np.repeat(self.lengths + known, rows)
-        return first, positions.reshape(-1, more), tables.flatten(0, 1), slots.flatten(0, 1)
+        slots = tables.gather(2, inside // self._block).long() * self._block + inside % self._block
+        return Places(
+            np.repeat(self._begins + known, rows),
+            inside[:, :, -1].flatten() + 1,
+            positions.reshape(-1, more),
+            tables.flatten(0, 1),
+            slots.flatten(0, 1),
+        )
 
 
 def own_blocks_of_all(prompts: Iterable[int], tokens: int, block: int) -> int:

@@ -162,6 +162,25 @@ def why_rounds(vllm_config: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+SHARING = ("FLASH_ATTN", "TRITON_ATTN")
+"""Attention backends that can read a prompt once for all beams of a list (`shared_prefix`)."""
+
+
+def refuse_backends(names: set[str]) -> None:
+    """Raise ValueError unless these attention backends can read a prompt once for all beams of a list."""
+    if others := names.difference(SHARING):
+        raise ValueError(
+            f"item_set_shared_prefix is on, but the attention backend {min(others)} cannot read a prompt once for all "
+            f"beams: omit item_set_shared_prefix, or take --attention-backend {' or '.join(SHARING)}, on a GPU"
+        )
+
+
+def configured_backends(vllm_config: Any) -> set[str]:
+    """The attention backend as far as it is known before a model is loaded: named, or a CPU's only one."""
+    named, platform = vllm_config.attention_config.backend, importlib.import_module("vllm.platforms").current_platform
+    return {named.name} if named is not None else {"CPU_ATTN"} if platform.is_cpu() else set()
+
+
 def can_draft_on_device(vllm_config: Any) -> bool:
     """Whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
     platform = importlib.import_module("vllm.platforms").current_platform

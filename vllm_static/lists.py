@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_static import compat
 from vllm_static.compat import hook
@@ -17,20 +17,41 @@ _LISTS = "static_lists"
 _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
 
 
-def install(worker: Any, blocks: int) -> str | None:
-    """Let a worker make lists, with so many blocks that the scheduler does not know. Called by the engine core.
+class Trial(NamedTuple):
+    """Why a worker cannot make lists, and why it cannot read their prompts once for all beams; None if it can."""
 
-    Returns why it cannot make any; None if it can, or if there are no blocks.
+    lists: str | None
+    apart: str | None
+
+
+def backends(worker: Any) -> set[str]:
+    """Return the names of a worker's attention backends. Called by the engine core, as are the next two."""
+    from vllm_static import passes
+
+    return passes.backends(_runner(worker))
+
+
+def try_out(worker: Any, blocks: int, apart: bool) -> Trial:
+    """Let a worker try passes in so many blocks that no request has. apart: also with prompts read once."""
+    from vllm_static import passes
+
+    runner = _runner(worker)
+    last = runner.kv_cache_config.num_blocks
+    scratch = range(last - blocks, last)
+    reason = passes.try_out(runner, scratch)
+    return Trial(reason, passes.try_out_apart(runner, scratch) if apart and reason is None else None)
+
+
+def install(worker: Any, blocks: int, apart: bool) -> None:
+    """Let a worker make lists, with so many blocks that the scheduler does not know; without any it says so.
+
+    All workers get the same: one that made them in another way would use other CUDA graphs than its peers.
     """
-    from vllm_static.passes import try_out
     from vllm_static.wide_lists import WideLists
 
     compat.install(LISTS)
     runner = _runner(worker)
-    last = runner.kv_cache_config.num_blocks
-    reason = try_out(runner, range(last - blocks, last)) if blocks else None
-    setattr(runner.prompt_logprobs_worker, _LISTS, WideLists(runner, 0 if reason else blocks))
-    return reason
+    setattr(runner.prompt_logprobs_worker, _LISTS, WideLists(runner, blocks, apart=apart))
 
 
 def longest_item(worker: Any) -> int:

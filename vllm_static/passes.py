@@ -7,6 +7,7 @@ free then, but for what `borrowed` puts back. All shapes are known to the host, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +21,16 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_static.branches import Branches, Prompt
+from vllm_static import shared_prefix
+from vllm_static.branches import Branches, Places, Prompt
+from vllm_static.shared_prefix import SharedPrefix
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 QUEUED = frozenset(("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"))
 """Attention backends that keep nothing on the host from one pass to the next."""
+
+TOLERANCE = 0.05  # of the largest logit: what 16 bits may make of two orders of adding
 
 
 @contextlib.contextmanager
@@ -47,20 +52,47 @@ def try_out(runner: Any, scratch: range) -> str | None:
 
     Better here than in a step that other requests share. scratch: at least two blocks.
     """
-    if "FLEX_ATTENTION" in _backends(runner):
+    if "FLEX_ATTENTION" in backends(runner):
         return "FlexAttention looks for keys only in blocks that the scheduler knows"
     try:
-        with torch.inference_mode(), borrowed(runner):
-            branches = Branches(runner, [Prompt("", 0, 1)], 1, 2, scratch)
-            tokens = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
-            branches.begin()
-            logits_after(runner, branches, tokens, 0)
-            branches.fork(tokens, 1)
-            logits_after(runner, branches, tokens, 1)
+        _two_passes(runner, scratch)
     except Exception as error:
         logger.warning("Passes for ranked lists do not run here.", exc_info=True)
         return f"a first pass failed: {error!r}"
     return None
+
+
+def try_out_apart(runner: Any, scratch: range) -> str | None:
+    """Let the model's layers read prompts once for all rows, and return why passes cannot; None if they can.
+
+    They must find what the others find. Their kernels and vLLM's versions are many, and few of them were seen.
+    """
+    if reason := shared_prefix.why_not(runner):
+        return reason
+    shared_prefix.install(runner)
+    try:
+        expected, found = (_two_passes(runner, scratch, apart=apart) for apart in (False, True))
+    except Exception as error:
+        logger.warning("Passes with a shared prefix do not run here.", exc_info=True)
+        return f"a first pass failed: {error!r}"
+    if not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():  # neither if one is not a number
+        return "a first pass gave other logits"
+    return None
+
+
+def _two_passes(runner: Any, scratch: range, *, apart: bool = False) -> Tensor:
+    """The logits of two passes of two rows, of one if there are two blocks only: [rows, 3 tokens, vocabulary].
+
+    One row, and one token, take other kernels than several.
+    """
+    rows = min(2, len(scratch) // 2)
+    with torch.inference_mode(), borrowed(runner):
+        branches = Branches(runner, [Prompt("", 0, 1)], rows, 3, scratch, apart=apart)
+        tokens = torch.zeros(rows, 2, dtype=torch.int64, device=runner.device)
+        branches.begin()
+        first = logits_after(runner, branches, tokens[:, :1], 0).clone()
+        branches.fork(tokens[None, :, 0], 1)
+        return torch.cat((first, logits_after(runner, branches, tokens, 1)), 1).float()
 
 
 def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) -> Tensor:
@@ -70,23 +102,25 @@ def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) ->
     """
     buffers, (rows, more) = runner.input_buffers, tokens.shape
     each = rows // len(branches.prompts)
-    first, positions, tables, slots = branches.at(each, known, more)
+    places = branches.at(each, known, more)
     most = min(buffers.max_num_reqs, buffers.max_num_tokens // more)
     adapters = np.repeat([one.slot for one in branches.prompts], each)
     requests = [one.request for one in branches.prompts]
-    apart = runner.lora_config is not None  # the adapters' buffers hold no more tokens than a pass
+    adapted = runner.lora_config is not None  # the adapters' buffers hold no more tokens than a pass
     together = None
     for start in range(0, rows, most):
         part = slice(start, min(start + most, rows))
         use_adapters(runner, requests, adapters[part].repeat(more))
-        hidden = _run(runner, tokens[part], first[part], positions[part], tables[part], slots[part], requests)
-        if apart:
+        here = places.of(part)
+        shared = shared_prefix.shared_prefix(branches, each, part, here) if branches.apart else None
+        hidden = _run(runner, tokens[part], here, shared, requests)
+        if adapted:
             hidden = runner.model.compute_logits(hidden)
         if together is None:
             together = hidden if rows <= most else hidden.new_empty(rows * more, hidden.shape[1])
         if rows > most:
             together[part.start * more : part.stop * more] = hidden  # which the next pass overwrites
-    logits: Tensor = together if apart else runner.model.compute_logits(together)
+    logits: Tensor = together if adapted else runner.model.compute_logits(together)
     return logits.view(rows, more, -1)
 
 
@@ -98,31 +132,22 @@ def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
         runner._set_active_loras(each, each, state.get_activate_loras(requests))
 
 
-def _run(
-    runner: Any,
-    tokens: Tensor,
-    first: np.ndarray,
-    positions: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    requests: list[str],
-) -> Tensor:
-    """One pass: the hidden states of all tokens, valid until the next one. Arguments as of `Branches.at`."""
+def _run(runner: Any, tokens: Tensor, places: Places, shared: SharedPrefix | None, requests: list[str]) -> Tensor:
+    """One pass: the hidden states of all tokens, valid until the next one. places: where the tokens are."""
     buffers, (rows, more) = runner.input_buffers, tokens.shape
     count = rows * more
-    adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
-    shape = runner.cudagraph_manager.dispatch(rows, count, more, adapters, max_query_len=more)
+    shape = _shape(runner, rows, more, requests, graphs=shared is None)
     padded, padded_rows = max(count, shape.num_tokens), shape.num_reqs or rows
     buffers.input_ids[:count].copy_(tokens.reshape(-1))
-    buffers.positions[:count].copy_(positions.reshape(-1))
+    buffers.positions[:count].copy_(places.positions.reshape(-1))
     torch.arange(0, count + 1, more, out=buffers.query_start_loc[: rows + 1])
-    buffers.seq_lens[:rows].copy_(positions[:, -1] + 1)
+    buffers.seq_lens[:rows].copy_(places.ends)
     buffers.is_padding[:count] = False
     table = runner.block_tables.input_block_tables[0][:padded_rows]
-    columns = min(tables.shape[1], table.shape[1])  # no row has tokens in a block after that
-    table[:rows, :columns].copy_(tables[:, :columns])
+    columns = min(places.tables.shape[1], table.shape[1])  # no row has tokens in a block after that
+    table[:rows, :columns].copy_(places.tables[:, :columns])
     mapping = runner.block_tables.slot_mappings
-    mapping[0, :count].copy_(slots.reshape(-1))
+    mapping[0, :count].copy_(places.slots.reshape(-1))
     if padded_rows > rows:
         buffers.query_start_loc[rows + 1 : padded_rows + 1] = count
         buffers.seq_lens[rows:padded_rows] = 0
@@ -131,9 +156,9 @@ def _run(
         buffers.is_padding[count:padded] = True
         mapping[0, count:padded] = PAD_SLOT_ID
     lengths = np.zeros(padded_rows, np.int32)
-    lengths[:rows] = first + more
+    lengths[:rows] = places.before + more
     starts = np.minimum(np.arange(padded_rows + 1, dtype=np.int32) * more, count)
-    known = first.astype(np.int32)
+    known = places.before.astype(np.int32)
     nobody = np.zeros(rows, np.bool_)
     batch = InputBatch(
         req_ids=[""] * rows,
@@ -169,9 +194,12 @@ def _run(
         prompt_lens=None,
     )
     mapped = mapping[:, :padded]
-    metadata = runner.model_state.prepare_attn(
-        batch, shape.cg_mode, (table,), mapped, runner.attn_groups, runner.kv_cache_config
-    )
+    if shared is None:
+        metadata = runner.model_state.prepare_attn(
+            batch, shape.cg_mode, (table,), mapped, runner.attn_groups, runner.kv_cache_config
+        )
+    else:
+        metadata = shared_prefix.by_layer(runner, shared)
     _wait(runner)
     if shape.cg_mode == CUDAGraphMode.FULL:
         return runner.cudagraph_manager.run_fullgraph(shape)[:count]
@@ -198,12 +226,25 @@ def _run(
         return runner.model(**inputs)[:count]
 
 
+def _shape(runner: Any, rows: int, more: int, requests: list[str], *, graphs: bool) -> Any:
+    """What vLLM has recorded for such a pass. graphs: whether a full CUDA graph will do, with its layers' attention."""
+    count = rows * more
+    adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
+    if graphs:
+        return runner.cudagraph_manager.dispatch(rows, count, more, adapters, max_query_len=more)
+    shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
+    if shape.cg_mode != CUDAGraphMode.FULL:
+        return shape
+    return dataclasses.replace(shape, cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=rows)
+
+
 def _wait(runner: Any) -> None:
     """Let the device catch up if a backend may plan passes in memory that the device copies later, as FlashInfer does:
     the next plan would overwrite one that is not copied yet. vLLM itself is never more than two steps ahead."""
-    if not _backends(runner) <= QUEUED:
+    if not backends(runner) <= QUEUED:
         runner.main_stream.synchronize()
 
 
-def _backends(runner: Any) -> set[str]:
+def backends(runner: Any) -> set[str]:
+    """Return the names of the attention backends of the runner's model."""
     return {group.backend.get_name() for groups in runner.attn_groups for group in groups}

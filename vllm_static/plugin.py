@@ -71,10 +71,13 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     from vllm_static.device import refuse_speculation
 
     with startup.start_up():
-        wanted, reason = StaticConfig.of(config.additional_config).item_set_path, compat.why_host_path(config)
+        options = StaticConfig.of(config.additional_config)
+        wanted, reason = options.item_set_path, compat.why_host_path(config)
         refuse_speculation(config)
         if wanted == "device" and reason is not None:
             raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        if options.item_set_shared_prefix == "on":
+            compat.refuse_backends(compat.configured_backends(config))
         compat.add_versions(config)
     if wanted != "host" and reason is None and not compat.on_device_path(config):
         config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]

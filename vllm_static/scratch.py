@@ -26,17 +26,11 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
     Blocks of the scheduler's own pool would count as used, and `reset_prefix_cache` fails while any block is.
     """
     cache: KVCacheConfig = original(self, vllm_config, *args, **kwargs)
-    blocks, reason = 0, compat.why_rounds(vllm_config)
+    reason = compat.why_rounds(vllm_config)
     if reason is None:
-        config = StaticConfig.of(vllm_config.additional_config)
-        if not _one_full_attention(cache):
-            reason = "the KV cache is not one of full attention"
-        else:
-            longest = max(self.model_executor.collective_rpc(lists.longest_item))
-            blocks = scratch_blocks(config, longest, cache, vllm_config)
-            reason = None if blocks else "the KV cache is too small for beams"
-        reasons = self.model_executor.collective_rpc(lists.install, args=(blocks,))
-        reason = reason or next(filter(None, reasons), None)
+        workers: Callable[..., list[Any]] = self.model_executor.collective_rpc
+        blocks, apart, reason = _tried(workers, cache, vllm_config)
+        workers(lists.install, args=(blocks, apart))
         if reason is None:
             cache.num_blocks -= blocks
             vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
@@ -45,6 +39,33 @@ def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: A
     if reason is not None:
         logger.info("Ranked lists take rounds of requests: %s", reason)
     return cache
+
+
+def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config: Any) -> tuple[int, bool, str | None]:
+    """How many blocks lists get, whether their prompts are read once for all beams, and why no lists are made; None if
+    they are. All workers have tried it.
+
+    Raises ValueError if prompts are to be read once, and the attention backend can not.
+    """
+    config = StaticConfig.of(vllm_config.additional_config)
+    wanted = config.item_set_shared_prefix == "on"
+    if wanted:
+        compat.refuse_backends(set().union(*workers(lists.backends)))
+    if not _one_full_attention(cache):
+        return 0, False, "the KV cache is not one of full attention"
+    longest = max(workers(lists.longest_item))
+    if not (blocks := scratch_blocks(config, longest, cache, vllm_config)):
+        return 0, False, "the KV cache is too small for beams"
+    trials: list[lists.Trial] = workers(lists.try_out, args=(blocks, wanted))
+    if reason := next(filter(None, (one.lists for one in trials)), None):
+        return 0, False, reason
+    if wanted:
+        why = next(filter(None, (one.apart for one in trials)), None)
+        if why is None:
+            logger.info("Ranked lists: each pass reads a prompt once for all beams")
+            return blocks, True, None
+        logger.warning("Ranked lists: each beam reads its prompt, although item_set_shared_prefix is on: %s", why)
+    return blocks, False, None
 
 
 def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> int:

@@ -45,8 +45,9 @@ class WideLists:
     a CPU it waits for nothing. On an accelerator shapes stay as the set's levels bound them, and nothing is read.
     """
 
-    def __init__(self, runner: Any, blocks: int) -> None:
-        self._runner, count = runner, runner.kv_cache_config.num_blocks
+    def __init__(self, runner: Any, blocks: int, *, apart: bool = False) -> None:
+        """blocks: the KV cache's last ones, which no request has. apart: whether prompts are read once for all rows."""
+        self._runner, count, self._apart = runner, runner.kv_cache_config.num_blocks, apart
         self._scratch = range(count - blocks, count)
         self._block = runner.block_tables.block_sizes[0]
         self._token_bytes: int = runner.vocab_size * runner.model_config.head_dtype.itemsize  # logits of a token
@@ -156,7 +157,8 @@ class WideLists:
             kernels=self._sets.kernels,
         )
         rows = max(rows for rows, _ in _shapes(plan, one))
-        branches = Branches(runner, [other.prompt for other in group], rows, plan.longest, self._scratch)
+        prompts = [other.prompt for other in group]
+        branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._apart)
         beams.round(logits[:, None])
         while self._go_on(beams):
             known = beams.taken - 1

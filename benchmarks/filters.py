@@ -37,10 +37,12 @@ from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.serving.admission import Words
-from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.catalogue import Catalogue
 from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig
 from itemset.serving.request import ItemRequest
+from itemset.serving.travel import Sender, arrived
+from itemset.serving.words import FILTERED, INDEX
 from itemset.trie.filters import passing
 from itemset.trie.rows import as_rows
 from itemset.trie.view import bits_of
@@ -95,10 +97,10 @@ def ms(work: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def chosen() -> Chosen:
+def chosen(catalogue: Catalogue | None = None) -> Chosen:
     """What a server answers requests with, its filters not yet asked for."""
     config = StaticConfig()
-    return Chosen(Catalogue(config), config, Words("", "", "", "", ""))
+    return Chosen(catalogue or Catalogue(config), config, Words("", "", "", "", ""))
 
 
 def ready(base: ItemSet, ids: NDArray[np.uint16], repeats: int) -> Iterator[Row]:
@@ -132,7 +134,9 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
     started = time.perf_counter()
     index = base._keys.index
     seconds, nbytes = time.perf_counter() - started, index._slots.nbytes
-    serving = chosen()
+    front, engine = Catalogue(StaticConfig()), Catalogue(StaticConfig())
+    front.registered["set"] = engine.registered["set"] = base
+    serving, sender = chosen(front), Sender(front, engines=1)
     serving.get(ItemRequest("set", exclude_keys=[0]), base)  # loads compiled code
     for query in (None, newest(0.1)):
         of: ItemSet = base if query is None else serving.get(ItemRequest("set", item_filter=query), base).item_set
@@ -144,10 +148,10 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
                 before.append(ms(lambda: serving.get(ItemRequest("set", item_filter=query), base)) if query else 0.0)  # noqa: B023
                 asked = ItemRequest("set", item_filter=query, exclude_keys=keys)
                 begun = time.process_time()
-                here.append(ms(lambda: made.append(serving.get(asked, base))))  # noqa: B023
+                here.append(ms(lambda: made.append(sender.carried(serving.get(asked, base).reference))))  # noqa: B023
                 busy.append(1e3 * (time.process_time() - begun))
-                last: InlineSet = made[-1]
-                there.append(ms(lambda: InlineSet.opened(last.reference, last.index, {"set": base})))  # noqa: B023
+                there.append(ms(lambda: arrived(engine, made[-1])))  # noqa: B023
+            sent = [len(one[INDEX]) + len(one.get(FILTERED, [None, None])[1] or b"") for one in made]
             tracemalloc.start()
             start = tracemalloc.get_traced_memory()[0]
             held = [without(of, base._keys.places_of(keys)) for keys in lists]
@@ -158,7 +162,8 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
                 "lookup, ms": median(ms(lambda keys=keys: base._keys.places_of(keys)) for keys in lists),
                 "request, ms": median(here) - median(before), "request, processor, ms": median(busy),
                 "engine, ms": median(there),
-                "list, bytes": held[0].own["dead"].nbytes, "sent, bytes": len(last.index), "held, bytes": round(kept),
+                "list, bytes": held[0].own["dead"].nbytes, "sent, bytes": round(median(sent)),
+                "held, bytes": round(kept),
                 "key index, s": seconds, "key index, MB": nbytes / 1e6,
             }  # fmt: skip
 
@@ -295,6 +300,8 @@ def plot(rows: list[Row], path: Path) -> None:
         )
     axis.plot(widths, [row["view"] for row in mine], "k--", label="view")
     axis.set(xlabel="beam width", ylabel=f"places filled of {PLACES}", xscale="log")
+    axis.minorticks_off()
+    axis.set_xticks(WIDTHS, list(map(str, WIDTHS)))
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()

@@ -59,6 +59,7 @@ def lists(backend: str, way: str, model: str, file: str, dummy: bool) -> list[Ro
     """Of each prompt and width the time of a list, and the list. way: of item_set_shared_prefix."""
     from vllm import LLM, SamplingParams
 
+    from itemset.serving.words import REFERENCE
     from vllm_static.one_request import best_of, list_params
 
     if not CUDA:
@@ -84,7 +85,7 @@ def lists(backend: str, way: str, model: str, file: str, dummy: bool) -> list[Ro
     plain, rng, rows = SamplingParams(max_tokens=1, temperature=0, detokenize=False), np.random.default_rng(3), []
     for tokens in PROMPTS:
         for width in WIDTHS:
-            asked = list_params("set", None, k=width, width=width, end_token=1, renormalised=False)
+            asked = list_params({REFERENCE: "set"}, k=width, width=width, end_token=1, renormalised=False)
             one = prompts(np.random.default_rng(tokens), tokens)
             (answer,) = llm.generate(one, asked, use_tqdm=False)  # compiles what is to be compiled
             table = answer.prompt_token_id_logprobs

@@ -1,6 +1,6 @@
 """Demo: a server whose model can only answer with one of 1682 film titles.
 
-Run it with `python3 bootstrap.py demo`, or with `--engine sglang` behind it. It fetches a small model and the titles,
+Run it with `python3 bootstrap.py demo`, or with `--engine sglang` after it. It fetches a small model and the titles,
 builds their index, starts the server, asks it for films over its OpenAI-compatible API and shows that every answer is
 a film of the list.
 
@@ -94,7 +94,7 @@ async def ask_streaming(client: openai.AsyncOpenAI, taste: str, seed: int) -> An
 
 
 def token_ids_of(choice: Choice) -> list[int]:
-    """The tokens behind an answer, which both engines add to the OpenAI format when asked, under their own names."""
+    """The tokens of an answer, which both engines add to the OpenAI format when asked, under their own names."""
     extra = choice.model_extra or {}
     return extra.get("token_ids") or extra.get("response_token_ids") or []
 
@@ -119,7 +119,7 @@ def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
 def report_ranks(films: list[dict[str, Any]]) -> bool:
     """Print the ranked list as a table; True if it is one, of films of the list."""
     title_of = titles_by_key()
-    print(f"\na ranked list of {len(films)} films behind this prompt:\n{RANKED_PROMPT!r}")
+    print(f"\na ranked list of {len(films)} films after this prompt:\n{RANKED_PROMPT!r}")
     print_ranked(films, {film["key"]: film["title"] for film in films})
     keys = {film["key"] for film in films}
     return len(keys) == RANKED and all(title_of.get(film["key"]) == film["title"] for film in films)

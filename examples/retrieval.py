@@ -1,6 +1,6 @@
 """Demo: generative retrieval end to end, from texts to ranked lists of films for the users who watched others.
 
-Run it with `python3 bootstrap.py retrieval`, or with `--engine sglang` behind it. It gives MovieLens-100K's films
+Run it with `python3 bootstrap.py retrieval`, or with `--engine sglang` after it. It gives MovieLens-100K's films
 semantic IDs (residual k-means over embeddings of their titles and genres), teaches a small model what users watch next,
 builds the index, serves both, and asks for ranked lists over HTTP: how near beams come to the exact ranking, and how
 often the film that a user did watch next is among the first ten. `--cold-start` asks for films that no training history
@@ -100,7 +100,7 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
     print(f"baseline: hit@10 of the ten most watched films for everyone: {share:.2f}")
 
     user = next((i for i, film in enumerate(after) if film in best[i]), 0)
-    print("\nfor instance, behind ..., " + ", ".join(titles[film] for film in before[user][-3:]))
+    print("\nfor instance, after ..., " + ", ".join(titles[film] for film in before[user][-3:]))
     print_ranked(exact[user], titles | {after[user]: f"{titles[after[user]]}  <- watched next"})
     whole = all(len(set(keys)) == K and set(keys) <= set(titles) for keys in best)
     return whole and all(one[0]["proven"] for one in exact)

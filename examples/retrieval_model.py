@@ -38,7 +38,7 @@ def make_tokenizer(codes: NDArray[Any]) -> Any:
 
 
 def tokens_of(watched: Sequence[int], encoded: dict[int, list[int]], end: int) -> list[int]:
-    """A user's films as the model reads them: an end token behind each."""
+    """A user's films as the model reads them: an end token after each."""
     return [token for film in watched for token in (*encoded[film], end)]
 
 

@@ -216,7 +216,7 @@ def end_process_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 def run(example: Callable[[], bool]) -> int:
-    """An example's exit status: 0 where it returns True. What goes wrong is said, and no server stays behind."""
+    """An example's exit status: 0 where it returns True. What goes wrong is said, and no server keeps running."""
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGHUP, _stop)
     # No proxy stands between this machine and itself.

@@ -82,16 +82,9 @@ class View(ItemSet):
     def save(self, path: str | os.PathLike[str]) -> NoReturn:
         raise ItemSetError("a view cannot be saved: save the set itself, and filter it again")
 
-    def to_bytes(self, base: ItemSet | None = None) -> bytes:
-        """Return what this view has beside `base`, for `view_from_bytes`.
-
-        base: the set, or the view, of which this one was made; by default what it stands on.
-        """
-        arrays: dict[str, NDArray[Any]] = {}
-        below: ItemSet = self
-        while below is not (base or self.base) and below.base is not None:
-            arrays, below = {**below.own, **arrays}, below.base
-        return index_file.to_bytes(self._header(), arrays)
+    def to_bytes(self) -> bytes:
+        """Return what this view has of its own, for `view_from_bytes`."""
+        return index_file.to_bytes(self._header(), dict(self.own))
 
     def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
         numbers = self.whole._numbers_of(rows)
@@ -167,16 +160,18 @@ def view(
     return seen
 
 
-def view_from_bytes(base: ItemSet, data: bytes, name: str = "the view") -> ItemSet:
-    """Open what `to_bytes` of a view of this set wrote: to be walked, not to be asked for keys.
+def view_from_bytes(base: ItemSet, data: bytes, name: str = "the view", *, keys: Keys | None = None) -> ItemSet:
+    """Open what `to_bytes` of a part of this set wrote. Raises ItemSetError if the bytes are damaged.
 
-    Raises ItemSetError if the bytes are damaged.
+    base: the set or the view that it was made of. keys: those that pass; without them the view can be walked, and not
+    be asked for keys.
     """
     header, arrays = index_file.parse(data, name)
     if "labels" in arrays:
         return from_index(header, arrays, name=name, check=True)
     index_file.check(header, arrays, name)
-    return View(base, arrays, header.items, digest=header.digest)
+    base = base.whole if "alive" in arrays else base  # a filter of a view has that view's bits in its own
+    return View(base, arrays, header.items, keys=keys, digest=header.digest)
 
 
 def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = lambda: "no key passes") -> View:

@@ -48,8 +48,8 @@ class StaticGrammar(BaseGrammarObject):
         self.host.rollback(k)
 
     def is_terminated(self) -> bool:
-        """Never: behind an item the mask allows the stop tokens alone, and SGLang ends the request at one of them. It
-        lifts the mask of a terminated grammar, and a request that goes on behind its item (`ignore_eos`) would leave
+        """Never: after an item the mask allows the stop tokens alone, and SGLang ends the request at one of them. It
+        lifts the mask of a terminated grammar, and a request that goes on after its item (`ignore_eos`) would leave
         the set."""
         return False
 

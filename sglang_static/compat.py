@@ -144,6 +144,11 @@ def why_host_path(server_args: Any) -> str | None:
     return None
 
 
+def schedulers(server_args: Any) -> int:
+    """How many take requests, each its own."""
+    return int(resolved(server_args).dp_size or 1)
+
+
 def verified_rows(server_args: Any) -> int:
     """Logits rows that a request has at most in a step: the nodes of a draft tree, or one."""
     return int(resolved(server_args).speculative_num_draft_tokens or 1)
@@ -201,7 +206,7 @@ def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
-    """The token behind which the request's constraint begins, -1 where it begins at once, and None where the end of
+    """The token after which the request's constraint begins, -1 where it begins at once, and None where the end of
     its reasoning is more than one token or has rules of its own (constrained/reasoner_grammar_backend.py)."""
     ends = getattr(manager.grammar_backend, "think_end_ids", None)
     if ends is None or not request.require_reasoning:
@@ -228,7 +233,7 @@ def content_after_reasoning(tokenizer: Any, request: Any) -> Callable[[Sequence[
 
 
 def behind_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
-    """The grammar, in force behind the request's reasoning where it has any."""
+    """The grammar, in force after the request's reasoning where it has any."""
     backend = manager.grammar_backend
     if not hasattr(backend, "think_end_ids"):
         return grammar

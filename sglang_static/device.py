@@ -38,6 +38,6 @@ def claim(plan: Plan, request: Any, item_set: ItemSet, begins_after: int | None,
         return False
     # A request ends in many places of SGLang; that nothing holds on to it any more is the one sign of them all.
     weakref.finalize(request, plan.release, resident.number)
-    place = Place(resident.number, resident.start, resident.digest, begins_after)
+    place = Place(resident.number, resident.start, resident.digest, begins_after, resident.below)
     request.item_set = Admitted(item_set, place, tuple(sorted(stop_tokens)))
     return True

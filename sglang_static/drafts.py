@@ -127,7 +127,7 @@ def extend_after_prefill(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The first draft behind a prompt; the token that was sampled there is taken first."""
+    """The first draft after a prompt; the token that was sampled there is taken first."""
     sampler = processor.current()
     if sampler is not None and len(batch.reqs):
         sampler.accept(batch, next_token_ids[:, None], torch.ones_like(next_token_ids), walked=0)
@@ -140,7 +140,7 @@ def extend_after_prefill(
     why="the first draft after accepted ones",
 )
 def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The first draft behind what verification has accepted."""
+    """The first draft after what verification has accepted."""
     with _drafting(self, batch.req_pool_indices, steps=False):
         return original(self, batch, *args, **kwargs)
 

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from base64 import b64encode
-from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
+from itemset.serving.asgi import while_connected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.lists import Lists
-from itemset.serving.words import INDEX, LIST, REFERENCE
+from itemset.serving.travel import Sender
+from itemset.serving.words import LIST
 from sglang_static import compat, http
 from sglang_static.one_request import OneRequest, Wanted
-from sglang_static.request import asked, in_place, wants_list
+from sglang_static.request import as_json, asked, in_place, wants_list
 
 logger = logging.getLogger(__name__)
 
 WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
-PATIENCE = 0.2  # seconds between two looks for the client
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
-
-
-Result = TypeVar("Result")
-
-
-async def while_connected(work: Awaitable[Result], http_request: Any) -> Result:
-    """Await it, but cancel it when the client has left: SGLang looks for that only every four seconds of a request that
-    was tokenized (managers/tokenizer_manager.py, _wait_one_response). Raises ValueError then, as SGLang does.
-
-    http_request: Starlette's, or None where there is no client that may leave.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
-            if http_request is not None and await http_request.is_disconnected():
-                raise ValueError("the client has left")
-        return task.result()
-    finally:
-        task.cancel()
 
 
 class FrontEnd:
@@ -66,6 +45,7 @@ class FrontEnd:
             reserved=RESERVED,
             end_tokens=self._ends,
         )
+        self._sender = Sender(self.checks.catalogue, engines=compat.schedulers(manager.server_args))
         self.lists = Lists(compat.seats(manager.server_args), lambda: compat.unfinished(manager))
         self.one_request = OneRequest()
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
@@ -136,12 +116,8 @@ class FrontEnd:
         self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=params.min_new_tokens, stop_tokens=stops)
         if not stops:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
-        params.custom_params = {**(params.custom_params or {}), **self._carried(reference)}
+        params.custom_params = {**(params.custom_params or {}), **as_json(self._sender.carried(reference))}
 
     def attach_list(self, reference: str, wanted: Wanted, params: Any) -> None:
         """The same for a request that is a ranked list, and was checked with it."""
-        params.custom_params = {**self._carried(reference), LIST: list(wanted)}
-
-    def _carried(self, reference: str) -> dict[str, Any]:
-        inline = self.checks.catalogue.inline(reference)
-        return {REFERENCE: reference, **({INDEX: b64encode(inline.index).decode()} if inline else {})}
+        params.custom_params = {**as_json(self._sender.carried(reference)), LIST: list(wanted)}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 from itemset.serving import asgi, words
@@ -36,7 +38,12 @@ SURFACE = words.Surface(
 )
 RANKED = SERVED.keys() - {"/v1/responses"}
 
+UNSEEN = ("/generate", "/v1/responses")
+"""Endpoints that begin to stream before a request is judged; the others wait for its first token."""
+
 _fields: ContextVar[dict[str, Any] | None] = ContextVar("item_set_fields", default=None)
+_made: ContextVar[Any] = ContextVar("item_set_made", default=None)
+"""What `_make` has made, held until the request comes to ask for it."""
 
 
 def fields() -> dict[str, Any]:
@@ -55,7 +62,7 @@ class ItemSetFields:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        scope[asgi.JUDGE] = _judge
+        scope[asgi.JUDGE], scope[asgi.MAKER] = _judge, _make
         token = _fields.set(None)
         try:
             await self._app(scope, receive, send)
@@ -104,6 +111,20 @@ def _judge(scope: Any, body: Any) -> None:
     _move_within_the_contract(body)
 
 
+async def _make(request: Any, body: Any) -> None:
+    """Judge a request that is to be streamed, and make its sets, before its answer begins. Raises as
+    `FrontEnd.prepare` does."""
+    front_end = _front_end()
+    if front_end is None or not isinstance(body, dict) or not body.get("stream"):
+        return
+    if asgi.path_of(request.scope) in UNSEEN and (_fields.get() is not None):
+        seen = SimpleNamespace(
+            sampling_params=copy.deepcopy(body.get(PARAMS)), custom_logit_processor=body.get("custom_logit_processor")
+        )
+        _made.set(seen)
+        await front_end.prepare(seen, request)
+
+
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in words.at(body, PARAMS):
@@ -135,5 +156,9 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
 
 def _serves_sets() -> bool:
     """Whether this server uses our backend: the plugin may be installed and another one chosen."""
+    return _front_end() is not None
+
+
+def _front_end() -> Any:
     state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
-    return getattr(getattr(state, "tokenizer_manager", None), "static_front_end", None) is not None
+    return getattr(getattr(state, "tokenizer_manager", None), "static_front_end", None)

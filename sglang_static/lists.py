@@ -186,7 +186,7 @@ class ItemGroup(BeamGroup):
 
     def _begin(self) -> Lockstep:
         sampler, wanted, place = self._sampler, self.wanted, self._resident
-        sampler.arena.place(self._item_set, place.number, place.start)
+        sampler.arena.place(self._item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
         self._beams = Lockstep(
             sampler.arena,

@@ -221,7 +221,7 @@ class ItemSetSampler:
 
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
         place = admitted.place
-        self.arena.place(admitted.item_set, place.number, place.start)
+        self.arena.place(admitted.item_set, place.number, place.start, place.below)
         return [slot, len(request.origin_input_ids), place.number, place.begins_after, *admitted.stop_tokens]
 
     def _moved(self, table: Tensor) -> Tensor:

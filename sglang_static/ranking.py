@@ -19,11 +19,11 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.search import Answer, Pass
+from itemset.serving.asgi import while_connected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.lists import found_some
 from itemset.serving.words import BEAMS, REFERENCE
 from sglang_static import http
-from sglang_static.front import while_connected
 from sglang_static.one_request import Wanted
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
@@ -51,6 +51,7 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
             for task in tasks:
                 task.cancel()
 
+    # SGLang looks for the client only every four seconds of a request that was tokenized (_wait_one_response).
     answers = await while_connected(each(), http_request)
     if http.fields().get(BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]

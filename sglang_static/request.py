@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any
 
 from itemset import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import BEAMS, CHOICE, INDEX, REFERENCE, SELECTION
+from itemset.serving.travel import Carried, arrived
+from itemset.serving.words import BEAMS, CHOICE, FILTERED, INDEX, REFERENCE, SELECTION
 
 CUSTOM = "custom_params"
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -76,12 +77,27 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if key not in (REFERENCE, CHOICE, *SELECTION)}
 
 
-def carried_set(catalogue: Catalogue, custom: dict[str, Any]) -> ItemSet:
-    """The set that a request's `custom_params` carry to the scheduler, from which an inline set's index is taken.
+def as_json(carried: Carried) -> dict[str, Any]:
+    """What a request carries of its set, as `custom_params` take it: bytes in base64."""
+    texts = dict(carried)
+    if INDEX in texts:
+        texts[INDEX] = b64encode(texts[INDEX]).decode()
+    if FILTERED in texts:
+        query, bits = texts[FILTERED]
+        texts[FILTERED] = [query, bits and b64encode(bits).decode()]
+    return texts
 
-    Raises ItemSetError for a set that is not known, or whose index is damaged.
+
+def carried_set(catalogue: Catalogue, custom: dict[str, Any]) -> ItemSet:
+    """The set that a request's `custom_params` carry to the scheduler, from which its tables are taken.
+
+    Raises ItemSetError for a set that is not known, or whose tables are damaged.
     """
-    reference, index = custom[REFERENCE], custom.pop(INDEX, None)
-    if index is not None:
-        catalogue.kept(reference, b64decode(index))
-    return catalogue[reference]
+    carried = {REFERENCE: custom[REFERENCE]}
+    if INDEX in custom:
+        carried[INDEX] = b64decode(custom.pop(INDEX))
+    if FILTERED in custom:
+        query, bits = custom.pop(FILTERED)
+        carried[FILTERED] = [query, bits and b64decode(bits)]
+    kept = arrived(catalogue, carried)
+    return kept.item_set if kept else catalogue[custom[REFERENCE]]

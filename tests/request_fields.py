@@ -1,4 +1,4 @@
-"""The fields of an engine's own requests, which no check of ours may take for a misspelled word."""
+"""Fields of requests: the engines' own, which no check of ours may take for a misspelled word; and bad ones of ours."""
 
 from __future__ import annotations
 
@@ -6,8 +6,51 @@ import contextlib
 import dataclasses
 import importlib
 import pkgutil
+from typing import Any
 
 from pydantic import BaseModel
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A filter in so many others."""
+    query: dict[str, Any] = {"tag": 1}
+    for _ in range(depth):
+        query = {"$not": query}
+    return query
+
+
+def of(**selection: Any) -> dict[str, Any]:
+    return {"item_set": "tagged", **selection}
+
+
+BAD_SELECTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"item_filter": {"tag": 1}}, "item_filter chooses among the items of a registered set: name the set as item_set"),
+    (of(item_filter="tag"), "item_filter must be an object of conditions, not 'tag'"),
+    (of(item_filter=[{"tag": 1}]), "item_filter must be an object of conditions, not"),
+    (of(item_filter={"tga": 1}), 'there is no attribute "tga": the set has "tag" (integer)'),
+    (of(item_filter={"tag": 7}), 'no item is left: "tag" $eq 7 leaves 0'),
+    (of(item_filter={"tag": True}), '"tag" (integer)'),
+    (of(item_filter={"tag": {}}), "has an empty condition"),
+    (of(item_filter={"tag": {"$regex": "a"}}), "$regex"),
+    (of(item_filter={"$where": "1"}), '"$where" is no filter'),
+    (of(item_filter={"tag": [1]}), "was given a list: write"),
+    (of(item_filter={"tag": {"$in": [1] * 10_001}}), "10,001"),
+    (of(item_filter={"$or": [{"tag": 1}] * 101}), "100"),
+    (of(item_filter=nested(17)), "nested more than 16 deep"),
+    ({"item_set": "one", "item_filter": {"tag": 7}}, "the set has none"),
+    ({"item_set": "seen", "item_filter": {"tag": 1}}, 'no item is left: "tag" $eq 1 leaves 0'),
+    (of(exclude_keys="item 1"), "exclude_keys must be a list of keys, not 'item 1'"),
+    (of(exclude_keys={"item 1": 1}), "exclude_keys must be a list of keys, not"),
+    (of(exclude_keys=[1]), "the keys of this set are strings, not integers such as 1"),
+    (of(exclude_keys=[["item 1"]]), "exclude_keys: "),
+    (of(exclude_keys=["item 1", None]), "exclude_keys: a key is missing (null)"),
+    (of(only_keys=["none"]), "no item is left: only_keys leaves 0 keys"),
+    (of(only_keys=[]), "no item is left: only_keys leaves 0 keys"),
+    (of(only_keys=["a"] * 10_001), "only_keys has 10,001 keys, the limit is 10,000"),
+    (of(filter={"tag": 1}), "there is no field 'filter': did you mean item_filter?"),
+    (of(item_fliter={"tag": 1}), "there is no field item_fliter: send item_filter"),
+]
+"""What chooses among the items of the named sets of `sets`, and cannot; and a part of what both engines say of it."""
 
 
 def fields_of(package: str) -> set[str]:

@@ -18,6 +18,7 @@ from views import made
 import itemset
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.trie.walk import END, FREE
+from itemset.views import filtered, without
 
 STOPS = {66, 69}
 
@@ -176,3 +177,26 @@ def test_rows_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="1 rows need a request and a state each, not 2 and 2"):
         fill_bitmasks(hosts, [0, 0], [0], bitmask)
     assert not bitmask.any()
+
+
+@pytest.mark.parametrize("words", [0, 3, 10, 40])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+def test_wide_nodes_of_views(share: float, words: int) -> None:
+    """Whose tokens follow one another or do not, in blocks of 32 edges that live wholly, in part or not at all."""
+    draw = np.random.default_rng(int(100 * share))
+    runs = [draw.integers(0, 900) + np.arange(draw.integers(1, 200)) for _ in range(6)]
+    spread = [np.sort(draw.choice(1_200, draw.integers(1, 400), replace=False)) for _ in range(6)]
+    holed = [np.delete(run, draw.integers(0, len(run), len(run) // 20)) for run in runs if len(run) > 20]
+    each = [*runs, *spread, *holed]
+    items = [[first, int(token)] for first, tokens in enumerate(each) for token in tokens]
+    whole = itemset.build(items)
+    lives = draw.random(len(items)) < share
+    lives[:50] = True
+    seen = filtered(whole, lives)
+    for item_set in (whole, seen, without(seen, np.arange(0, 50, 2))):
+        for first in range(len(each)):
+            state = HostState(item_set, [])
+            if not state.accept([first]):
+                continue
+            children = item_set.children([first])[0].tolist()
+            assert bits(state, 32 * words) == [token for token in children if token < 32 * words]

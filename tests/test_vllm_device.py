@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections import Counter
@@ -13,12 +14,13 @@ import pytest
 import torch
 from engines import force_asynchronous_scheduling
 from samples import SAMPLES
+from sets import tagged_items, tagged_keys
 from test_vllm_engine import CITIES, EOS, answer, check_answers, inline, named, on_path
 from vllm import SamplingParams
 
 import itemset
 from itemset.masking.batch import LOCAL
-from itemset.serving.words import INDEX
+from itemset.serving.words import FILTERED, INDEX
 from itemset.trie.walk import FREE
 
 PARSER = Path(__file__).parent / "tiny_reasoning.py"
@@ -251,12 +253,39 @@ def test_an_index_goes_to_the_worker_once(engines, tiny_model, device):
     assert sent(lists[:1] * 2) == 1
 
 
+def test_the_bits_of_a_filter_go_to_the_worker_once(engines, tiny_model, device):
+    """Whatever is left out beside it; and an engine that has forgotten them makes them again."""
+    engine = engines("v2", tiny_model, **device)
+    engine.call(watch_indexes)
+
+    def sent(**words: Any) -> tuple[int, int]:
+        before = engine.call(indexes), engine.call(filters)
+        extra = {"item_set": "tagged", "item_filter": {"tag": 2}, **words}
+        left = {tuple(item) for i, item in enumerate(tagged_items()) if i % 3 == 2}
+        left -= {tuple(tagged_items()[tagged_keys().index(key)]) for key in words.get("exclude_keys", ())}
+        for output in engine.generate(["p"] * 3, [named("tagged", extra_args=extra)] * 3):
+            assert answer(output) in left
+        return engine.call(indexes) - before[0], engine.call(filters) - before[1]
+
+    keys = tagged_keys()[2::3]
+    assert [sent(exclude_keys=keys[:4]), sent(exclude_keys=keys[4:9]), sent()] == [(1, 1), (1, 0), (0, 0)]
+    engine.call(forget_what_came)
+    assert [sent(exclude_keys=keys[9:12]), sent(exclude_keys=keys[:4])] == [(1, 0), (0, 0)]
+
+
+def forget_what_came(llm: Any) -> None:
+    """Let the engine core forget all sets that came with requests."""
+    llm.llm_engine.engine_core.engine_core.structured_output_manager.backend._catalogue._inline.clear()
+    gc.collect()
+
+
 def watch_indexes(llm: Any) -> None:
     processor = processor_of(llm)
-    processor.indexes, add_request = 0, processor.add_request
+    processor.indexes, processor.filters, add_request = 0, 0, processor.add_request
 
     def watched(req_idx: int, sampling_params: Any) -> bool:
         processor.indexes += INDEX in (sampling_params.extra_args or {})
+        processor.filters += FILTERED in (sampling_params.extra_args or {})
         return add_request(req_idx, sampling_params)
 
     processor.add_request = watched
@@ -264,6 +293,10 @@ def watch_indexes(llm: Any) -> None:
 
 def indexes(llm: Any) -> int:
     return processor_of(llm).indexes
+
+
+def filters(llm: Any) -> int:
+    return processor_of(llm).filters
 
 
 def watch_reads(llm: Any) -> None:

@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
+from itemset.serving.words import REFERENCE
 from vllm_static.one_request import best_of, list_params
 from vllm_static.ranking import RankingParams
 
@@ -51,7 +52,7 @@ def items_of(output: Any) -> list[Item]:
 
 
 def asked(name: str, width: int, k: int, renormalised: bool) -> Any:
-    return list_params(name, None, k=k, width=width, end_token=1, renormalised=renormalised)
+    return list_params({REFERENCE: name}, k=k, width=width, end_token=1, renormalised=renormalised)
 
 
 def inside(llm: Any, name: str, width: int, k: int, renormalised: bool, lengths: list[int]) -> list[list[Item]]:

@@ -23,7 +23,8 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens, warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.words import INDEX, LIST, PLACE, REFERENCE
+from itemset.serving.travel import arrived, tables
+from itemset.serving.words import FILTERED, INDEX, LIST, PLACE, REFERENCE
 from vllm_static import compat
 from vllm_static.device import DevicePath
 from vllm_static.metrics import Figures, label
@@ -57,8 +58,8 @@ class StaticGrammar(StructuredOutputGrammar):
         self.host.fill_bitmask(bitmask.numpy()[batch_index])
 
     def is_terminated(self) -> bool:
-        """Never: vLLM lifts the mask of a terminated grammar, and a request that goes on behind its item (`ignore_eos`)
-        would leave the set. Behind an item the mask allows the stop tokens alone."""
+        """Never: vLLM lifts the mask of a terminated grammar, and a request that goes on after its item (`ignore_eos`)
+        would leave the set. After an item the mask allows the stop tokens alone."""
         return False
 
     def reset(self) -> None:
@@ -91,15 +92,13 @@ class StaticBackend(StructuredOutputBackend):
         reference = (params.extra_args or {}).get(REFERENCE) if params is not None else None
         if reference is None:
             return False
-        index = params.extra_args.get(INDEX)
-        if index is not None:
-            kept = self._catalogue.kept(reference, index)
-            params.extra_args[INDEX] = kept.index  # requests that run with the same set share its bytes
+        if (kept := arrived(self._catalogue, params.extra_args)) is not None:
+            params.extra_args |= tables(kept)  # requests that run with the same set share its bytes
         if self._device is not None and self._device.claim(manager, request, self._catalogue[reference]):
             self._figures.by_path["device"] += LIST not in params.extra_args  # a list has no masks
             return True
         self._figures.by_path["host"] += LIST not in params.extra_args
-        params.extra_args = {key: value for key, value in params.extra_args.items() if key != INDEX}
+        params.extra_args = {key: value for key, value in params.extra_args.items() if key not in (INDEX, FILTERED)}
         return False
 
     def forget(self, request: Request) -> None:

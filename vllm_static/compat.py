@@ -214,7 +214,7 @@ def may_reason(manager: Any) -> bool:
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
-    """The token behind which the request's constraint begins, -1 where it begins at once, and None where its end of
+    """The token after which the request's constraint begins, -1 where it begins at once, and None where its end of
     reasoning is more than one token or a rule of its own (v1/structured_output/__init__.py, _get_constraint_bounds)."""
     from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
     from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser

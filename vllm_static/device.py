@@ -16,7 +16,7 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.config import StaticConfig
-from itemset.serving.words import INDEX, PLACE
+from itemset.serving.words import FILTERED, INDEX, PLACE
 from vllm_static import compat
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class DevicePath:
             logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
             return False
         setattr(request, RESIDENT, resident)
-        place = Place(resident.number, resident.start, resident.digest, start)
+        place = Place(resident.number, resident.start, resident.digest, start, resident.below)
         compat.make_ordinary(request, {**params.extra_args, PLACE: place})
         return True
 
@@ -64,7 +64,8 @@ class DevicePath:
 
 
 def send_index_once(request: Request, data: Any) -> None:
-    """Take an inline set's index out of what is about to be sent to the workers, if they have been given it before.
+    """Take out of what is about to be sent to the workers what they have been given before: an inline set's index, a
+    filter's bits.
 
     data: the NewRequestData of a request that is being scheduled (v1/core/sched/output.py). All workers get all of them
     in order, and keep a set where it lies for as long as it is this Resident: only another set that the plan puts into
@@ -73,10 +74,14 @@ def send_index_once(request: Request, data: Any) -> None:
     resident: Resident | None = getattr(request, RESIDENT, None)
     if resident is None:
         return
-    if resident.sent and INDEX in data.sampling_params.extra_args:
+    extra = data.sampling_params.extra_args
+    known = {INDEX, FILTERED} & extra.keys() if resident.sent else set()
+    if resident.base is not None:
+        known |= {FILTERED} & extra.keys() if INDEX in extra and resident.base.sent else set()
+        resident.base.sent = True
+    if known:
         data.sampling_params = copy.copy(data.sampling_params)
-        extra = data.sampling_params.extra_args
-        data.sampling_params.extra_args = {key: value for key, value in extra.items() if key != INDEX}
+        data.sampling_params.extra_args = {key: value for key, value in extra.items() if key not in known}
     resident.sent = True
 
 

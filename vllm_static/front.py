@@ -17,7 +17,8 @@ from itemset.serving.catalogue import INLINE, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import BEAMS, INDEX, REFERENCE, SELECTION
+from itemset.serving.travel import Sender
+from itemset.serving.words import BEAMS, SELECTION
 from vllm_static import compat, metrics
 from vllm_static.one_request import ListParams, OneRequest
 
@@ -42,6 +43,7 @@ class FrontEnd:
             end_tokens=_end_tokens(vllm_config, tokenizer),
             on_encoded=metrics.ENCODED.inc,
         )
+        self._sender = Sender(self.checks.catalogue, engines=vllm_config.parallel_config.data_parallel_size)
         self._vllm_config, self._tokenizer = vllm_config, tokenizer
         self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
@@ -78,11 +80,8 @@ class FrontEnd:
                     "or register a smaller set",
                     parameter,
                 )
-        inline = self.checks.catalogue.inline(reference)
         extra = {key: value for key, value in (params.extra_args or {}).items() if key not in SELECTION}
-        params.extra_args = {**extra, REFERENCE: reference}
-        if inline:
-            params.extra_args[INDEX] = inline.index
+        params.extra_args = {**extra, **self._sender.carried(reference)}
         params.structured_outputs = StructuredOutputsParams(choice=[reference])
 
     def expecting(self, reference: str) -> Callable[[Any], Expected]:
@@ -121,9 +120,7 @@ class FrontEnd:
     def one_list(self, asked: ItemRequest, end_token: int) -> ListParams | None:
         """The parameters of the one request for a list that `ranked` has passed; None if rounds must make it."""
         assert asked.ranked is not None
-        reference = self.checks.reference(asked)
-        inline = self.checks.catalogue.inline(reference)
-        return self.one_request.params(reference, inline.index if inline else None, asked.ranked, end_token)
+        return self.one_request.params(self.checks.reference(asked), self._sender.carried, asked.ranked, end_token)
 
     def lists(self, client: Any) -> Lists:
         """What runs the ranked lists of the server whose engine `client` talks to."""

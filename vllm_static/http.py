@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from itemset.errors import shown
+from itemset.errors import ItemSetError, shown
 from itemset.serving import asgi, words
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.request import ItemRequest
 from itemset.serving.words import BEAMS, CHOICE, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from vllm_static import metrics
@@ -40,22 +41,30 @@ SURFACE = words.Surface(
     },
 )
 
+MAKING = {*SURFACE.served, "/v1/messages"}
+"""Endpoints whose answers may be streamed."""
+
 _brings_choice: ContextVar[bool] = ContextVar("item_set_choice", default=False)
 """Whether the body that is being served brought an inline list. vLLM's parsers may put a tool's constraint in its place
 (tool_parsers/abstract_tool_parser.py, adjust_request) before its parameters are made."""
 
 
+_made: ContextVar[InlineSet | ItemSetError | None] = ContextVar("item_set_made", default=None)
+"""The set that the body brought or chose, held until the engine's client asks for it; or why there is none."""
+
+
 class ItemSetWords:
-    """ASGI middleware (vLLM's --middleware): has every body judged that vLLM parses, and brings the engine's figures up
-    to date before /metrics shows them."""
+    """ASGI middleware (vLLM's --middleware): has every body judged that vLLM parses, and its set made before an answer
+    begins; brings the engine's figures up to date before /metrics shows them."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            scope[asgi.JUDGE] = _judge
+            scope[asgi.JUDGE], scope[asgi.MAKER] = _judge, _make
             _brings_choice.set(False)
+            _made.set(None)
             if scope["path"] == metrics.PATH:
                 await metrics.refresh(scope["app"])
         await self._app(scope, receive, send)
@@ -71,6 +80,33 @@ def _judge(scope: Any, body: Any) -> None:
     except RefusedError as error:
         metrics.REFUSED.labels(error.reason).inc()
         raise
+
+
+async def _make(request: Any, body: Any) -> None:
+    """Make the set that a body brings or chooses. What is wrong is said later, in its turn: as vLLM makes the request's
+    parameters, where its answer has not begun either."""
+    front_end = _front_end(request.scope["app"])
+    if front_end is None or not isinstance(body, dict) or asgi.path_of(request.scope) not in MAKING:
+        return
+    given = {**(xargs if isinstance(xargs := body.get(XARGS), dict) else {}), **body}
+    structured = body.get(STRUCTURED)
+    choice = structured.get(CHOICE) if isinstance(structured, dict) else None
+    with contextlib.suppress(RefusedError):
+        wanted = ItemRequest.of(
+            [given.get(REFERENCE)],
+            [choice],
+            {word: given[word] for word in SELECTION if word in given},
+            where=XARGS,
+            constraints=(REFERENCE, STRUCTURED),
+        )
+        if wanted is None:
+            return
+        try:
+            made = await asgi.while_connected(front_end.checks.prepare(wanted), request)
+            front_end.checks.reference(made)  # raises
+            _made.set(made.choice if isinstance(made.choice, InlineSet) else None)
+        except ItemSetError as error:
+            _made.set(error)
 
 
 def _take_choice(body: dict[str, Any]) -> None:
@@ -92,8 +128,12 @@ def _take_choice(body: dict[str, Any]) -> None:
 
 def _serves_sets(app: Any) -> bool:
     """Whether this server uses our backend: the plugin may be installed and another one chosen."""
+    return _front_end(app) is not None
+
+
+def _front_end(app: Any) -> Any:
     client = getattr(app.state, "engine_client", None)
-    return getattr(getattr(client, "input_processor", None), "static_front_end", None) is not None
+    return getattr(getattr(client, "input_processor", None), "static_front_end", None)
 
 
 def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
@@ -145,7 +185,10 @@ def _asked(request: Any, extra_args: dict[str, Any] | None, structured: Any, *, 
     ours = (REFERENCE, *SELECTION)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
-    return asked_by(extra_args, structured, fields, k=k)
+    wanted = asked_by(extra_args, structured, fields, k=k)
+    if isinstance(refused := _made.get(), ItemSetError):
+        raise refused
+    return wanted
 
 
 def _carried(request: Any, extra_args: dict[str, Any] | None) -> dict[str, Any]:

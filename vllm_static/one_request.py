@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ from itemset.ranking.search import Best, Ranked, ordered
 from itemset.serving.config import StaticConfig
 from itemset.serving.lists import Refusals
 from itemset.serving.request import ListOptions
-from itemset.serving.words import INDEX, LIST, REFERENCE
+from itemset.serving.travel import Carried
+from itemset.serving.words import LIST, REFERENCE
 from vllm_static import compat, metrics
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -47,10 +48,12 @@ class OneRequest:
         self._free = self._width * vllm_config.parallel_config.data_parallel_size
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
-    def params(self, reference: str, index: bytes | None, asked: ListOptions, end_token: int) -> ListParams | None:
+    def params(
+        self, reference: str, carried: Callable[[str], Carried], asked: ListOptions, end_token: int
+    ) -> ListParams | None:
         """Return the parameters of a request for the list; None if rounds must make it.
 
-        reference: its set's, as `front.attach` would name it. index: an inline set's.
+        reference: its set's, as `front.attach` would name it. carried: `Sender.carried`.
         """
         width = asked.beam
         reasons = {
@@ -64,7 +67,7 @@ class OneRequest:
             metrics.LISTS.labels(reason).inc()
             return None
         return list_params(
-            reference, index, k=asked.k, width=width, end_token=end_token, renormalised=asked.renormalised
+            carried(reference), k=asked.k, width=width, end_token=end_token, renormalised=asked.renormalised
         )
 
     def best(self, params: ListParams, table: NDArray[np.float64] | None) -> Best | None:
@@ -95,19 +98,16 @@ class OneRequest:
             self._freed.set()
 
 
-def list_params(
-    reference: str, index: bytes | None, *, k: int, width: int, end_token: int, renormalised: bool
-) -> ListParams:
+def list_params(carried: Carried, *, k: int, width: int, end_token: int, renormalised: bool) -> ListParams:
     """Return the parameters of a request for a list: see `OneRequest.params`. Its one token does not matter."""
-    extra: dict[str, Any] = {REFERENCE: reference, LIST: [k, width, end_token, int(renormalised)]}
     return ListParams(
         max_tokens=1,
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
         skip_clone=True,  # no other request has these parameters
-        structured_outputs=StructuredOutputsParams(choice=[reference]),
-        extra_args=extra if index is None else {**extra, INDEX: index},
+        structured_outputs=StructuredOutputsParams(choice=[carried[REFERENCE]]),
+        extra_args={**carried, LIST: [k, width, end_token, int(renormalised)]},
     )
 
 

@@ -112,7 +112,7 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
 def _refusals(params: Any = None) -> Iterator[None]:
     """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted.
 
-    params: the request's, whose structured outputs are at fault if no other field is.
+    params: the request's, or the request; its structured outputs are at fault if no other field is.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -125,7 +125,7 @@ def _refusals(params: Any = None) -> Iterator[None]:
 
 
 def _checked(function: Callable[..., Any], *args: Any) -> Any:
-    with _refusals():
+    with _refusals(args[0]):
         return function(*args)
 
 

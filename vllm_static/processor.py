@@ -19,9 +19,10 @@ import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes
 from itemset.masking.batch import COLUMNS, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
-from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.words import INDEX, LIST, PLACE, REFERENCE
+from itemset.serving.travel import opened
+from itemset.serving.words import LIST, PLACE
 from vllm_static import drafts
 
 if TYPE_CHECKING:
@@ -93,10 +94,8 @@ class ItemSetProcessor(LogitsProcessor):
         if PLACE in extra:
             place = Place(*extra[PLACE])  # msgspec sends a tuple as a list
             if not self.arena.holds(place.digest, place.number, place.start):
-                item_set = self._registered.get(extra[REFERENCE])
-                if item_set is None:
-                    item_set = InlineSet.opened(extra[REFERENCE], extra[INDEX], self._registered).item_set
-                self.arena.place(item_set, place.number, place.start)
+                below = self.arena.view(place.below[-1][0]) if place.below else None
+                self.arena.place(opened(self._registered, extra, below), place.number, place.start, place.below)
         if PLACE not in extra or LIST in extra:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,13 +41,15 @@ class ArenaFullError(ItemSetError):
 class Place(NamedTuple):
     """Where a request's set lies in the arenas of its engine, and when its constraint begins.
 
-    number, digest, start: those of its Resident. begins_after: the token after which the constraint begins, or -1.
+    number, digest, start, below: those of its Resident. begins_after: the token after which the constraint begins, or
+    -1.
     """
 
     number: int
     start: int
     digest: str
     begins_after: int
+    below: Sequence[Sequence[int]] = ()
 
 
 @dataclass
@@ -66,6 +68,11 @@ class Resident:
     users: int = 0
     sent: bool = False
     base: Resident | None = None
+
+    @property
+    def below(self) -> list[tuple[int, int]]:
+        """Number and start of each set that a view stands on, the whole set first."""
+        return [] if self.base is None else [*self.base.below, (self.base.number, self.base.start)]
 
 
 class Plan:
@@ -196,6 +203,7 @@ class Arena:
         self.views, self.longest_dead = False, 0
         self._level_plans: dict[int, LevelPlan] = {}  # of what is there, by number
         self._rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
+        self._views: dict[int, ItemSet] = {}  # of what is there, by number
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
         self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what is there, by number
         self._under_way: dict[int, tuple[str, int, int]] = {}  # the same, of what `placing` has begun to copy
@@ -208,17 +216,12 @@ class Arena:
         """
         resident = self.plan.acquire(item_set)
         try:
-            self._place_with_bases(item_set, resident)
+            self.place(item_set, resident.number, resident.start, resident.below)
         except ItemSetError:
             self.plan.release(resident.number)
             raise
         self.use([resident.number])
         return resident.number
-
-    def _place_with_bases(self, item_set: ItemSet, resident: Resident) -> None:
-        if item_set.base is not None and resident.base is not None:
-            self._place_with_bases(item_set.base, resident.base)
-        self.place(item_set, resident.number, resident.start)
 
     def release(self, number: int) -> None:
         """Do `Plan.release`. The current stream's work so far may still read the set."""
@@ -246,13 +249,21 @@ class Arena:
         """Return the plan of a set's levels, for a search over it. Raises KeyError if no such set is here."""
         return self._level_plans[number]
 
-    def place(self, item_set: ItemSet, number: int, start: int) -> None:
+    def view(self, number: int) -> ItemSet | None:
+        """Return the view that was placed as this set, for others to stand on; None if there is none."""
+        return self._views.get(number)
+
+    def place(self, item_set: ItemSet, number: int, start: int, below: Sequence[Sequence[int]] = ()) -> None:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.
 
+        below: `Resident.below`, where the sets that a view stands on go before it, unless all of them are there.
         Nothing is copied if they are there already. Steps see them after `use`. The copy waits for steps only if they
         may still read what it overwrites; the host waits as `copies.Staging` says. Raises ItemSetError if the tables
         are no trie.
         """
+        if below and item_set.base is not None and not self.holds(item_set.digest, number, start):
+            *lower, (base_number, base_start) = below
+            self.place(item_set.base, base_number, base_start, lower)
         for _ in self.placing(item_set, number, start):
             pass
 
@@ -264,8 +275,8 @@ class Arena:
         if self.holds(item_set.digest, number, start):
             return
         standing = (item_set.digest, start, start + _piece(item_set))
-        below = self._below(item_set)
-        row = _first_row(item_set) if below is None else self._rows[below].copy()
+        base = self._below(item_set)
+        row = _first_row(item_set) if base is None else self._rows[base].copy()
         memory, parts, at = self.words.view(torch.uint8), [], start
         for name, array in item_set.own.items():
             row[_COLUMNS[name]] = at // 4
@@ -275,6 +286,8 @@ class Arena:
         overwritten = _overlapping(self._placed, standing)
         for n in overwritten:
             del self._placed[n], self._level_plans[n], self._rows[n]
+        for n in {*overwritten, number}:
+            self._views.pop(n, None)
         self._placed.pop(number, None)
         for n in {*_overlapping(self._under_way, standing), number}:
             self._under_way.pop(n, None)
@@ -285,9 +298,11 @@ class Arena:
             if self._under_way.get(number) is not standing:
                 return
         del self._under_way[number]
+        if base is not None:
+            self._views[number] = item_set
         # What is placed last stands last.
         self._placed[number], self._level_plans[number], self._rows[number] = standing, item_set.level_plan, row
-        self._bases[number], self.views = number if below is None else below, self.views or below is not None
+        self._bases[number], self.views = number if base is None else base, self.views or base is not None
         self.longest_dead = max(self.longest_dead, int(row[DEAD_COUNT]))
         self.widest = max(self.widest, self._level_plans[number].most_children)
 

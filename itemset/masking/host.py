@@ -184,6 +184,10 @@ _TOKEN_BITS, _LABEL_BYTES, _TARGET_BYTES = range(2 * len(Tables._fields), 2 * le
 _WORDS = _TARGET_BYTES + 1
 
 
+_ALL = np.uint32(0xFFFFFFFF)
+_FEW = 20  # bits of a word: to find each of them is then faster than to look at all
+
+
 @intrinsic
 def _pointer(_typing: Any, address: Any) -> Any:
     """Return the address as the pointer that `carray` takes."""
@@ -192,6 +196,21 @@ def _pointer(_typing: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _count_ones(_typing: Any, _word: Any) -> Any:
+    return types.uint32(types.uint32), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
+
+
+@intrinsic
+def _count_zeros_below(_typing: Any, _word: Any) -> Any:
+    """Return how many zeros stand below the lowest one of a word that is not 0."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], cgutils.true_bit)
+
+    return types.uint32(types.uint32), generate
 
 
 @compiled
@@ -276,18 +295,21 @@ def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
 
 @compiled
 def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
-    if len(tables.alive):
+    gaps = _gaps(tables.labels, first, end) if end > first else 0
+    few_gaps = gaps <= (end - first) >> 3
+    if few_gaps or len(tables.alive):
         for block in range(first >> 5, (end + 31) >> 5):
-            alive = tables.alive[block]
-            if alive == 0xFFFFFFFF and first <= block * 32 <= end - 32:
-                for edge in range(block * 32, block * 32 + 32):
+            alive = tables.alive[block] if len(tables.alive) else _ALL
+            low, high = max(first, block * 32), min(end, block * 32 + 32)
+            if gaps == 0:
+                _set_run(tables.labels, alive, low, high, row)
+            elif few_gaps:
+                _set_runs(tables.labels, alive, low, high, row)
+            elif alive == _ALL:
+                for edge in range(low, high):
                     _set_bit(row, np.int64(tables.labels[edge]))
-                continue
-            for edge in range(max(first, block * 32), min(end, block * 32 + 32)):
-                # No branch on the bit: half of them would be foreseen wrongly.
-                token, bit = np.int64(tables.labels[edge]), alive >> np.uint32(edge & 31) & np.uint32(1)
-                if token >> 5 < len(row):
-                    row[token >> 5] |= bit << np.uint32(token & 31)
+            else:
+                _set_alive(tables.labels, alive, low, high, row)
     else:
         for edge in range(first, end):
             _set_bit(row, np.int64(tables.labels[edge]))
@@ -296,6 +318,61 @@ def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
             if tables.dead[at] >= end:
                 break
             _clear_bit(row, np.int64(tables.labels[tables.dead[at]]))
+
+
+@compiled
+def _gaps(labels: Any, first: int, end: int) -> Any:
+    """Return how many tokens between the labels of these edges are no labels."""
+    return np.int64(labels[end - 1]) - np.int64(labels[first]) - (end - first - 1)
+
+
+@compiled
+def _set_runs(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+    """Do `_set_alive` where most labels follow one another."""
+    if _gaps(labels, low, high) == 0:
+        _set_run(labels, alive, low, high, row)
+        return
+    for first in range(low, high, 8):
+        end = min(first + 8, high)
+        if _gaps(labels, first, end) == 0:
+            _set_run(labels, alive, first, end, row)
+        else:
+            _set_each(labels, alive, first, end, row)
+
+
+@compiled
+def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+    """Do `_set_alive` for labels that follow one another."""
+    token = np.int64(labels[low])
+    bits = np.uint64(alive >> np.uint32(low & 31)) & ((np.uint64(1) << np.uint64(high - low)) - np.uint64(1))
+    bits <<= np.uint64(token & 31)
+    if token >> 5 < len(row):
+        row[token >> 5] |= np.uint32(bits & np.uint64(0xFFFFFFFF))
+    if (token >> 5) + 1 < len(row):
+        row[(token >> 5) + 1] |= np.uint32(bits >> np.uint64(32))
+
+
+@compiled
+def _set_alive(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+    """Set the labels of those edges from `low` on, all of one word of `Tables.alive`, whose bits are set there."""
+    if _count_ones(alive) <= _FEW:
+        alive = alive >> np.uint32(low & 31) << np.uint32(low & 31)
+        if high & 31:
+            alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)
+        while alive:
+            _set_bit(row, np.int64(labels[(low & ~31) + np.int64(_count_zeros_below(alive))]))
+            alive &= alive - np.uint32(1)
+    else:
+        _set_each(labels, alive, low, high, row)
+
+
+@compiled
+def _set_each(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+    """Do `_set_alive` without a branch on a bit: many of them would be foreseen wrongly."""
+    for edge in range(low, high):
+        token, bit = np.int64(labels[edge]), alive >> np.uint32(edge & 31) & np.uint32(1)
+        if token >> 5 < len(row):
+            row[token >> 5] |= bit << np.uint32(token & 31)
 
 
 @compiled

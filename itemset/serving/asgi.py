@@ -6,9 +6,10 @@ how deep a body is nested. Nothing is parsed twice, and what the server cannot p
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
@@ -17,13 +18,35 @@ from itemset.serving.catalogue import RefusedError
 JUDGE = "item_set_judge"
 """Where a scope has what judges its body. Our middleware puts it there: a process may run other apps as well."""
 
+MAKER = "item_set_maker"
+"""Where a scope has what makes the set that its body brings or chooses. An engine itself would ask for it once a stream
+has begun, too late to refuse the request."""
+PATIENCE = 0.2  # seconds between two looks for the client
+
 Judge = Callable[[Any, Any], None]
+Maker = Callable[[Any, Any], Awaitable[None]]
+Result = TypeVar("Result")
+
+
+async def while_connected(work: Awaitable[Result], request: Any) -> Result:
+    """Await it, but cancel it when the client has left. Raises ValueError then.
+
+    request: Starlette's, or None if there is no client that may leave.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
+            if request is not None and await request.is_disconnected():
+                raise ValueError("the client has left")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def judged(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Around `Request.json`, by which FastAPI and the engines parse a body, once a request.
 
-    Raises HTTPException 400 for what the judge refuses: the one error that FastAPI lets through here.
+    Raises HTTPException 400 for what the judge or the maker refuses: the one error that FastAPI lets through here.
     """
     judge: Judge | None = request.scope.get(JUDGE)
     if judge is None or hasattr(request, "_json"):
@@ -31,6 +54,9 @@ async def judged(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any
     try:
         body = await original(request)
         judge(request.scope, body)
+        make: Maker | None = request.scope.get(MAKER)
+        if make is not None:
+            await make(request, body)
     except RecursionError as error:  # not every endpoint expects it of its parser
         raise HTTPException(400, "the body is nested too deep") from error
     except RefusedError as error:

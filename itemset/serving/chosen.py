@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import threading
-from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from itemset.errors import ItemSetError
@@ -15,13 +15,12 @@ from itemset.item_set import ItemSet, build
 from itemset.serving.catalogue import OVERHEAD, VIEW, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import EXCLUDE, FILTER, ONLY, SELECTION
+from itemset.serving.words import EXCLUDE, FILTER, ONLY
 from itemset.views import View, view
 
 if TYPE_CHECKING:
     from itemset.serving.admission import Words
 
-VIEW_BYTES = 256 << 20  # of filters kept for their next request
 _THREADS = 2  # so that no request with a list of keys waits for another's filter
 
 
@@ -30,8 +29,6 @@ class Chosen:
 
     def __init__(self, catalogue: Catalogue, config: StaticConfig, words: Words) -> None:
         self._catalogue, self._limit, self._words = catalogue, config.item_key_limit, words
-        self._kept: OrderedDict[tuple[str, str], ItemSet] = OrderedDict()
-        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "item-filters")
         if catalogue.registered:  # there is nothing else to choose from
             _warm_up()
@@ -54,34 +51,35 @@ class Chosen:
                     word,
                 )
         assert asked.item_set is not None
-        texts = [_text(word, getattr(asked, word)) for word in SELECTION]
-        # Of what was asked: what is left has a digest too, but of its items, and not of the keys that pass.
-        digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
-        reference = f"{VIEW}{digest}@{asked.item_set}"
+        filtered, of = None, asked.item_set
+        if asked.item_filter is not None:
+            filtered = self._filtered(asked.item_filter, base, of)
+            base, of = filtered.item_set, filtered.reference
+        lists = {EXCLUDE: asked.exclude_keys, ONLY: asked.only_keys}
+        lists = {word: keys for word, keys in lists.items() if keys is not None}
+        if filtered is not None and not lists:
+            return filtered
+        reference = _reference(lists, of)
         if kept := self._catalogue.inline(reference):
             return kept
         seen = base
-        if asked.item_filter is not None:
-            seen = self._filtered(asked.item_filter, base, (asked.item_set, texts[0]))
-        for word, keys in ((EXCLUDE, asked.exclude_keys), (ONLY, asked.only_keys)):
-            if keys is not None:
-                seen = _checked(word, seen, **{word: keys})
+        for word, keys in lists.items():
+            with _naming(word):
+                seen = view(seen, **{word: keys})  # type: ignore[arg-type]
         if seen is base:  # exclusions that the set has not
-            return InlineSet(asked.item_set, b"", base, 0)
-        index = seen.to_bytes(base) if isinstance(seen, View) else seen.to_bytes()
-        return self._catalogue.keep(InlineSet(reference, index, seen, len(index) + _taken(seen)))
+            return filtered or InlineSet(of, b"", base, 0)
+        if not isinstance(seen, View):
+            filtered = None  # it stands on nothing
+        index = seen.to_bytes()
+        made = InlineSet(reference, index, seen, len(index) + seen.nbytes + OVERHEAD, filter=filtered)
+        return self._catalogue.keep(made)
 
-    def _filtered(self, query: Any, base: ItemSet, known: tuple[str, str]) -> ItemSet:
-        with self._lock:
-            if known in self._kept:
-                self._kept.move_to_end(known)
-                return self._kept[known]
-        seen = _checked(FILTER, base, item_filter=query)
-        with self._lock:
-            self._kept[known] = seen
-            while len(self._kept) > 1 and sum(map(_taken, self._kept.values())) > VIEW_BYTES:
-                self._kept.popitem(last=False)
-        return seen
+    def _filtered(self, query: Any, base: ItemSet, of: str) -> InlineSet:
+        reference = _reference({FILTER: query}, of)
+        if kept := self._catalogue.inline(reference):
+            return kept
+        with _naming(FILTER):
+            return self._catalogue.keep(InlineSet.filtered(reference, base, query))
 
 
 def _warm_up() -> None:
@@ -93,6 +91,13 @@ def _warm_up() -> None:
         view(small, only_keys=keys[:1])
 
 
+def _reference(asked: Mapping[str, Any], of: str) -> str:
+    """Return the reference of a part, by what was asked for: what is left has a digest too, but of its items, and not
+    of the keys that pass."""
+    text = "\n".join(word + _text(word, value) for word, value in asked.items())
+    return f"{VIEW}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}@{of}"
+
+
 def _text(word: str, value: Any) -> str:
     """Return equal text for equal values."""
     try:
@@ -101,13 +106,9 @@ def _text(word: str, value: Any) -> str:
         raise RefusedError("filter", f"{word} must hold what JSON can: {error}", word) from error
 
 
-def _taken(seen: ItemSet) -> int:
-    """Return the bytes that a part takes: its own, and of a filter a bit for each key."""
-    return seen.nbytes + (len(seen.keys) // 8 if "alive" in seen.own else 0) + OVERHEAD
-
-
-def _checked(word: str, base: ItemSet, **options: Any) -> ItemSet:
+@contextmanager
+def _naming(word: str) -> Iterator[None]:
     try:
-        return view(base, **options)
+        yield
     except ItemSetError as error:
         raise RefusedError("filter", f"{word}: {error}", word) from error

@@ -161,7 +161,7 @@ def as_keys(keys: Iterable[int] | Iterable[str] | NDArray[Any], items: int) -> p
         return array.cast(pa.int64())
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         return array.cast(pa.large_string())
-    raise ItemSetError(f"keys must be integers or strings, not {array.type}")
+    raise ItemSetError(f"keys must be integers or strings, not {str(array.type)[:60]}")
 
 
 def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:

@@ -7,11 +7,13 @@ import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import changes
 import hostile
 import pytest
 import zstandard
+from request_fields import BAD_SELECTIONS
 from servers import wait_for
 from sets import named_flags, tagged_keys
 from sglang_servers import start_expecting_failure
@@ -137,6 +139,7 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        *BAD_SELECTIONS,
         ({"item_set": "films"}, "no item set is called 'films'"),
         ({"item_set": "raged"}, "did you mean 'ragged'"),
         ({"item_set": "ragged", "custom_params": {"item_set": "one"}}, "exclude each other"),
@@ -148,16 +151,6 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
             ({word: "labels"}, f"there is no field {word}: name")
             for word in ("items_set", "ITEM_SET", "itemSet", "item_sett")
         ),
-        ({"item_filter": {"tag": 1}}, "item_filter chooses among the items of a registered set: name the set"),
-        ({"item_set": "tagged", "item_filter": "tag"}, "item_filter must be an object of conditions, not 'tag'"),
-        ({"item_set": "tagged", "item_filter": {"tga": 1}}, 'there is no attribute \\"tga\\": the set has'),
-        ({"item_set": "tagged", "item_filter": {"tag": 7}}, 'no item is left: \\"tag\\" $eq 7 leaves 0'),
-        ({"item_set": "one", "item_filter": {"tag": 7}}, "the set has none"),
-        ({"item_set": "tagged", "exclude_keys": "item 1"}, "exclude_keys must be a list of keys, not 'item 1'"),
-        ({"item_set": "tagged", "exclude_keys": [1]}, "the keys of this set are strings, not integers such as 1"),
-        ({"item_set": "tagged", "only_keys": ["none"]}, "no item is left: only_keys leaves 0 keys"),
-        ({"item_set": "tagged", "only_keys": ["a"] * 10_001}, "only_keys has 10,001 keys, the limit is 10,000"),
-        ({"item_set": "tagged", "item_fliter": {"tag": 1}}, "there is no field item_fliter: send item_filter"),
         ({"choices": ["a"]}, "there is no field choices: send the texts as choice"),
         ({"choise": ["a"]}, "there is no field choise: send the texts as choice"),
         ({"custom_params": {"item_sets": "one"}}, "there is no field item_sets in custom_params: name the item set"),
@@ -195,10 +188,28 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
         ("/v1/completions", {"prompt": "p", "max_tokens": 20}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "p"}], "max_tokens": 20}),
     ):
-        status, answer = server.post(path, {"model": "tiny", **prompt, **body})
-        assert status == 400, answer
-        assert message in json.dumps(answer, ensure_ascii=False).replace("\\'", "'"), answer
+        for stream in ({}, {"stream": True}):
+            status, answer = server.post(path, {"model": "tiny", **prompt, **body, **stream})
+            assert status == 400, answer
+            assert any(message in text.replace("\\'", "'") for text in texts_in(answer)), answer
     assert item_of(complete(server, item_set="one")) in named_sets["one"].items
+
+
+def texts_in(answer: Any) -> list[str]:
+    """All strings in an answer."""
+    if isinstance(answer, dict):
+        answer = list(answer.values())
+    return [text for one in answer for text in texts_in(one)] if isinstance(answer, list) else [str(answer)]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_SELECTIONS)
+def test_a_bad_selection_on_sglangs_own_endpoint(server, body, message):
+    """In a stream too; beside the fields, in `sampling_params`, and in their `custom_params`."""
+    for stream in ({}, {"stream": True}):
+        for fields in (body, {"sampling_params": body}, {"sampling_params": {"custom_params": body}}):
+            status, answer = server.post("/generate", {"text": "p", **fields, **stream})
+            assert status == 400, answer
+            assert any(message.partition(":")[0] in text.replace("\\'", "'") for text in texts_in(answer)), answer
 
 
 def test_requests_choose_among_the_items(server):

@@ -3,6 +3,7 @@ lists that are made inside a step, beside rounds of requests and Hugging Face's 
 
 python benchmarks/lists.py --json docs/benchmarks/lists.json
 python benchmarks/lists.py --parts inside
+python benchmarks/lists.py --parts together
 python benchmarks/lists.py --parts shared
 
 10^6 random semantic IDs of 8 tokens; lists in the real vLLM engine (V1 without a GPU) with a tiny random Llama, one at
@@ -34,7 +35,7 @@ PROMPTS = (16, 120, 480, 900)
 WIDTHS = (10, 64, 256)
 VOCABULARY = 2_112
 END = 1
-PARTS = ("lists", "inside", "shared")
+PARTS = ("lists", "inside", "together", "shared")
 Row = dict[str, Any]
 
 
@@ -131,7 +132,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task:
         name, *rest = json.loads(arguments.task)
-        parts: dict[str, Callable[..., list[Row]]] = {"lists": whole_lists, **lists_inside.PARTS, **lists_shared.PARTS}
+        parts: dict[str, Callable[..., list[Row]]] = {
+            "lists": whole_lists,
+            "together": lists_inside.together,
+            **lists_inside.PARTS,
+            **lists_shared.PARTS,
+        }
         print(json.dumps(parts[name](*rest)))
         return
     results: dict[str, list[Row]] = {}
@@ -146,6 +152,9 @@ def main() -> None:
         if "inside" in arguments.parts:
             results |= lists_inside.measure(__file__, arguments.items, Path(directory))
             print(lists_inside.tables(results))
+        if "together" in arguments.parts:
+            results["together"] = lists_inside.together_of(__file__, arguments.items, Path(directory))
+            print(lists_inside.together_table(results["together"]))
         if "shared" in arguments.parts:
             results |= lists_shared.measure(__file__, arguments.items, Path(directory), arguments.model)
             print(lists_shared.tables(results))

@@ -7,6 +7,9 @@ without it. "Model" is what the passes of the same lists spend in the model itse
 rounds of requests and vLLM's own beam search, which knows no set, both on model runner V1, without an interpreter, and
 Hugging Face's `generate()` with our processor. Every time is the shortest of some: other work only ever adds to it.
 
+"Together" is what eight lists at a time take, on a CPU in two forms by turns: as they run, without the rows that lead
+to nothing better, and with the fixed shapes that accelerators have. "All rows" is the model's part of the latter.
+
 "Recall" is of the ten best of 20,000 items by `generate()`'s model, all of them scored. A trained model's is another.
 "KV" is what the beams take beside their prompt, and what they would take with a copy of it each.
 "Wait" is the longest step of three requests that decode, without lists and with a list in every fourth step.
@@ -122,20 +125,31 @@ def legal(item_set: Any, found: Any, prompt: int) -> float:
     return float(np.mean([len(item) == CODES and item_set.find(item) is not None for item in items]))
 
 
+def model_clock(runner: Any) -> Clock:
+    """The time that the passes of lists spend in the model."""
+    from vllm_static.wide_lists import WideLists
+
+    clock = Clock()
+    clock.watch(runner.model, "forward")
+    clock.watch(runner.model, "compute_logits")
+    clock.during(WideLists, "_make")
+    return clock
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def inside(file: str, few: str) -> list[Row]:
     """Lists in a step, one and several."""
     from vllm import SamplingParams
 
     import itemset
     from vllm_static.branches import own_blocks
-    from vllm_static.wide_lists import WideLists
 
     llm, item_set, rng = engine(file, few, v2=True), itemset.load(file), np.random.default_rng(3)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    clock, rows = Clock(), list[Row]()
-    clock.watch(runner.model, "forward")
-    clock.watch(runner.model, "compute_logits")
-    clock.during(WideLists, "_make")
+    runner, rows = runner_of(llm), list[Row]()
+    clock = model_clock(runner)
     plain = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     block_bytes = sum(cache.nbytes for cache in runner.kv_caches) // runner.kv_cache_config.num_blocks
     best = {tokens: prompts(np.random.default_rng(7), tokens) for tokens in PROMPTS}
@@ -163,6 +177,47 @@ def inside(file: str, few: str) -> list[Row]:
         rows.append({"wait_width": width, **waits(llm, width)})
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
+
+
+def together(file: str, few: str, repeats: int = 12) -> list[Row]:
+    """Eight lists at a time, in both forms by turns, each beside as many ordinary requests."""
+    from vllm import SamplingParams
+
+    llm, rng, rows = engine(file, few, v2=True), np.random.default_rng(3), list[Row]()
+    clock, lists = model_clock(runner_of(llm)), runner_of(llm).prompt_logprobs_worker.static_lists
+    plain, as_they_run = SamplingParams(max_tokens=1, temperature=0, detokenize=False), lists.narrow
+
+    def form(narrow: bool, tokens: int, width: int) -> tuple[float, float]:
+        clock.seconds, lists.narrow = 0.0, narrow
+        return ms_of(lambda: llm.beam_search(prompts(rng, tokens, TOGETHER), asked(width))), 1e3 * clock.seconds
+
+    for tokens in PROMPTS:
+        for width in (64, 256):
+            times = []
+            for _ in range(repeats + 1):
+                given = prompts(rng, tokens, TOGETHER)
+                ordinary = ms_of(lambda: llm.generate(given, plain, use_tqdm=False))  # noqa: B023
+                times.append((ordinary, *form(False, tokens, width), *form(as_they_run, tokens, width)))
+            names = ("ordinary_ms", "fixed_ms", "all_rows_ms", "ms", "model_ms")
+            best = (min(column) for column in zip(*times[1:], strict=True))
+            rows.append({"prompt": tokens, "width": width, **dict(zip(names, best, strict=True))})
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def together_table(rows: list[Row]) -> str:
+    lines = _table(
+        "prompt tokens | width | ordinary requests, ms | fixed shapes, ms | all rows, ms | beyond / all rows | "
+        "as they run, ms | their rows, ms | beyond / all rows | beyond / their rows"
+    )
+    for row in rows:
+        fixed, run = (row[key] - row["ordinary_ms"] for key in ("fixed_ms", "ms"))
+        cells = [f"{row['prompt']}", f"{row['width']}"]
+        cells += [f"{row[key]:,.0f}" for key in ("ordinary_ms", "fixed_ms", "all_rows_ms")]
+        cells += [f"{fixed / row['all_rows_ms']:.2f}", f"{row['ms']:,.0f}", f"{row['model_ms']:,.0f}"]
+        cells += [f"{run / row['all_rows_ms']:.2f}", f"{run / row['model_ms']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def waits(llm: Any, width: int) -> Row:
@@ -262,12 +317,23 @@ PARTS: dict[str, Callable[..., list[Row]]] = {"inside": inside, "rounds": rounds
 
 def measure(script: str, items: int, directory: Path) -> dict[str, list[Row]]:
     """All parts, each in a process of its own."""
-    file = semantic_ids(items, directory / "codes.itemset", CODES)
-    few = semantic_ids(FEW, directory / "few.itemset", CODES)
+    file, few = _files(items, directory)
     results: dict[str, list[Row]] = {}
     for name in PARTS:
         results[name] = in_process(script, name, file, few, v2=CUDA or name == "inside")  # type: ignore[assignment]
     return results
+
+
+def together_of(script: str, items: int, directory: Path) -> list[Row]:
+    rows: list[Row] = in_process(script, "together", *_files(items, directory))  # type: ignore[assignment]
+    return rows
+
+
+def _files(items: int, directory: Path) -> tuple[str, str]:
+    return (
+        semantic_ids(items, directory / "codes.itemset", CODES),
+        semantic_ids(FEW, directory / "few.itemset", CODES),
+    )
 
 
 def tables(results: dict[str, list[Row]]) -> str:

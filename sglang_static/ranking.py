@@ -109,19 +109,20 @@ async def _one(
         best = found_some(found.best)
         said.update(found.said)
     results = []
-    async for item, entry in front_end.lists.entries(best, item_set, of_set):
-        ids = [*item.tokens, end]
-        # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
-        info = {name: value for name, value in said.items() if "logprob" not in name} | {
-            "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(ids),
-            "finish_reason": {"type": "stop", "matched": end},
-            "sequence_score": entry.pop("score"),
-            **entry,
-        }
-        text = found.texts[item.tokens] if found else tokenizer.decode(item.tokens, skip_special_tokens=skip)
-        results.append({"output_ids": ids, "text": text, "meta_info": info})
+    async for part in front_end.lists.entries(best, item_set, of_set):
+        for item, entry in part:
+            ids = [*item.tokens, end]
+            # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
+            info = {name: value for name, value in said.items() if "logprob" not in name} | {
+                "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(ids),
+                "finish_reason": {"type": "stop", "matched": end},
+                "sequence_score": entry.pop("score"),
+                **entry,
+            }
+            text = found.texts[item.tokens] if found else tokenizer.decode(item.tokens, skip_special_tokens=skip)
+            results.append({"output_ids": ids, "text": text, "meta_info": info})
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
     return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}

@@ -106,4 +106,6 @@ def compared(
         logits = torch.randn(shape, generator=generator, device=device).mul(4).round_(decimals=1)
         logits[torch.rand(shape, generator=generator, device=device) < impossible] = -torch.inf
         beams.round(logits.to(dtype)[:, :, padding:])
+        if draw.random() < 0.5:
+            beams.narrow()
     return kernels

@@ -33,8 +33,10 @@ def logits_after(prefix: Sequence[int], row: int) -> torch.Tensor:
 class Caller:
     """Runs the toy model as an engine would: rows continue rows of the pass before, by what the beams say alone."""
 
-    def __init__(self, beams: Beams, dtype: torch.dtype = torch.float64, zero: int | None = None) -> None:
-        self.beams, self.dtype, self.zero = beams, dtype, zero
+    def __init__(
+        self, beams: Beams, dtype: torch.dtype = torch.float64, zero: int | None = None, narrow: bool = False
+    ) -> None:
+        self.beams, self.dtype, self.zero, self.narrow = beams, dtype, zero, narrow
         self.fed: list[list[list[int]]] = [[[]] for _ in range(beams.lists)]  # tokens in each row's keys and values
         self.shapes: list[tuple[int, ...]] = []
 
@@ -67,6 +69,8 @@ class Caller:
             logits = self.logits(prefixes)
             with NothingReadBack():
                 beams.round(logits)
+            if self.narrow:
+                beams.narrow()
         return beams
 
 
@@ -99,13 +103,13 @@ def check(beams: Beams, row: int, best: Best) -> None:
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
 def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int | None, data: Any) -> None:
     k, width = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
-    renormalised = data.draw(st.booleans())
+    renormalised, narrow = data.draw(st.booleans()), data.draw(st.booleans())
     arena, (_, number), (_, built) = placed([[3, 1], [4]], items)
     beams = Beams(
         arena, [number] * 2, built.level_plan, width=width, k=k, end_token=end, renormalised=renormalised,
         kernels="torch",
     )  # fmt: skip
-    caller = Caller(beams)
+    caller = Caller(beams, narrow=narrow)
     caller.run()
     search = Search(built, k, width=width, end_token=end, renormalised=renormalised)
     best = best_items(Model(), search)
@@ -179,6 +183,22 @@ def test_the_next_pass_is_told() -> None:
     assert beams.passes_left == 0
     with pytest.raises(ValueError, match="the search is over"):
         beams.round(torch.zeros(8, 3, VOCABULARY, device=DEVICE))
+
+
+def test_rows_that_lead_nowhere_are_left_out() -> None:
+    """Only a few of these items have a node after their second token: the others are complete in the second pass."""
+    items = torch.randint(0, 70, (900, 4), generator=torch.Generator().manual_seed(4)).tolist()
+    arena, (number,), (built,) = placed(items)
+    shapes, results = [], []
+    for narrow in (False, True):
+        beams = Beams(arena, [number] * 2, built.level_plan, width=24, k=6, end_token=END)
+        caller = Caller(beams, narrow=narrow)
+        results.append((caller.run().result.tolist(), beams.took.tolist(), beams.proven.tolist()))
+        shapes.append([rows for _, rows, *_ in caller.shapes])
+    assert results[0] == results[1]
+    assert shapes[0][:3] == [1, 24, 24]
+    assert shapes[1][:2] == [1, 24]
+    assert sum(shapes[1]) < sum(shapes[0])
 
 
 def test_candidates_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

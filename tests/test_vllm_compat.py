@@ -169,6 +169,7 @@ def test_another_item_set_compiles_no_graph_anew(tiny_model, named_sets):
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
 WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 32}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
 WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's configuration has, the engine's arguments
     (None, {}, {}),
     (None, MIXTRAL, {}),
@@ -179,6 +180,9 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
     ("a KV connector", {}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
     ("speculation", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
     ("prompt embeddings", {}, {"enable_prompt_embeds": True}),
+    ("context parallelism", {}, {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}),
+    ("positions of more than one dimension", MROPE, {}),
+    ("an encoder", {"is_encoder_decoder": True}, {}),
 ]
 
 

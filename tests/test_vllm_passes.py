@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_vllm_wide_lists import ROOMY, asked, by_rounds, inside, prompt_of, same, ways
+from test_vllm_wide_lists import ROOMY, as_accelerators, asked, by_rounds, prompt_of, same, ways
 
 LENGTHS = [20, 20, 20]
 
@@ -36,7 +36,7 @@ def waits(llm: Any, queued: frozenset[str] | None) -> tuple[int, int]:
     if queued is not None:
         passes.QUEUED = queued
     try:
-        (found,) = inside(llm, "large", 8, 8, False, [40])
+        (found,) = as_accelerators(llm, "large", 8, 8, False, [40])
     finally:
         passes.QUEUED, passes._run, runner.main_stream.synchronize = own_names, own_run, own_wait
     assert len(found) == 8

@@ -96,6 +96,22 @@ def test_the_proven_best(engine, oracle, named_sets):
     assert not limited["proven"]
 
 
+def texts(llm: Any, name: str) -> list[tuple[str, str]]:
+    """Of the items of several prompts: their texts, and what the tokenizer makes of prompt and item by themselves."""
+    tokenizer = llm.get_tokenizer()
+    prompts = [PROMPT, [*range(300, 340)]]
+    outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], beams(6, item_set=name))
+    return [(one.text, tokenizer.decode(one.tokens, skip_special_tokens=True)) for o in outputs for one in o.sequences]
+
+
+@pytest.mark.parametrize("name", ["fixed", "ragged"])
+def test_texts_are_those_of_each_item(engine, name):
+    """Those of all lists are decoded at once, of one length or of several."""
+    made = engine.call(texts, name)
+    assert len(made) == 12
+    assert [text for text, _ in made] == [alone for _, alone in made]
+
+
 def check_scores_beside_others(engine: Any) -> None:
     """A request that scores chosen tokens, as a list does, and others that want their most likely ones."""
     chosen, prompt = range(100, 110), {"prompt_token_ids": [5, 6, 7, 8] * 6}

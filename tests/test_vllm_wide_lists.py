@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,23 @@ def inside(llm: Any, name: str, width: int, k: int, renormalised: bool, lengths:
     return [items_of(output) for output in outputs]
 
 
+@contextlib.contextmanager
+def fixed_shapes(llm: Any) -> Iterator[None]:
+    """In the engine's process: its worker leaves no row out, as on an accelerator."""
+    lists = llm.llm_engine.model_executor.driver_worker.worker.model_runner.prompt_logprobs_worker.static_lists
+    own, lists.narrow = lists.narrow, False
+    try:
+        yield
+    finally:
+        lists.narrow = own
+
+
+def as_accelerators(llm: Any, *arguments: Any) -> list[list[Item]]:
+    """`inside`, with fixed shapes."""
+    with fixed_shapes(llm):
+        return inside(llm, *arguments)
+
+
 def by_rounds(llm: Any, name: str, width: int, k: int, renormalised: bool, length: int) -> list[Item]:
     options = {"item_set": name, "width": width, "renormalised": renormalised, **ROUNDS}
     ((found, *_),) = searched(llm, options, k, [length])
@@ -101,9 +120,38 @@ LISTS = [
 def test_the_items_of_rounds(engine, name, width, k, renormalised):
     """For prompts that end inside a block of 32, with one, and a token later; two lists of one of them."""
     lengths = [3, 31, 32, 33, 70, 70]
-    for length, found in zip(lengths, engine.call(inside, name, width, k, renormalised, lengths), strict=True):
-        same(found, engine.call(by_rounds, name, width, k, renormalised, length))
+    made = [engine.call(form, name, width, k, renormalised, lengths) for form in (inside, as_accelerators)]
+    for length, found, fixed in zip(lengths, *made, strict=True):
+        expected = engine.call(by_rounds, name, width, k, renormalised, length)
+        same(found, expected)
+        same(fixed, expected)
         assert found
+
+
+def test_on_a_cpu_rows_that_lead_nowhere_are_left_out(engine):
+    fixed, narrow = engine.call(rows_of_passes)
+    assert fixed == 4 * 16
+    assert 16 <= narrow < fixed
+
+
+def rows_of_passes(llm: Any) -> list[int]:
+    """How many rows the passes of a list have together, with fixed shapes and without."""
+    from vllm_static import passes
+
+    own, counts = passes._run, list[int]()
+
+    def run(runner: Any, tokens: torch.Tensor, *args: Any) -> torch.Tensor:
+        counts[-1] += len(tokens)
+        return own(runner, tokens, *args)
+
+    passes._run = run
+    try:
+        for form in (as_accelerators, inside):
+            counts.append(0)
+            form(llm, "large", 16, 4, False, [40])
+    finally:
+        passes._run = own
+    return counts
 
 
 def test_a_prompt_in_chunks(engines, tiny_model, static, engine):
@@ -181,7 +229,7 @@ def churn(llm: Any, lists: int) -> tuple[int, int, int, int]:
 
 
 def test_nothing_is_read_back(engine):
-    """The rounds read no tensor: neither a number, nor a shape that depends on what is in one."""
+    """With fixed shapes the rounds read no tensor: neither a number, nor a shape that depends on what is in one."""
     assert engine.call(reads) == (4, Counter())
 
 
@@ -216,7 +264,7 @@ def reads(llm: Any) -> tuple[int, Counter[str]]:
 
     wide_lists.WideLists._make, passes._run = make, run_apart  # type: ignore[method-assign]
     try:
-        (found,) = inside(llm, "large", 8, 8, False, [40])
+        (found,) = as_accelerators(llm, "large", 8, 8, False, [40])
     finally:
         wide_lists.WideLists._make, passes._run = own, run  # type: ignore[method-assign]
     assert len(found) == 8
@@ -249,7 +297,7 @@ def test_the_cache_as_gpus_have_it(engines, tiny_model, static, engine, name, re
     layout = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
     other = engines("v2", tiny_model, **static, **ROOMY, **layout)
     lengths = [20, 32, 33]
-    found = other.call(inside, name, 4, 3, renormalised, lengths)
+    found = other.call(as_accelerators, name, 4, 3, renormalised, lengths)
     assert "TRITON_ATTN" in other.log()
     for items, expected in zip(found, engine.call(inside, name, 4, 3, renormalised, lengths), strict=True):
         same(items, expected)

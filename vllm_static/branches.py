@@ -110,15 +110,19 @@ class Branches:
     def fork(self, parents: Tensor, known: int) -> None:
         """Let the rows go on from these rows of the last pass.
 
-        parents: [prompts, rows] int64, each counted among its prompt's rows. known: tokens that every row has after its
-        prompt.
+        parents: [prompts, rows or fewer] int64, each counted among its prompt's rows; without the last rows of each
+        prompt if no pass has them any more. known: tokens that every row has after its prompt.
         """
-        source = (self._first_row + parents).view(-1)
+        source = self._first_row + parents
         old, self._bank = self._bank, 1 - self._bank
-        used = own_blocks_of_all(self._begins, known, self._block)
+        used, rows = own_blocks_of_all(self._begins, known, self._block), self.tables.shape[2]
+        # All rows of a prompt lie side by side, and the next prompt's after them: so all can be copied at once.
+        pieces = [source.view(-1)] if source.shape[1] == rows else list(source)
         for own in self._own:
             for column in range(used):
-                torch.index_select(own[old, column], 0, source, out=own[self._bank, column])
+                for i, piece in enumerate(pieces):
+                    to = own[self._bank, column, i * rows : i * rows + len(piece)]
+                    torch.index_select(own[old, column], 0, piece, out=to)
 
     def at(self, rows: int, known: int, more: int) -> Places:
         """Where the next tokens of each prompt's first rows are: `more` of them, after `known` that they have.

@@ -107,7 +107,7 @@ def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) ->
     adapters = np.repeat([one.slot for one in branches.prompts], each)
     requests = [one.request for one in branches.prompts]
     adapted = runner.lora_config is not None  # the adapters' buffers hold no more tokens than a pass
-    parts = []
+    together = None
     for start in range(0, rows, most):
         part = slice(start, min(start + most, rows))
         use_adapters(runner, requests, adapters[part].repeat(more))
@@ -116,8 +116,10 @@ def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) ->
         hidden = _run(runner, tokens[part], here, shared, requests)
         if adapted:
             hidden = runner.model.compute_logits(hidden)
-        parts.append(hidden if adapted or rows <= most else hidden.clone())
-    together = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if together is None:
+            together = hidden if rows <= most else hidden.new_empty(rows * more, hidden.shape[1])
+        if rows > most:
+            together[part.start * more : part.stop * more] = hidden  # which the next pass overwrites
     logits: Tensor = together if adapted else runner.model.compute_logits(together)
     return logits.view(rows, more, -1)
 

@@ -8,6 +8,7 @@ round is a batch of ordinary requests that score chosen tokens: the children of 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,6 @@ class RankedList:
 
     def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
-        asked = front_end.checks.pinned(asked)  # a list is of one version
         self.item_set, self.search = front_end.ranked(
             asked, prompt_tokens=len(prompt), max_tokens=params.max_tokens, end_token=end_token
         )
@@ -115,17 +115,20 @@ def offline(
 
     end_token, tokenizer = llm.get_tokenizer().eos_token_id, llm.get_tokenizer()
     front_end = llm.llm_engine.input_processor.static_front_end
+    asked = front_end.checks.pinned(asked)  # all lists are of one version
     made = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
+    found = _found(llm, front_end, made, lora_requests, priorities)
+    # All that is written out goes through the tokenizer and the set together.
+    after = [[[*item.tokens, end_token] for item in best.items] for best in found]
+    texts = _texts(tokenizer, [one.prompt for one in made], after, skip_special_tokens=params.skip_special_tokens)
+    entries = described(found, made[0].item_set, made[0].of_set) if made else []
     outputs = []
-    for i, best in enumerate(_found(llm, front_end, made, lora_requests, priorities)):
+    for i, best in enumerate(found):
         sequences, prompt = [], made[i].prompt
-        after = [[*item.tokens, end_token] for item in best.items]
-        texts = _texts(tokenizer, prompt, after, skip_special_tokens=params.skip_special_tokens)
-        entries = described(best, made[i].item_set, made[i].of_set)
-        for item, tokens, text, entry in zip(best.items, after, texts, entries, strict=True):
+        for item, tokens, text, entry in zip(best.items, after[i], texts[i], entries[i], strict=True):
             sequence = BeamSearchSequence(
                 inputs[i],
-                tokens=[*prompt, *tokens],
+                tokens=prompt + tokens,
                 logprobs=[],
                 lora_request=lora_requests[i],
                 cum_logprob=item.score,
@@ -142,15 +145,38 @@ def offline(
     return outputs
 
 
-def _texts(tokenizer: Any, prompt: list[int], continuations: list[list[int]], **options: Any) -> list[str]:
-    """Return the text of the prompt with each continuation. A prompt of any length is decoded once, but for its last
-    tokens, on which the text that follows may depend. options: of `decode`."""
-    near = prompt[-_NEAR:]
-    whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
-    if not whole.endswith(end):  # these tokens begin inside a character
-        near, end = prompt, whole
-    before = whole[: len(whole) - len(end)]
-    return [before + tokenizer.decode([*near, *tokens], **options) for tokens in continuations]
+def _texts(
+    tokenizer: Any, prompts: Sequence[list[int]], continuations: Sequence[list[list[int]]], **options: Any
+) -> list[list[str]]:
+    """Return the text of each prompt with each of its continuations. A prompt of any length is decoded once, but for
+    its last tokens, on which the text that follows may depend. options: of `decode`."""
+    befores, rows = [], list[list[int]]()
+    for prompt, after in zip(prompts, continuations, strict=True):
+        near = prompt[-_NEAR:]
+        whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
+        if not whole.endswith(end):  # these tokens begin inside a character
+            near, end = prompt, whole
+        befores.append(whole[: len(whole) - len(end)])
+        rows += [near + tokens for tokens in after]
+    texts = iter(_decoded(tokenizer, rows, **options))
+    return [
+        [before + text for text in islice(texts, len(after))]
+        for before, after in zip(befores, continuations, strict=True)
+    ]
+
+
+def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
+    """Return the text of each row of tokens, in one call of a tokenizer that takes many rows: half the time or less.
+
+    options: of `decode`.
+    """
+    together = getattr(tokenizer, "batch_decode", None)
+    if together is None or not rows:  # vLLM's own protocol has `decode` alone
+        return [tokenizer.decode(list(row), **options) for row in rows]
+    # Of an array no value's type is looked at.
+    alike = len({len(row) for row in rows}) == 1
+    texts: list[str] = together(np.array(rows) if alike else [list(row) for row in rows], **options)
+    return texts
 
 
 def _found(
@@ -236,19 +262,21 @@ async def online(
     if best is None:
         best = await lists.run(made.search, ask, made.answer)
     outputs: list[CompletionOutput] = []
-    async for item, entry in lists.entries(best, made.item_set, made.of_set):
-        ids = [*item.tokens, tokenizer.eos_token_id]
-        output = CompletionOutput(
-            index=len(outputs),
-            text=tokenizer.decode(item.tokens, skip_special_tokens=params.skip_special_tokens),
-            token_ids=ids,
-            cumulative_logprob=item.score,
-            logprobs=None,
-            finish_reason="stop",
-            stop_reason=None,
-        )
-        output.ranked = entry
-        outputs.append(output)
+    async for part in lists.entries(best, made.item_set, made.of_set):
+        rows = [item.tokens for item, _ in part]
+        texts = _decoded(tokenizer, rows, skip_special_tokens=params.skip_special_tokens)
+        for (item, entry), text in zip(part, texts, strict=True):
+            output = CompletionOutput(
+                index=len(outputs),
+                text=text,
+                token_ids=[*item.tokens, tokenizer.eos_token_id],
+                cumulative_logprob=item.score,
+                logprobs=None,
+                finish_reason="stop",
+                stop_reason=None,
+            )
+            output.ranked = entry
+            outputs.append(output)
     yield RequestOutput(
         request_id=request_id,
         prompt=prompt.get("prompt"),

@@ -38,7 +38,12 @@ class Asked(NamedTuple):
 
 
 class WideLists:
-    """The lists of a worker's steps. asked: those whose prompts are not complete, by request."""
+    """The lists of a worker's steps.
+
+    asked: those whose prompts are not complete, by request.
+    narrow: whether a pass has only the rows that can lead to something better. The host must read how many they are: on
+    a CPU it waits for nothing. On an accelerator shapes stay as the set's levels bound them, and nothing is read.
+    """
 
     def __init__(self, runner: Any, blocks: int, *, apart: bool = False) -> None:
         """blocks: the KV cache's last ones, which no request has. apart: whether prompts are read once for all rows."""
@@ -48,6 +53,7 @@ class WideLists:
         self._token_bytes: int = runner.vocab_size * runner.model_config.head_dtype.itemsize  # logits of a token
         self._sets = item_sets(runner)
         self.asked: dict[str, Asked] = {}
+        self.narrow = runner.device.type == "cpu"
         if blocks:
             self._warm_up()
 
@@ -154,12 +160,12 @@ class WideLists:
         prompts = [other.prompt for other in group]
         branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._apart)
         beams.round(logits[:, None])
-        while beams.passes_left:
+        while self._go_on(beams):
             known = beams.taken - 1
             if known == 0:
                 branches.begin()
             else:
-                branches.fork(beams.parents[:, :rows], known)
+                branches.fork(beams.parents[:, : beams.rows if self.narrow else rows], known)
             tokens = beams.next_inputs[:, : beams.rows].flatten(0, 1)
             beams.round(logits_after(runner, branches, tokens, known))
         result = beams.result
@@ -168,6 +174,12 @@ class WideLists:
         head[:, 0, 1:3] = beams.took
         tables = torch.cat((head, result), 1)
         return {other.prompt.request: table for other, table in zip(group, tables, strict=True)}
+
+    def _go_on(self, beams: Beams) -> bool:
+        """Whether another pass is needed, of the rows that can lead to something better if they can be counted."""
+        if self.narrow:
+            beams.narrow()
+        return beams.passes_left > 0
 
 
 def _shapes(plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:

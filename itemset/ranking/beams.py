@@ -48,6 +48,7 @@ class Beams:
     lists, width, k, longest: as given; longest is the most tokens of an item.
     queries: query tokens of each row in the next pass, 1 + the longest tail that may be there.
     rows: how many rows of each list the next pass needs at most: 1 at first, then `width` or fewer, which stand first.
+        Where reading a number costs nothing, `narrow` makes them fewer after each round.
     passes_left: passes that may still be needed; 0 at the end.
     """
 
@@ -192,6 +193,21 @@ class Beams:
             # Where `longest` cuts longer items off, what ends there costs no further pass.
             ends = torch.where(may_end(self.arena, self.states), self.scores, -torch.inf)
             self._found = self._kernels.merge(self._found, self._rows, ends, None)
+
+    def narrow(self) -> None:
+        """Omit from the next pass the last rows, none of which can lead to a better item; without rows the search is
+        over. What is found stays the same. Not for `Lockstep`, which has `rows_after`.
+
+        It reads how many rows stay: on an accelerator the host waits for that.
+        """
+        if not self.passes_left:
+            return
+        alive = self._rows.scores > self._found.scores[:, -1:]
+        places = torch.arange(1, self.width + 1, device=alive.device)
+        self.rows = min(self.rows, int((alive * places).max()))
+        self._rows.degrees[:, self.rows :] = 0  # their children are nobody's
+        if not self.rows:
+            self.passes_left = 0
 
     def _alive_rows(self) -> Rows:
         """The beams, of which those are counted that can still lead to something better."""

@@ -39,9 +39,12 @@ from itemset.trie.walk import DEAD, END, TAIL, WAITING, is_dead
 
 _LOW = (1 << 32) - 1
 _LOG2_E = np.float32(np.log2(np.e))
-# 2^x for x from -1 to 0, as exactly as a float32 has it.
-_POLYNOMIAL = np.polynomial.Chebyshev.interpolate(np.exp2, 6, domain=[-1, 0]).convert(kind=np.polynomial.Polynomial)
-_C0, _C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(value) for value in _POLYNOMIAL.coef)
+# 2^x for x from -1/2 to 1/2, as exactly as a float32 has it.
+_POLYNOMIAL = np.polynomial.Chebyshev.interpolate(np.exp2, 5, domain=[-0.5, 0.5]).convert(kind=np.polynomial.Polynomial)
+_C0, _C1, _C2, _C3, _C4, _C5 = (np.float32(value) for value in _POLYNOMIAL.coef)
+_ROUNDS = np.float32(3 << 22)  # added to a small float32, it leaves no room for a fraction
+_GLANCE = 64  # logits whose greatest is base enough for all, but if another is far above it
+_FAR = np.float32(2.0**100)
 
 
 def log_sums(logits: Tensor, rows: Rows, found: Found) -> Tensor:
@@ -143,17 +146,37 @@ def _ordered(bits):  # type: ignore[no-untyped-def]
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@compiled(fastmath={"reassoc", "contract"})
+@compiled
 def _log_sum(logits):  # type: ignore[no-untyped-def]
-    """Return the log-sum-exp, by plain operations for the same reason."""
-    most, total = _greatest(logits), np.float32(0)
+    """Return the log-sum-exp. The greatest logit is looked for only if the sum would leave the float32s without it."""
+    base = _greatest(logits[:_GLANCE])
+    total = _sum_of_powers(logits, base)
+    if not total < _FAR:  # or no number
+        base = _greatest(logits)
+        total = _sum_of_powers(logits, base)
+    return base + np.log(total)
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def _sum_of_powers(logits, base):  # type: ignore[no-untyped-def]
+    """The sum of e^(logit - base): in any order, so that a core takes eight or sixteen at once."""
+    total = np.float32(0)
     for value in logits:
-        power = max((_float(value) - most) * _LOG2_E, np.float32(-126))
-        whole = np.int32(power)
-        x = power - np.float32(whole)
-        part = np.float32((((((_C6 * x + _C5) * x + _C4) * x + _C3) * x + _C2) * x + _C1) * x + _C0)
-        total += np.int32(part.view(np.int32) + (whole << np.int32(23))).view(np.float32)
-    return most + np.log(total)
+        total += _power(_float(value) - base)
+    return total
+
+
+@compiled(fastmath={"contract"})  # what `reassoc` would do to a sum and a difference of the same is no rounding
+def _power(x):  # type: ignore[no-untyped-def]
+    """Return e^x by plain operations; 2^127 for more than that."""
+    power = x * _LOG2_E
+    power = np.float32(-126) if power < np.float32(-126) else power  # nan stays nan
+    power = np.float32(127) if power > np.float32(127) else power
+    rounded = np.float32(power + _ROUNDS)
+    x = power - (rounded - _ROUNDS)
+    part = np.float32(((((_C5 * x + _C4) * x + _C3) * x + _C2) * x + _C1) * x + _C0)
+    # The last bits of `rounded` are the whole number, and go to where a float32 has its exponent.
+    return np.int32(part.view(np.int32) + (rounded.view(np.int32) << np.int32(23))).view(np.float32)
 
 
 @compiled

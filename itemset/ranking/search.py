@@ -7,6 +7,7 @@ Algorithm 1), with its end token's. What a pass costs is the caller's, who runs 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -55,15 +56,25 @@ class Best(NamedTuple):
     rounds: int
 
 
-def described(best: Best, item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """What an answer says of each item: its rank from 1, its score and its own keys, what the list took, and `of_set`,
-    what it says of the set."""
-    keys = item_set.keys_of([list(item.tokens) for item in best.items])
-    took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds, **of_set}
-    return [
-        {"rank": rank, "score": item.score, "key": own[0], "keys": own, **took}
-        for rank, (item, own) in enumerate(zip(best.items, keys, strict=True), 1)
-    ]
+def described(
+    lists: Sequence[Best], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})
+) -> list[list[dict[str, Any]]]:
+    """What answers say of each item of some lists: its rank from 1, its score and its own keys, and what its list took.
+
+    The keys of all of them are found together. of_set: what they say of the set.
+    """
+    keys = iter(item_set.keys_of([item.tokens for best in lists for item in best.items]))
+    entries = []
+    for best in lists:
+        took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds, **of_set}
+        of_items = zip(best.items, islice(keys, len(best.items)), strict=True)
+        entries.append(
+            [
+                {"rank": rank, "score": item.score, "key": own[0], "keys": own, **took}
+                for rank, (item, own) in enumerate(of_items, 1)
+            ]
+        )
+    return entries
 
 
 _SELF = -1  # in place of an edge: the row itself
@@ -81,9 +92,6 @@ class Search:
     A prefix is a row here once it has been passed to the model. One that waits is its score, its parent's row and the
     edge that leads to it: 16 bytes, of which a round of 1,000 passes may bring a million.
     """
-
-    passes: list[Pass]
-    """The round to score next. Empty: the search has ended."""
 
     def __init__(
         self,
@@ -121,8 +129,15 @@ class Search:
         self._aside: list[_Prefixes] = []  # what was pruned; if there is no proof, the best of it
         self._found = _NONE  # at most k, best first; _SELF is an item that ends at its row
         self._beam, self._taken, self._rounds = True, 0, 0
-        self._round = _Round.of(self._tables, np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
-        self.passes = self._passes(known=[0]) if self._budget() else []
+        self._asked: list[Pass] | None = None
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The round to score next. Empty: the search has ended."""
+        if self._asked is None:  # the first is made when it is wanted: often an engine makes the list by itself
+            self._round = _Round.of(self._tables, np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
+            self._asked = self._passes(known=[0]) if self._budget() else []
+        return self._asked
 
     def take(self, answers: Sequence[Answer]) -> None:
         """Take the answers to `passes`, one each: items are found, and `passes` becomes the next round."""
@@ -141,7 +156,7 @@ class Search:
         first = len(self._tokens)
         self._tokens += [self._tokens[row] + run for row, run in zip(parents, runs, strict=True)]
         self._round = _Round.of(self._tables, best.scores, np.arange(first, len(self._tokens)), states)
-        self.passes = self._passes(known=[len(self._tokens[row]) + 1 for row in parents])
+        self._asked = self._passes(known=[len(self._tokens[row]) + 1 for row in parents])
 
     @property
     def result(self) -> Best:

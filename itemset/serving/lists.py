@@ -131,13 +131,14 @@ class Lists:
 
     async def entries(
         self, best: Best, item_set: ItemSet, of_set: Mapping[str, Any]
-    ) -> AsyncGenerator[tuple[Ranked, dict[str, Any]], None]:
-        """Each item found, with what an answer says of it: `described`. Between them others get their turn."""
-        entries = await self._on_thread(described, best, item_set, of_set)
-        for i, found in enumerate(zip(best.items, entries, strict=True)):
-            if i % SLICE == 0:
-                await asyncio.sleep(0)
-            yield found
+    ) -> AsyncGenerator[list[tuple[Ranked, dict[str, Any]]], None]:
+        """The items found, SLICE at a time, each with what an answer says of it: `described`. Between the slices others
+        get their turn."""
+        (entries,) = await self._on_thread(described, [best], item_set, of_set)
+        found = list(zip(best.items, entries, strict=True))
+        for first in range(0, len(found), SLICE):
+            await asyncio.sleep(0)
+            yield found[first : first + SLICE]
 
     async def _on_thread(self, function: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -76,7 +76,8 @@ class ItemGroup(BeamGroup):
         self.num_candidates = WHOLE
         self.wanted = wanted
         self.said: dict[str, Any] = {}
-        self._sampler, self._item_set, self._resident = sampler, item_set, resident
+        self._sampler, self._resident = sampler, resident
+        self._item_set: ItemSet | None = item_set  # until it has ended: the request and its group hold each other
         self._beams: Lockstep | None = None
         self._aligned = 0  # positions after the prompt at which every row has a slot
         self._open = (-1, 1)  # the last selection that was read, and how many open beams it has left; at first the root
@@ -130,8 +131,10 @@ class ItemGroup(BeamGroup):
     def select(self, pieces: Sequence[Tensor], tick: int, table: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choose the next beams by the logits of a pass. Returns their tokens and the rows that they continue, [rows]
         int64; None for these at the end."""
-        beams = self._beams or self._begin()
-        nothing = torch.zeros(self.beam_width, dtype=torch.int64, device=beams.arena.device)
+        nothing = torch.zeros(self.beam_width, dtype=torch.int64, device=self._sampler.arena.device)
+        if self._item_set is None:
+            return nothing, None  # the list has ended
+        beams = self._beams or self._begin(self._item_set)
         if not beams.passes_left:
             return nothing, None  # the step after the last, which the overlap scheduler has begun
         beams.arena.use([self._resident.number])
@@ -180,18 +183,18 @@ class ItemGroup(BeamGroup):
         ]
         passes, rounds = chosen.took[0].tolist()
         self.said = {"proven": bool(chosen.proven[0]), "passes": passes, "rounds": rounds}
-        self._beams = None
+        self._beams = self._item_set = None
         self._pending_steps.clear()
         self.state = BeamGroupState.FINISHED
 
-    def _begin(self) -> Lockstep:
+    def _begin(self, item_set: ItemSet) -> Lockstep:
         sampler, wanted, place = self._sampler, self.wanted, self._resident
-        sampler.arena.place(self._item_set, place.number, place.start, place.below)
+        sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
         self._beams = Lockstep(
             sampler.arena,
             place.number,
-            self._item_set.level_plan,
+            item_set.level_plan,
             width=wanted.width,
             k=wanted.k,
             end_token=wanted.end_token,

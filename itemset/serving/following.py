@@ -238,7 +238,7 @@ class Follower:
         self._on_served(name, opened.version)
 
     def _close(self, versions: Iterable[str]) -> None:
-        """Delete this machine's copies of these versions, and of others before them, as soon as nobody has them open."""
+        """Delete this machine's copies of these versions, and of earlier ones, once nobody has them open."""
         self._superseded.update(versions)
         self._superseded -= delete_unused(self._config.item_set_cache, self._superseded)
 

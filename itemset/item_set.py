@@ -17,9 +17,9 @@ from itemset.text import TokenizerId, encode, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
-from itemset.trie.changes import merge, unfold
+from itemset.trie.changes import change
 from itemset.trie.file import Header
-from itemset.trie.keys import Keys, as_keys, in_item_order
+from itemset.trie.keys import Keys, as_keys, changed_places, in_item_order
 from itemset.trie.levels import LevelPlan
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
 from itemset.trie.soundness import check_items, check_shapes, digest_of
@@ -284,15 +284,15 @@ class ItemSet:
         if not 0 < total <= MAX_ITEMS:
             raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
         new = NO_ROWS if given is None else sort_unique(given)
+        starts = self.key_starts
+        items_gone = gone if starts is None else np.logical_and.reduceat(gone, starts[:-1].astype(np.int64))
         try:
-            rows, order, starts, lcp = merge(unfold(self.trie, self.key_starts), gone, new)
+            trie, members, same = change(self.trie, self._terminal_rank, items_gone, new)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {_AGAIN}") from error
-        trie, members = build_trie(rows, lcp)
-        del rows, lcp
         item_set = _assembled(
             trie,
-            (members, order, starts),
+            changed_places(starts, gone, new, members, same),
             pa.concat_arrays(values),
             columns if columns.column_names else None,
             vocab_size=self.vocab_size,
@@ -356,9 +356,10 @@ def build(
     del given
     trie, members = build_trie(rows, lcp)
     del rows, lcp
+    places, key_starts = in_item_order(members, starts)
     item_set = _assembled(
         trie,
-        (members, order, starts),
+        (places if order is None else order[places], key_starts),
         item_keys,
         columns,
         vocab_size=vocab_size,
@@ -371,19 +372,16 @@ def build(
 
 def _assembled(
     trie: Trie,
-    rows_of: tuple[NDArray[np.uint32], NDArray[np.uint32] | None, NDArray[np.uint32] | None],
+    of_keys: tuple[NDArray[Any], NDArray[np.uint32] | None],
     keys: pa.Array | None,
     attributes: pa.Table | None,
     **about: Any,
 ) -> ItemSet:
-    """Return the set of a trie. rows_of: `members` of `build_trie`, `order` and `starts` of `rows.Distinct`.
+    """Return the set of a trie. of_keys: as `in_item_order` returns them.
 
-    keys, attributes: by the positions in `order`; without keys, these are the keys.
+    keys, attributes: by place; without keys, the places are the keys.
     """
-    members, order, starts = rows_of
-    places, key_starts = in_item_order(members, starts)
-    if order is not None:
-        places = order[places]
+    places, key_starts = of_keys
     values = pa.array(places.astype(np.int64)) if keys is None else keys.take(pa.array(places))
     section = None if attributes is None else attribute_columns.to_section(attributes, places)
     duplicates = len(places) - trie.items

@@ -92,6 +92,19 @@ def test_many_changes_to_many_items(width: int) -> None:
     assert after.vocab_size == 50
 
 
+def test_long_tails_and_fewer_bits() -> None:
+    """Targets of 32 bits come and go, and so do bits of a token."""
+    draw = np.random.default_rng(2)
+    rows: list[Row] = [(draw.integers(0, 30, 20).tolist(), i, {}) for i in range(200)]
+    wide: list[Row] = [([3, *draw.integers(0, 30, 1_200).tolist()], 300, {}), ([5, 64], 301, {})]
+    less, more = built(rows, attributes=False), built(rows + wide, attributes=False)
+    assert less.updated([row[0] for row in wide], keys=[300, 301]).to_bytes() == more.to_bytes()
+    assert more.updated(remove=[300, 301]).to_bytes() == less.to_bytes()
+    for gone in range(2):
+        kept = rows + wide[1 - gone :][:1]
+        assert more.updated(remove=[300 + gone]).to_bytes() == built(kept, attributes=False).to_bytes()
+
+
 def test_more_texts_than_a_dictionary_holds_are_counted_without_those_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attribute_columns, "MAX_DICTIONARY", 20)
     monkeypatch.setattr(attribute_columns, "BATCH_ROWS", 7)

@@ -28,6 +28,13 @@ class KeyIndex:
         """
         return np.unique(np.array(_find(*self._columns, self._slots, *_columns(wanted)), np.int64))
 
+    def holds(self, asked: Sections) -> NDArray[np.bool_]:
+        """Return which of these keys, of the same kind, are in the index. Made for many that are not."""
+        columns = _columns(asked)
+        out = np.zeros(len(asked["keys"] if "keys" in asked else asked["key_offsets"][1:]), np.bool_)
+        _holds(*self._columns, self._slots, np.zeros(len(self._slots), np.uint8), *columns, out)
+        return out
+
 
 def _columns(keys: Sections) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Return integers and no text, or offsets and text."""
@@ -60,6 +67,37 @@ def _find(numbers, text, slots, wanted, wanted_text):  # type: ignore[no-untyped
                 found.append(place)
             at = (at + np.uint64(1)) & mask
     return found
+
+
+@compiled
+def _holds(numbers, text, slots, seen, asked, asked_text, out):  # type: ignore[no-untyped-def]
+    """Fill in which of the asked keys are there.
+
+    seen: zeros, a power of two of them: bits, by which most keys that are not there are found out.
+    """
+    mask, bits = np.uint64(len(slots) - 1), np.uint64(8 * len(seen) - 1)
+    for i in range(_count(numbers, text)):
+        bit = _bit(numbers, text, i) & bits
+        seen[bit >> np.uint64(3)] |= np.uint8(1 << (bit & np.uint64(7)))
+    lowest, highest = (numbers.min(), numbers.max()) if not len(text) else (np.int64(0), np.int64(0))
+    for i in range(len(out)):
+        if not len(text) and not lowest <= asked[i] <= highest:
+            continue
+        bit = _bit(asked, asked_text, i) & bits
+        if not seen[bit >> np.uint64(3)] >> (bit & np.uint64(7)) & np.uint64(1):
+            continue
+        at = _hash(asked, asked_text, i) & mask
+        while slots[at] and not out[i]:
+            out[i] = _equal(numbers, text, np.int64(slots[at]) - 1, asked, asked_text, i)
+            at = (at + np.uint64(1)) & mask
+
+
+@compiled
+def _bit(numbers, text, i):  # type: ignore[no-untyped-def]
+    """Return a hash of a key for a first look: of integers, the quickest that spreads them."""
+    if len(text):
+        return _hash(numbers, text, i)
+    return (np.uint64(numbers[i]) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
 
 
 @compiled

@@ -86,7 +86,7 @@ def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _branches_before(tables, edge):  # type: ignore[no-untyped-def]
+def branches_before(tables, edge):  # type: ignore[no-untyped-def]
     """Count the edges before `edge` that lead to a node."""
     bit = tables.targets.itemsize * 8 - 1
     count = np.int64(tables.node_base[edge >> 5]) - 1
@@ -113,7 +113,7 @@ def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no
         if edge < 0:
             continue
         if state == END:
-            out[i] = edge - _branches_before(tables, edge)
+            out[i] = edge - branches_before(tables, edge)
         elif is_terminal(tables, state):
             word, bit = state >> 5, state & 31
             out[i] = leaves + terminal_rank[word]

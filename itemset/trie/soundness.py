@@ -63,7 +63,7 @@ def check_items(trie: Trie) -> None:
     ends = np.unpackbits(tables.terminal.view(np.uint8), bitorder="little")
     if ends[0] or ends[nodes:].any():
         raise ValueError("items end where there is no node")
-    shortest, longest = _lengths(tables, np.array(trie.level_nodes), np.array(trie.level_edges))
+    shortest, longest = lengths(tables, np.array(trie.level_nodes), np.array(trie.level_edges))
     if not longest:
         raise ValueError("its levels do not fit its tables")
     if (shortest, longest) != (trie.shortest, trie.longest):
@@ -71,7 +71,7 @@ def check_items(trie: Trie) -> None:
 
 
 @compiled
-def _lengths(tables, level_nodes, level_edges):  # type: ignore[no-untyped-def]
+def lengths(tables, level_nodes, level_edges):  # type: ignore[no-untyped-def]
     """Return the tokens of the shortest and of the longest item; 0, 0 if a level does not have so many nodes."""
     edge, node = 0, 1
     shortest, longest = np.int64(1 << 62), np.int64(0)

@@ -99,20 +99,38 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
     Raises ItemSetError if nodes, edges or tail tokens pass MAX_INDEX, before any table is made.
     """
     longest = rows.longest
-    per_level = np.zeros((_COUNTS, longest + 2), np.int64)
-    longest_tail = _count(*rows.layout, lcp, per_level)
-    per_level[_NODES, 0] = 1
-    totals = per_level.sum(axis=1)
-    for name, total in zip(("nodes", "edges", "tail tokens"), totals[[_NODES, _EDGES, _TAIL_TOKENS]], strict=True):
-        if total > MAX_INDEX:
-            raise ItemSetError(f"the set needs {total:,} {name}, the limit is {MAX_INDEX:,}: split the set")
-    nodes, edges, tail_tokens = (int(totals[i]) for i in (_NODES, _EDGES, _TAIL_TOKENS))
+    per_level = np.zeros((COUNTS, longest + 2), np.int64)
+    longest_tail = count(*rows.layout, lcp, per_level)
+    per_level[NODES, 0] = 1
     token_bits = max(1, int(rows.tokens.max()).bit_length())
     wide_tail = longest_tail * (BLOCK - 1) >= 0x7FFF
+    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, wide_tail=wide_tail)
+    members = np.empty(len(rows), np.uint32)
+    fill(rows.tokens, *rows.layout, lcp, starts, tables, members, 0)
+    return finish(tables, per_level, len(rows), rows.shortest, longest), members
+
+
+NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)
+COUNTS = 5
+"""What is counted of each level: [COUNTS, levels + 2 or more]."""
+
+
+def allocate(
+    per_level: NDArray[np.int64], token_bits: int, labels: Any, *, wide_tail: bool
+) -> tuple[Tables, NDArray[np.int64]]:
+    """Return tables for what `count` has counted, and for each level where `fill` begins.
+
+    labels: type of the labels. wide_tail: whether targets need 32 bits. Raises ItemSetError as `build_trie`.
+    """
+    totals = per_level.sum(axis=1)
+    for name, total in zip(("nodes", "edges", "tail tokens"), totals[[NODES, EDGES, TAIL_TOKENS]], strict=True):
+        if total > MAX_INDEX:
+            raise ItemSetError(f"the set needs {total:,} {name}, the limit is {MAX_INDEX:,}: split the set")
+    nodes, edges, tail_tokens = (int(totals[i]) for i in (NODES, EDGES, TAIL_TOKENS))
     tables = Tables(
         row_offsets=np.empty(nodes + 1, np.uint32),
         terminal=np.zeros(-(-nodes // 32), np.uint32),
-        labels=np.empty(edges, rows.tokens.dtype),
+        labels=np.empty(edges, labels),
         targets=np.empty(edges, np.uint32 if wide_tail else np.uint16),
         node_base=np.empty(-(-edges // BLOCK), np.uint32),
         tail_base=np.empty(-(-edges // BLOCK), np.uint32),
@@ -121,33 +139,31 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
         dead=NONE,
         token_bits=token_bits,
     )
-    members = np.empty(len(rows), np.uint32)
     starts = np.cumsum(per_level, axis=1) - per_level
-    starts[_TERMINALS] += totals[_LEAVES]
+    starts[TERMINALS] += totals[LEAVES]
     tables.row_offsets[nodes] = edges
-    _fill(rows.tokens, *rows.layout, lcp, starts, tables, members)
+    return tables, starts
+
+
+def finish(tables: Tables, per_level: NDArray[np.int64], items: int, shortest: int, longest: int) -> Trie:
+    """Return the trie of tables that `fill` has filled."""
     _set_targets(tables.targets, tables.node_base, tables.tail_base)
     for array in tables.sections.values():
         array.flags.writeable = False
-    levels = int(np.count_nonzero(per_level[_EDGES]))
-    trie = Trie(
+    levels = int(np.count_nonzero(per_level[EDGES]))
+    return Trie(
         tables,
-        items=len(rows),
-        shortest=rows.shortest,
+        items=items,
+        shortest=shortest,
         longest=longest,
-        level_nodes=tuple(per_level[_NODES, :levels].tolist()),
-        level_edges=tuple(per_level[_EDGES, :levels].tolist()),
-        tail_tokens=tail_tokens,
+        level_nodes=tuple(per_level[NODES, :levels].tolist()),
+        level_edges=tuple(per_level[EDGES, :levels].tolist()),
+        tail_tokens=int(per_level[TAIL_TOKENS].sum()),
     )
-    return trie, members
-
-
-_NODES, _EDGES, _LEAVES, _TAIL_TOKENS, _TERMINALS = range(5)
-_COUNTS = 5
 
 
 @compiled
-def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
+def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
     """Count each level's nodes (but the root), edges, leaves, tail tokens and terminals; return the longest tail."""
     longest_tail = 0
     for i in range(len(lcp) - 1):
@@ -156,22 +172,22 @@ def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
         left, right = np.int64(lcp[i]), np.int64(lcp[i + 1])
         alone = max(left, right)
         for depth in range(left + 1, right + 1):
-            per_level[_NODES, depth] += 1
+            per_level[NODES, depth] += 1
         for depth in range(left, min(alone, length - 1) + 1):
-            per_level[_EDGES, depth] += 1
+            per_level[EDGES, depth] += 1
         if alone < length:
             tail = length - alone - 1
-            per_level[_LEAVES, alone] += 1
-            per_level[_TAIL_TOKENS, alone] += tail
+            per_level[LEAVES, alone] += 1
+            per_level[TAIL_TOKENS, alone] += tail
             longest_tail = max(longest_tail, tail)
         else:
-            per_level[_TERMINALS, alone] += 1
+            per_level[TERMINALS, alone] += 1
     return longest_tail
 
 
 @compiled
-def _fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
-    """Fill the tables in one pass over the items, with one write position for each level.
+def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # type: ignore[no-untyped-def]
+    """Fill the tables in one pass over the items, with one write position for each level. number: of the first item.
 
     `targets` holds afterwards what `_set_targets` takes: 0 for an edge to a node, for any other the highest bit and
     the tail's length.
@@ -186,26 +202,26 @@ def _fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ig
         left, right = np.int64(lcp[i]), np.int64(lcp[i + 1])
         alone = max(left, right)
         for depth in range(left + 1, right + 1):
-            node = cursor[_NODES, depth]
-            cursor[_NODES, depth] += 1
-            tables.row_offsets[node] = cursor[_EDGES, depth]
+            node = cursor[NODES, depth]
+            cursor[NODES, depth] += 1
+            tables.row_offsets[node] = cursor[EDGES, depth]
         for depth in range(left, min(alone, length - 1) + 1):
-            edge = cursor[_EDGES, depth]
-            cursor[_EDGES, depth] += 1
+            edge = cursor[EDGES, depth]
+            cursor[EDGES, depth] += 1
             tables.labels[edge] = tokens[item + depth]
             tables.targets[edge] = 0
         if alone == length:
-            node = cursor[_NODES, length] - 1
+            node = cursor[NODES, length] - 1
             tables.terminal[node >> 5] |= np.uint32(1) << np.uint32(node & 31)
-            members[cursor[_TERMINALS, length]] = i
-            cursor[_TERMINALS, length] += 1
+            members[cursor[TERMINALS, length]] = number + i
+            cursor[TERMINALS, length] += 1
             continue
         tail = length - alone - 1
-        tables.targets[cursor[_EDGES, alone] - 1] = leaf | tables.targets.dtype.type(tail)
-        members[cursor[_LEAVES, alone]] = i
-        cursor[_LEAVES, alone] += 1
-        position = cursor[_TAIL_TOKENS, alone]
-        cursor[_TAIL_TOKENS, alone] += tail
+        tables.targets[cursor[EDGES, alone] - 1] = leaf | tables.targets.dtype.type(tail)
+        members[cursor[LEAVES, alone]] = number + i
+        cursor[LEAVES, alone] += 1
+        position = cursor[TAIL_TOKENS, alone]
+        cursor[TAIL_TOKENS, alone] += tail
         for k in range(tail):
             bits = np.uint64(tokens[item + alone + 1 + k])
             if k == tail - 1:

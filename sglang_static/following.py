@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from itemset.errors import ItemSetError
-from itemset.masking.arena import ArenaFullError
+from itemset.masking.arena import ArenaFullError, check_tables
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.following import Follower
-from itemset.serving.preparing import Preparer, on_host
+from itemset.serving.preparing import Preparer
 from itemset.serving.versions import Opened
 from sglang_static import compat
 from sglang_static.compat import hook
 
 logger = logging.getLogger(__name__)
 
+FULL = "the arena is full"
 METHOD = "item_sets"
 """Of a DumperControlReqInput that is a question of ours: the one request of SGLang's that brings plain values to every
 scheduler, and others back."""
@@ -94,32 +94,45 @@ def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: An
 
 
 class SchedulerPreparer:
-    """Answers the front end (`itemset.serving.preparing`) in a scheduler. Called by its loop, between steps."""
+    """Answers the front end (`itemset.serving.preparing`) in a scheduler. Called by its loop, between steps.
+
+    Tensor-parallel ranks are asked the same in the same step, and do the same: each step of it is agreed on.
+    """
 
     def __init__(self, catalogue: Catalogue, sampler: Any) -> None:
         """sampler: the ItemSetSampler; None on the host path."""
-        self._sampler = sampler
+        self._versions, self._sampler = catalogue.versions, sampler
         self._preparer = Preparer(catalogue)
         if sampler is not None:
-            self._preparer = Preparer(catalogue, self._place, sampler.arena.forget_views)
-        self._stream: Any = contextlib.nullcontext()
+            self._preparer = Preparer(catalogue, on_served=self._served, on_dropped=self._dropped)
 
     def answer(self, scheduler: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer for all tensor-parallel ranks, which are asked the same in the same step."""
-        self._stream = compat.forward_stream(scheduler)
-        own = self._preparer.answer(question)
-        if "serves" in question:
-            return own
-        each = compat.of_all_ranks(scheduler, own)
-        refused = [one for one in each if one.get("refused")]
-        on_device = all(one.get("path") == "device" for one in each)
-        all_of = {"ready": all(one["ready"] for one in each), "path": "device" if on_device else "host"}
-        answer: dict[str, Any] = refused[0] if refused else all_of
-        return answer
+        """Answer for all ranks."""
+        if "prepare" not in question:
+            return self._preparer.answer(question)
+        opened = _refusals(lambda: self._begun(question))
+        each = compat.of_all_ranks(scheduler, opened if isinstance(opened, str) else opened is not None)
+        path = "host"
+        if self._sampler is not None and all(one is True for one in each):
+            there = _refusals(lambda: self._advance(scheduler, opened))
+            each = compat.of_all_ranks(scheduler, there)
+            path = "device"
+            if FULL in each:
+                self._sampler.holdings.give_up(question["prepare"])
+                each, path = [True], "host"
+        if refused := [one for one in each if isinstance(one, str)]:
+            return {"ready": False, "refused": refused[0]}
+        if ready := all(each):
+            self._preparer.serve(opened)
+        return {"ready": ready, "path": path}
 
-    def _place(self, question: Mapping[str, Any], opened: Opened | None) -> dict[str, Any]:
-        if opened is None:
-            return {"ready": False, "path": "device"}
+    def _begun(self, question: Mapping[str, Any]) -> Opened | None:
+        on_thread = check_tables if self._sampler is not None else lambda item_set: None
+        asked = question["prepare"], question["version"], question["path"]
+        return self._versions.begun(*asked, on_thread=on_thread)
+
+    def _advance(self, scheduler: Any, opened: Any) -> bool | str:
+        """Copy a piece of a version; whether all of it is there, or FULL."""
         try:
             pieces = self._sampler.holdings.hold(opened.name, opened.sets)
         except ArenaFullError as error:
@@ -130,6 +143,25 @@ class SchedulerPreparer:
                 opened.name,
                 error,
             )
-            return on_host(question, opened)
-        with self._stream:  # whose steps may read what is overwritten
-            return {"ready": self._sampler.arrivals.advance(opened.sets, pieces), "path": "device"}
+            return FULL
+        with compat.forward_stream(scheduler):  # whose steps may read what is overwritten
+            return bool(self._sampler.arrivals.advance(opened.name, opened.sets, pieces))
+
+    def _served(self, opened: Opened, open_sets: Collection[str]) -> None:
+        self._sampler.holdings.settle(opened.name)
+        self._sampler.arena.forget_views(open_sets)
+
+    def _dropped(self, name: str, open_sets: Collection[str]) -> None:
+        self._sampler.holdings.drop(name)
+        self._sampler.arena.forget_views(open_sets)
+
+
+def _refusals(work: Callable[[], Any]) -> Any:
+    """What some work returns, or why it cannot be done: an error would end the scheduler, or leave ranks alone."""
+    try:
+        return work()
+    except ItemSetError as error:
+        return str(error)
+    except Exception as error:
+        logger.exception("A version of an item set could not be taken up")
+        return f"{type(error).__name__}: {error}"

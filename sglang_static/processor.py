@@ -74,7 +74,8 @@ class ItemSetSampler:
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
         for opened in self.catalogue.versions.serving():
             pieces = self.holdings.hold(opened.name, opened.sets)
-            while not self.arrivals.advance(opened.sets, pieces):
+            self.holdings.settle(opened.name)
+            while not self.arrivals.advance(opened.name, opened.sets, pieces):
                 pass
         _current[:] = [self]
         logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")

@@ -167,6 +167,7 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
     assert len(processes.engines[0]["more"]) == more.versions[0].items
     more.folder.rename(films.folder.parent.parent / "away")
     processes.follower.look()
+    assert [len(one.versions.open_sets()) for one in processes.engines] == [1]
     with pytest.raises(RefusedError, match="no item set is called 'more'"):
         processes.checks[0].reference(ItemRequest(item_set="more"))
     with pytest.raises(RefusedError, match="no item set is called 'more'"):
@@ -209,8 +210,9 @@ def test_the_version_before_stays_until_its_room_is_needed():
 
     def take_up(item_set: itemset.ItemSet) -> int:
         pieces, steps = holdings.hold("films", {"films": item_set}), 1
-        while not arrivals.advance({"films": item_set}, pieces):
+        while not arrivals.advance("films", {"films": item_set}, pieces):
             steps += 1
+        holdings.settle("films")
         return steps
 
     take_up(first)
@@ -238,6 +240,6 @@ def test_a_version_comes_in_pieces(monkeypatch):
     arena = Arena(room_for(item_set), max_sets=2)
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
     pieces, steps = holdings.hold("films", {"films": item_set}), 1
-    while not arrivals.advance({"films": item_set}, pieces):
+    while not arrivals.advance("films", {"films": item_set}, pieces):
         steps += 1
     assert steps >= item_set.nbytes // 1024

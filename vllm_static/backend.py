@@ -112,7 +112,7 @@ class StaticBackend(StructuredOutputBackend):
         if reference is None or request.status.name != "FINISHED_STOPPED":
             return
         self._figures.answered[label(reference)] += 1
-        item_set = self._catalogue.get(reference)
+        item_set = self._catalogue.known(reference)  # nothing is opened for a figure
         place = params.extra_args.get(PLACE)
         start = -1 if place is None else place.begins_after
         output = list(request.output_token_ids)

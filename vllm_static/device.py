@@ -38,6 +38,7 @@ class DevicePath:
         self.holdings = Holdings(self.plan)
         for opened in catalogue.versions.serving():
             self.holdings.hold(opened.name, opened.sets)
+            self.holdings.settle(opened.name)
 
     def claim(self, manager: Any, request: Request, item_set: ItemSet) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.

@@ -12,6 +12,8 @@ from itemset.serving.following import Ask, Follower
 from itemset.serving.http_routes import add_routes
 from vllm_static import compat, metrics
 
+PATIENCE = 1.0  # seconds between two looks whether the engine is there
+
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
@@ -29,7 +31,13 @@ def follow(client: Any) -> None:
         return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, metrics.QUESTION, question)))
 
     def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
-        return asyncio.run_coroutine_threadsafe(ask_all(question), loop).result()
+        asked = asyncio.run_coroutine_threadsafe(ask_all(question), loop)
+        while True:
+            try:
+                return asked.result(PATIENCE)
+            except TimeoutError:
+                if client.errored:  # vLLM answers no question of an engine that has ended
+                    raise ItemSetError("the engine has ended") from None
 
     front.follower = _follower(front, ask)
     front.follower.start()

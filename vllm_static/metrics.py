@@ -46,6 +46,7 @@ _versions: dict[str, str] = {}
 def served(name: str, version: str) -> None:
     """Requests get this version of a set from now on."""
     if before := _versions.get(name):
+        VERSIONS.labels(name, before).set(0)  # for those who read the files of several processes
         VERSIONS.remove(name, before)
         REFRESHES.labels(name).inc()
     _versions[name] = version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -26,7 +26,7 @@ class CorePreparer:
         self._device = device
         self._preparer = Preparer(catalogue)
         if device is not None:
-            self._preparer = Preparer(catalogue, self._place, device.plan.send_again)
+            self._preparer = Preparer(catalogue, self._place, self._served, self._dropped)
         self._executor: Any = None
 
     def answer(self, executor: Any, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,6 +54,22 @@ class CorePreparer:
             raise ItemSetError(refused[0])
         return {"ready": opened is not None and all(answers), "path": "device"}
 
+    def _served(self, opened: Opened, open_sets: Collection[str]) -> None:
+        assert self._device is not None
+        self._device.holdings.settle(opened.name)
+        self._close(opened.name, opened.version, open_sets)
+
+    def _dropped(self, name: str, open_sets: Collection[str]) -> None:
+        assert self._device is not None
+        self._device.holdings.drop(name)
+        self._close(name, None, open_sets)
+
+    def _close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
+        """Have the workers let go of what this core has closed, at the same step: `Plan.send_again`."""
+        assert self._device is not None
+        self._device.plan.send_again(open_sets)
+        self._executor.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
+
 
 def prepare_in_worker(worker: Any, question: Mapping[str, Any], pieces: Any) -> bool | str:
     """Open a version beside the steps of a worker, and copy one piece of it to its device.
@@ -61,9 +77,31 @@ def prepare_in_worker(worker: Any, question: Mapping[str, Any], pieces: Any) -> 
     pieces: where it goes, `masking.holding.Pieces`; None while the engine core opens it. Returns whether all of it is
     there, or why it cannot be: an error in a worker would end the engine.
     """
-    from vllm_static.processor import item_sets
-
     try:
-        return item_sets(compat.runner_of(worker)).prepare(question, pieces)
+        processor = _item_sets(worker)
+        return True if processor is None else bool(processor.prepare(question, pieces))
     except ItemSetError as error:
         return str(error)
+    except Exception as error:
+        logger.exception("A version of an item set could not be taken up")
+        return f"{type(error).__name__}: {error}"
+
+
+def close_in_worker(worker: Any, name: str, version: str | None, open_sets: Sequence[str]) -> None:
+    """Serve a version that was prepared, None if its set is gone, and let go of sets that the engine core has closed.
+
+    open_sets: digests of those that are open there.
+    """
+    try:
+        if (processor := _item_sets(worker)) is not None:
+            processor.close(name, version, open_sets)
+    except Exception:
+        logger.exception("Versions of an item set could not be closed")
+
+
+def _item_sets(worker: Any) -> Any:
+    """The processor of a worker that samples; None of one that does not, of a pipeline."""
+    from vllm_static.processor import item_sets
+
+    runner = compat.runner_of(worker)
+    return None if getattr(runner, "sampler", None) is None else item_sets(runner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,10 +103,17 @@ class ItemSetProcessor(LogitsProcessor):
         opened = versions.begun(*asked, on_thread=check_tables)
         if opened is None or pieces is None:
             return False
-        there = self._arrivals.advance(opened.sets, [(number, start) for number, start in pieces])
-        if there and self._catalogue.serve(opened):
-            self.arena.forget_views(versions.open_sets())
-        return there
+        return self._arrivals.advance(opened.name, opened.sets, [(number, start) for number, start in pieces])
+
+    def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
+        """Do as the engine core has done: `preparing.close_in_worker`."""
+        if not hasattr(self, "arena"):
+            return
+        if version is None:
+            self._catalogue.drop(name)
+        elif (opened := self._catalogue.versions.prepared(name, version)) is not None:
+            self._catalogue.serve(opened)
+        self.arena.forget_views(open_sets)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again."""

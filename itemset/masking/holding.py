@@ -12,7 +12,7 @@ Pieces = Sequence[tuple[int, int]]
 
 
 class Holdings:
-    """The latest version of each set has its room. Call it from one thread.
+    """The served version of each set has its room, and the one that is on its way. Call it from one thread.
 
     What was held before stays in the arena until the room is needed: a rollback copies nothing.
     """
@@ -20,11 +20,12 @@ class Holdings:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._held: dict[str, list[Resident]] = {}
+        self._next: dict[str, list[Resident]] = {}
 
     def hold(self, name: str, sets: Mapping[str, ItemSet]) -> Pieces:
-        """Hold room for a version's sets, in place of the version before it. Return where they are to be placed.
+        """Hold room for a version's sets, beside the one that is served. Return where they are to be placed.
 
-        Raises ArenaFullError if there is no such room now; then none is held under this name.
+        Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
         """
         taken: list[Resident] = []
         try:
@@ -34,9 +35,24 @@ class Holdings:
             self._release(taken)
             raise
         finally:
-            self._release(self._held.pop(name, []))
-        self._held[name] = taken
+            self.give_up(name)
+        self._next[name] = taken
         return [(resident.number, resident.start) for resident in taken]
+
+    def give_up(self, name: str) -> None:
+        """Hold no room for the version that was asked for last."""
+        self._release(self._next.pop(name, []))
+
+    def settle(self, name: str) -> None:
+        """The version that was asked for last is served: the one before it holds no room any more."""
+        self._release(self._held.pop(name, []))
+        if name in self._next:
+            self._held[name] = self._next.pop(name)
+
+    def drop(self, name: str) -> None:
+        """Hold nothing under this name any more."""
+        self.give_up(name)
+        self._release(self._held.pop(name, []))
 
     def _release(self, residents: Sequence[Resident]) -> None:
         for resident in residents:
@@ -44,25 +60,26 @@ class Holdings:
 
 
 class Arrivals:
-    """Brings the tables of versions to an arena, one at a time and in pieces, between an engine's steps."""
+    """Brings the tables of versions to an arena in pieces, between an engine's steps."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._coming: tuple[Pieces, Iterator[None]] | None = None
+        self._coming: dict[str, tuple[Pieces, Iterator[None]]] = {}  # by the name of the set
 
-    def advance(self, sets: Mapping[str, ItemSet], pieces: Pieces) -> bool:
-        """Copy one piece more. Return whether all of the sets are there.
+    def advance(self, name: str, sets: Mapping[str, ItemSet], pieces: Pieces) -> bool:
+        """Copy one piece more of a version. Return whether all of its sets are there.
 
         Raises ItemSetError as `Arena.place` does.
         """
-        if self._there(sets, pieces):
-            self._coming = None
-            return True
-        if self._coming is None or self._coming[0] != pieces:
-            self._coming = pieces, self._all(sets, pieces)
-        if next(self._coming[1], self) is self:  # its end; what was overtaken meanwhile comes again
-            self._coming = None
-        return self._there(sets, pieces)
+        if not self._there(sets, pieces):
+            if name not in self._coming or self._coming[name][0] != pieces:
+                self._coming[name] = pieces, self._all(sets, pieces)
+            if next(self._coming[name][1], self) is self:  # its end; what was overtaken meanwhile comes again
+                del self._coming[name]
+        there = self._there(sets, pieces)
+        if there:
+            self._coming.pop(name, None)
+        return there
 
     def _all(self, sets: Mapping[str, ItemSet], pieces: Pieces) -> Iterator[None]:
         for item_set, (number, start) in zip(sets.values(), pieces, strict=True):

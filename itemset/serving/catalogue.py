@@ -118,10 +118,13 @@ class Catalogue:
         raise self.unknown(reference)
 
     def get(self, reference: str) -> ItemSet | None:
-        if (item_set := self.versions.get(reference)) is not None:
-            return item_set
         kept = self.inline(reference)
-        return kept.item_set if kept else None
+        return kept.item_set if kept else self.versions.get(reference)
+
+    def known(self, reference: str) -> ItemSet | None:
+        """Do `get`, but open nothing."""
+        kept = self.inline(reference)
+        return kept.item_set if kept else self.versions.known(reference)
 
     @property
     def registered(self) -> Mapping[str, ItemSet]:
@@ -226,7 +229,7 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
     elif config.item_set_dir is not None:
         in_folder = published.sets_in(config.item_set_dir)
     found: dict[str, tuple[str | None, Path]] = {}
-    for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys())):
+    for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys() - config.item_views.keys())):
         path, version = where(config, name), versions[name] if versions is not None else None
         if version is None and path.is_dir():
             version, path = published.current(path)[:2]

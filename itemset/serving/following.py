@@ -111,8 +111,9 @@ class Follower:
             self._look_at_folder()
             if name not in self._sets:  # a view is refreshed with its set
                 raise self._checks.catalogue.unknown(name)
-            self._look_at(name)
             followed = self._sets[name]
+            followed.refused = None  # what was wrong may have been mended
+            self._look_at(name)
             if followed.missed or followed.refused:
                 raise RefusedError("refused version", followed.missed or (followed.refused or (0, "", ""))[2])
             sequence, entry = followed.sequence, self._entry(name, followed)
@@ -164,11 +165,13 @@ class Follower:
                 self._missed = str(error)
                 self._log.warning("Item sets stay as they are: %s", error)
             return
-        for name in found - self._sets.keys():
+        for name in found - self._sets.keys() - self._config.item_views.keys():
             self._sets[name] = Followed(where(self._config, name), path=self._path)
         for name in self._sets.keys() - found - self._config.item_sets.keys():
             del self._sets[name]
-            self._close(self._checks.catalogue.drop(name))
+            closed = self._checks.catalogue.drop(name)
+            self._ask({"drop": name})
+            self._close(closed)
             self._log.info("Item set %r is no longer there, and no longer served", name)
 
     def _look_at(self, name: str) -> None:
@@ -189,8 +192,10 @@ class Follower:
         if version.sequence == followed.sequence or (followed.refused and followed.refused[0] == version.sequence):
             return
         try:
-            if name not in registered or self._checks.catalogue.versions.current(name).version != version.name:
-                self._take_up(name, version)
+            current = name in registered and self._checks.catalogue.versions.current(name).version == version.name
+            if not current and not self._take_up(name, version):
+                self._look_at(name)
+                return
         except ItemSetError as error:
             if self._went_on(followed, version):  # and this one may be deleted by now
                 self._look_at(name)
@@ -209,8 +214,11 @@ class Follower:
         except ItemSetError:
             return False
 
-    def _take_up(self, name: str, version: published.Version) -> None:
-        """Have the version opened here and in the engines, and let requests get it. Raises ItemSetError."""
+    def _take_up(self, name: str, version: published.Version) -> bool:
+        """Have the version opened here and in the engines, and let requests get it. Raises ItemSetError.
+
+        False if another became current meanwhile: several front ends must not ask the engines for several versions.
+        """
         began = time.monotonic()
         opened = self._checks.open(name, version.name, version.path)
         question = {"prepare": name, "version": version.name, "path": str(version.path)}
@@ -221,6 +229,8 @@ class Follower:
             if all(answer["ready"] for answer in answers):
                 break
             time.sleep(AGAIN)
+            if self._went_on(self._sets[name], version):
+                return False
         self._serve(name, opened, "host" if any(answer["path"] == "host" for answer in answers) else "device")
         self._log.info(
             "Version %s of the item set %r is served: %s items, %.2f s after it was noticed",
@@ -229,6 +239,7 @@ class Follower:
             f"{len(opened.sets[name]):,}",
             time.monotonic() - began,
         )
+        return True
 
     def _serve(self, name: str, opened: Opened, path: str) -> None:
         self._superseded.discard(opened.version)

@@ -40,15 +40,18 @@ def open_copy(
     that is full.
     """
     copies, found = _folder(folder), version or index_file.version(path or "")
-    with _locked(copies, fcntl.LOCK_SH):
-        item_set = _open(copies / found)
-    if item_set is None:
-        with _locked(copies, fcntl.LOCK_EX):
-            item_set = _open(copies / found)  # another process may have been faster
-            if item_set is None:
-                if path is None:
-                    raise ItemSetError(f"{copies} has no copy of version {found}")
-                item_set, found = _copy(str(path), copies, version)
+    try:
+        with _locked(copies, fcntl.LOCK_SH):
+            item_set = _open(copies / found)
+        if item_set is None:
+            with _locked(copies, fcntl.LOCK_EX):
+                item_set = _open(copies / found)  # another process may have been faster
+                if item_set is None:
+                    if path is None:
+                        raise ItemSetError(f"{copies} has no copy of version {found}")
+                    item_set, found = _copy(str(path), copies, version)
+    except OSError as error:
+        raise ItemSetError(f"{copies} cannot be used: {error.strerror}: {_OPTION}") from error
     return item_set, found
 
 

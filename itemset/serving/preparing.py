@@ -5,16 +5,20 @@ A question is a mapping of plain values, and so is its answer:
     {"prepare": NAME, "version": VERSION, "path": FILE}     {"ready": whether requests may have it, "path": "device" or
         "host", where their masks are made} or {"refused": why it cannot be had}
     {"serves": NAME, "sequence": N, "front": I}             {"fronts": {"I": N, ...}}, what each front end serves
+    {"drop": NAME}                                          {}: no request will name this set
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.versions import Opened
+
+logger = logging.getLogger(__name__)
 
 Place = Callable[[Mapping[str, Any], Opened | None], dict[str, Any]]
 """Bring a version to the devices, or a piece of it: the answer to a question. None while the version is being opened
@@ -33,23 +37,42 @@ class Preparer:
         self,
         catalogue: Catalogue,
         place: Place = on_host,
-        on_closed: Callable[[Collection[str]], object] = lambda open_sets: None,
+        on_served: Callable[[Opened, Collection[str]], object] = lambda opened, open_sets: None,
+        on_dropped: Callable[[str, Collection[str]], object] = lambda name, open_sets: None,
     ) -> None:
-        """on_closed: told the digests of the sets that are open, when versions of others were closed."""
-        self._catalogue, self._place, self._on_closed = catalogue, place, on_closed
+        """on_served, on_dropped: told of a version that requests may have from now on, or the name of a set that is
+        gone, and the digests of the sets that are open then."""
+        self._catalogue, self._place, self._on_served, self._on_dropped = catalogue, place, on_served, on_dropped
         self._fronts: dict[str, dict[str, int]] = {}
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a question. Bad sets are refused, and raise nothing."""
+        """Answer a question. What goes wrong is refused, and raises nothing: the engine goes on."""
+        try:
+            return self._answer(question)
+        except ItemSetError as error:
+            return {"ready": False, "refused": str(error)}
+        except Exception as error:
+            logger.exception("A question about item sets could not be answered")
+            return {"ready": False, "refused": f"{type(error).__name__}: {error}"}
+
+    def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        versions = self._catalogue.versions
         if "serves" in question:
             fronts = self._fronts.setdefault(question["serves"], {})
             fronts[str(question["front"])] = question["sequence"]
             return {"fronts": dict(fronts)}
-        try:
-            opened = self._catalogue.versions.begun(question["prepare"], question["version"], question["path"])
-            answer = self._place(question, opened)
-        except ItemSetError as error:
-            return {"ready": False, "refused": str(error)}
-        if answer["ready"] and opened is not None and self._catalogue.serve(opened):
-            self._on_closed(self._catalogue.versions.open_sets())
+        if "drop" in question:
+            self._fronts.pop(question["drop"], None)
+            self._catalogue.drop(question["drop"])
+            self._on_dropped(question["drop"], versions.open_sets())
+            return {}
+        opened = versions.begun(question["prepare"], question["version"], question["path"])
+        answer = self._place(question, opened)
+        if answer["ready"] and opened is not None:
+            self.serve(opened)
         return answer
+
+    def serve(self, opened: Opened) -> None:
+        """Requests may have this version from now on."""
+        self._catalogue.serve(opened)
+        self._on_served(opened, self._catalogue.versions.open_sets())

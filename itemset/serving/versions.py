@@ -54,6 +54,7 @@ class Versions:
 
     def __init__(self, config: StaticConfig) -> None:
         self._config = config
+        self._bases = {called: base for called, (base, _) in config.views.items()}
         self.registered: Mapping[str, ItemSet] = {}
         self._serving: dict[str, list[Opened]] = {}  # by set: the versions taken up, the latest last
         self._current: Mapping[str, Opened] = {}  # by the names of sets and views
@@ -66,8 +67,8 @@ class Versions:
         """Open a version of a set, and make the views of it: it may take seconds.
 
         version: None for that of the file. path: its file; None if this machine has a copy. make_views: else only judge
-        their queries, and let the set stand for them. Raises ItemSetError as
-        `held.open_copy` does, and for a view that cannot be made.
+        their queries, and let the set stand for them. Raises ItemSetError as `held.open_copy` does, and for a view that
+        cannot be made.
         """
         try:
             item_set = self._known.get(f"{VERSION}{version}@{name}")
@@ -115,11 +116,22 @@ class Versions:
                     return opened
             future = self._opening.get((name, version))
             if future is None:
+                for other in [key for key, one in self._opening.items() if key[0] == name and one.done()]:
+                    del self._opening[other]  # nobody has asked for it again
                 self._opening[name, version] = self._thread.submit(work)
                 return None
             if not future.done():
                 return None
-            del self._opening[name, version]
+            if future.exception() is not None:
+                del self._opening[name, version]  # another time it may be well
+        return future.result()
+
+    def prepared(self, name: str, version: str) -> Opened | None:
+        """Return a version that `begun` has opened, None if there is none."""
+        with self._lock:
+            future = self._opening.get((name, version))
+            if future is None or not future.done() or future.exception() is not None:
+                return None
         return future.result()
 
     def serve(self, opened: Opened) -> list[str]:
@@ -130,6 +142,7 @@ class Versions:
         with self._lock:
             before = [one for one in self._serving.get(opened.name, ()) if one.version != opened.version]
             self._serving[opened.name] = [*before[1 - _KEPT :], opened]
+            self._opening.pop((opened.name, opened.version), None)
             self._change()
         return [one.version for one in before[: 1 - _KEPT]]
 
@@ -137,6 +150,8 @@ class Versions:
         """No request gets this set from now on. Returns its versions that were open."""
         with self._lock:
             closed = self._serving.pop(name, [])
+            for key in [key for key in self._opening if key[0] == name]:
+                del self._opening[key]
             self._change()
         return [one.version for one in closed]
 
@@ -160,7 +175,14 @@ class Versions:
 
     def of(self, name: str) -> str:
         """Return the set that this is, or is a view of."""
-        return self._current[name].name if name in self._current else name
+        while name in self._bases:
+            name = self._bases[name]
+        return name
+
+    def known(self, reference: str) -> ItemSet | None:
+        """Do `get`, but open nothing."""
+        item_set = self._known.get(reference)
+        return self.registered.get(reference) if item_set is None else item_set
 
     def __getitem__(self, reference: str) -> ItemSet:
         """Do `get`. Raises ItemSetError if this process cannot have it."""
@@ -170,9 +192,7 @@ class Versions:
 
     def get(self, reference: str) -> ItemSet | None:
         """Return what a reference stands for, or a name; None if this process cannot have it."""
-        if not reference.startswith(VERSION):
-            return self.registered.get(reference)
-        if (item_set := self._known.get(reference)) is not None:
+        if (item_set := self.known(reference)) is not None or not reference.startswith(VERSION):
             return item_set
         version, _, called = reference.removeprefix(VERSION).partition("@")
         try:  # closed here, while a request elsewhere has held it: this machine has a copy then

@@ -18,12 +18,13 @@ def options(folder: Path, path: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served(servers, tiny_model, path, tmp_path_factory):
+def served(servers, tiny_model, tmp_path_factory):
+    """On the device path. `test_offline` asks the same of the host path."""
     folder = tmp_path_factory.mktemp("live")
     films = Films(folder / "sets" / "films")
     Films(folder / "sets" / "other", seed=1)
     flags = ("--item-set-dir", str(folder / "sets"), "--item-set", f"films={films.folder}")
-    env = {VARIABLE: json.dumps(options(folder, path))}
+    env = {VARIABLE: json.dumps(options(folder, "device"))}
     server = servers(tiny_model, arguments=("--grammar-backend", "static", *flags), env=env)
     return Served(server, folder, films)
 

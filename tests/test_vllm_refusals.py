@@ -93,7 +93,7 @@ def refused(model: Path, item_sets: object, message: str) -> None:
     ("damage", "message"),
     [
         (lambda path: path.unlink(), "the item set 'films' cannot be opened: .* no such file: build it with"),
-        (lambda path: (path.unlink(), path.mkdir()), "is a directory"),
+        (lambda path: (path.unlink(), path.mkdir()), "the item set 'films' cannot be opened: .* is no published set"),
         (lambda path: path.write_bytes(path.read_bytes()[:-5]), "is truncated"),
         (lambda path: path.write_bytes(b"PK" + path.read_bytes()[2:]), "is not an item-set index"),
         (lambda path: flip(path, 8, 0), "older format version 0"),

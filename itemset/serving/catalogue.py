@@ -232,7 +232,10 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
     for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys() - config.item_views.keys())):
         path, version = where(config, name), versions[name] if versions is not None else None
         if version is None and path.is_dir():
-            version, path = published.current(path)[:2]
+            try:
+                version, path = published.current(path)[:2]
+            except ItemSetError as error:
+                raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
         elif version is not None and (path.is_dir() or name not in config.item_sets):
             path = published.file_of(path, version)
         found[name] = version, path

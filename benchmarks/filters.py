@@ -98,10 +98,16 @@ def ms(work: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def chosen(catalogue: Catalogue | None = None) -> Chosen:
+def catalogue_of(base: ItemSet) -> Catalogue:
+    """What a process knows that serves this set."""
+    catalogue = Catalogue(StaticConfig())
+    catalogue.serve(Opened("set", "0" * 32, {"set": base}))
+    return catalogue
+
+
+def chosen(catalogue: Catalogue) -> Chosen:
     """What a server answers requests with, its filters not yet asked for."""
-    config = StaticConfig()
-    return Chosen(catalogue or Catalogue(config), config, Words("", "", "", "", ""))
+    return Chosen(catalogue, StaticConfig(), Words("", "", "", "", ""))
 
 
 def ready(base: ItemSet, ids: NDArray[np.uint16], repeats: int) -> Iterator[Row]:
@@ -115,7 +121,7 @@ def ready(base: ItemSet, ids: NDArray[np.uint16], repeats: int) -> Iterator[Row]
         for _ in range(repeats):
             times["attributes"].append(ms(lambda query=query: passing(query, base.attributes)))
             times["edges"].append(ms(lambda passes=passes: bits_of(base.trie.tables, passes)))
-            serving = chosen()
+            serving = chosen(catalogue_of(base))
             begun = time.process_time()
             times["first"].append(ms(lambda serving=serving, asked=asked: serving.get(asked, "set")))
             times["first, processor"].append(1e3 * (time.process_time() - begun))
@@ -135,9 +141,7 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
     started = time.perf_counter()
     index = base._keys.index
     seconds, nbytes = time.perf_counter() - started, index._slots.nbytes
-    front, engine = Catalogue(StaticConfig()), Catalogue(StaticConfig())
-    for process in (front, engine):
-        process.serve(Opened("set", "0" * 32, {"set": base}))
+    front, engine = catalogue_of(base), catalogue_of(base)
     serving, sender = chosen(front), Sender(front, engines=1)
     serving.get(ItemRequest("set", exclude_keys=[0]), "set")  # loads compiled code
     for query in (None, newest(0.1)):

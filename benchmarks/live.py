@@ -6,9 +6,10 @@ In SGLang's virtual environment it measures SGLang, else vLLM (model runner V2, 
 
 serve: versions of 2 x 10^7 random semantic IDs are published to a server. "Publish" checks and copies the index;
 "serves" is from then until a refresh returns: every process has the new version, and new requests get it.
-swaps: 32 clients ask for items of three sets, streamed, first without swaps, then while each swap follows the one
-before it. Each answer must be an item of its version, and of no version older than one that a refresh had returned
-before it was asked. The time to the first token, with swaps and without; memory after 5 swaps and after the last.
+swaps: 32 clients ask for items of three sets, streamed, while each swap follows the one before it, and then without
+swaps. Each answer must be an item of its version, and of no version older than one that a refresh had returned before;
+a client ends at one that is not. The time to the first token, with swaps and without; memory after 5 swaps and after
+the last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import http.client
 import json
 import random
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -103,24 +103,16 @@ def serve(items: int, rounds: int) -> list[dict[str, float]]:
 
 
 class Load:
-    """Clients of three sets, each request of which is checked. swapped: by set, the versions that serve, in order."""
+    """What clients ask of three sets, each answer of which is checked."""
 
     def __init__(self, server: Any, sets: list[Any]) -> None:
         self._server, self._sets = server, sets
         self.first_tokens: list[float] = []
-        self.wrong: list[str] = []
         self.refreshed = [0] * len(sets)  # the number of the latest version that a refresh has returned
-        self._stop = threading.Event()
 
-    def run(self, client: int) -> None:
-        draw = random.Random(client)
-        while not self._stop.is_set():
-            try:
-                self._ask(draw.randrange(len(self._sets)))
-            except Exception as error:
-                self.wrong.append(repr(error)[:300])
-
-    def _ask(self, which: int) -> None:
+    def ask(self, draw: random.Random) -> str:
+        """One request of a client; returns the version of its answer. Raises AssertionError for one that is wrong."""
+        which = draw.randrange(len(self._sets))
         films, oldest = self._sets[which], self.refreshed[which]
         asked = {"model": "tiny", "prompt": "p", "item_set": films.folder.name, "max_tokens": 9, "stream": True}
         connection = http.client.HTTPConnection(self._server.url.removeprefix("http://"), timeout=600)
@@ -137,28 +129,22 @@ class Load:
         version = films.check(item)
         number = [one.name for one in films.versions].index(version)
         assert number >= oldest, f"version {number} after {oldest}"
-
-    def __enter__(self) -> Load:
-        self._threads = [threading.Thread(target=self.run, args=(i,)) for i in range(CLIENTS)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        return str(version)
 
 
 def swaps(count: int) -> dict[str, Any]:
+    from live import Clients  # of the tests
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sets = films_in(folder)
         server = start(folder, item_set_refresh_seconds=0.2)
         try:
-            with Load(server, sets) as warm:
+            warm, swapping, alone = (Load(server, sets) for _ in range(3))
+            with Clients(CLIENTS, warm.ask) as clients:
                 time.sleep(10)
-            with Load(server, sets) as swapping:
+            wrong = clients.wrong
+            with Clients(CLIENTS, swapping.ask) as clients:
                 began, held = time.perf_counter(), {}
                 for i in range(count):
                     films = sets[i % SETS]
@@ -168,16 +154,18 @@ def swaps(count: int) -> dict[str, Any]:
                     if i + 1 in (5, count):
                         held[i + 1] = memory(folder)
                 seconds = time.perf_counter() - began
-            with Load(server, sets) as alone:
+            wrong += clients.wrong
+            with Clients(CLIENTS, alone.ask) as clients:
                 time.sleep(max(10, seconds))
+            wrong += clients.wrong
         finally:
             server.close()
     with_swaps, without = (float(np.percentile(one.first_tokens, 99)) for one in (swapping, alone))
     return {
         "swaps": count,
         "answers": len(swapping.first_tokens),
-        "wrong": len(warm.wrong + swapping.wrong + alone.wrong),
-        "first wrong": (warm.wrong + swapping.wrong + alone.wrong)[:1],
+        "wrong": len(wrong),
+        "first wrong": [repr(error)[:300] for error in wrong[:1]],
         "seconds a swap": seconds / count,
         "p99 first token, without (s)": without,
         "p99 first token, swaps (s)": with_swaps,

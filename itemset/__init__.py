@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from itemset.building.external import build_external
     from itemset.errors import ItemSetError, ItemSetWarning
-    from itemset.item_set import ItemSet, build, build_text, from_bytes, load, verify
+    from itemset.item_set import ItemSet, build, build_text
+    from itemset.opening import from_bytes, load, verify
     from itemset.trie.rows import Rows
     from itemset.views import view
 
@@ -32,6 +33,9 @@ _ELSEWHERE = {
     "ItemSetWarning": "errors",
     "Rows": "trie.rows",
     "build_external": "building.external",
+    "from_bytes": "opening",
+    "load": "opening",
+    "verify": "opening",
     "view": "views",
 }
 

@@ -1,4 +1,4 @@
-"""An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, opened, asked."""
+"""An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, changed, asked."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from itemset.trie.file import Header
 from itemset.trie.keys import Keys, as_keys, changed_places, in_item_order
 from itemset.trie.levels import LevelPlan
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
-from itemset.trie.soundness import check_items, check_shapes, digest_of
-from itemset.trie.tables import NONE, SECTIONS, Tables, Trie, build_trie
+from itemset.trie.soundness import digest_of
+from itemset.trie.tables import Trie, build_trie
 
-_AGAIN = "build it again with `itemset build`"
+AGAIN = "build it again with `itemset build`"
 
 
 class ItemSet:
@@ -289,7 +289,7 @@ class ItemSet:
         try:
             trie, members, same = change(self.trie, self._terminal_rank, items_gone, new)
         except ValueError as error:
-            raise ItemSetError(f"the index is corrupted, {error}: {_AGAIN}") from error
+            raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
         item_set = _assembled(
             trie,
             changed_places(starts, gone, new, members, same),
@@ -404,71 +404,3 @@ def build_text(
     """
     tokens, offsets = encode(texts, tokenizer, prefix=prefix, progress=progress)
     return build(Rows(tokens, offsets), keys=keys, tokenizer=tokenizer, prefix=prefix, attributes=attributes)
-
-
-def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
-    """Open an index file by memory map. Raises ItemSetError, which says what is wrong with the file.
-
-    check: compare every section with its checksum first, which reads the file once. Without it opening takes
-    milliseconds at any size; a damaged file may then answer wrongly, but no walk reads outside the tables.
-    The set reads from the file for as long as it lives. You may replace the file, as `save`, `itemset build` and `mv`
-    do, or delete it. Do not change it in place, as `cp` over it does: answers would change with it, and if the file
-    gets shorter the system ends the process (SIGBUS).
-    """
-    return from_index(*index_file.read(path), name=str(path), check=check)
-
-
-def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
-    """Open the set that `ItemSet.to_bytes` wrote. Raises ItemSetError as `load` does."""
-    return from_index(*index_file.parse(data, name), name=name, check=True)
-
-
-def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
-    """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
-
-    name: what errors call it; its path by default. Raises ItemSetError at the first fault.
-    """
-    name = name or str(path)
-    item_set = from_index(*index_file.read(path, name), name=name, check=True)
-    try:
-        check_items(item_set.trie)
-    except ValueError as error:
-        raise ItemSetError(f"{name} is corrupted, {error}: {_AGAIN}") from error
-    _ = item_set.attributes  # which checks them
-    if item_set.digest != digest_of(item_set.trie.tables):
-        raise ItemSetError(f"{name} is corrupted, its digest does not match its tables: {_AGAIN}")
-    return item_set
-
-
-def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
-    """Return the set over what `index_file` has read. Raises ItemSetError as `load` does."""
-    if check:
-        index_file.check(header, arrays, name)
-    try:
-        sections = {field: arrays[field] for field in SECTIONS}
-        tables = Tables(**sections, alive=NONE, dead=NONE, token_bits=header.token_bits)
-        trie = Trie(
-            tables,
-            header.items,
-            header.shortest,
-            header.longest,
-            header.level_nodes,
-            header.level_edges,
-            header.tail_tokens,
-        )
-        check_shapes(trie)
-        keys = Keys.from_sections(arrays, trie.items)
-    except KeyError as missing:
-        raise ItemSetError(f"{name} is corrupted, it has no section {missing}: {_AGAIN}") from missing
-    except ValueError as error:
-        raise ItemSetError(f"{name} is corrupted, {error}: {_AGAIN}") from error
-    return ItemSet(
-        trie,
-        keys,
-        digest=header.digest,
-        duplicates=header.duplicates,
-        vocab_size=header.vocab_size,
-        tokenizer=header.tokenizer,
-        prefix=header.prefix,
-        attributes=arrays.get("attributes"),
-    )

@@ -26,7 +26,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from itemset.errors import ItemSetError, ItemSetWarning
-from itemset.item_set import ItemSet, load, verify
+from itemset.item_set import ItemSet
+from itemset.opening import load, verify
 from itemset.trie import file as index_file
 
 KEEP = 5  # versions that a folder keeps by default

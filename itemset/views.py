@@ -13,7 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet, build, from_index
+from itemset.item_set import ItemSet, build
+from itemset.opening import from_index
 from itemset.trie import file as index_file
 from itemset.trie.filters import leaves, passing
 from itemset.trie.key_index import KeyIndex

@@ -11,7 +11,7 @@ from itemset.errors import ItemSetError
 from itemset.masking.arena import ArenaFullError, check_tables
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.following import Follower
-from itemset.serving.preparing import Preparer
+from itemset.serving.preparing import Preparer, begun, no_room, or_why_not
 from itemset.serving.versions import Opened
 from sglang_static import compat
 from sglang_static.compat import hook
@@ -56,8 +56,7 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
         follower = follower_of(engine.tokenizer_manager)
         if follower is None:
             raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
-        names = [entry["name"] for entry in follower.listed()] if name is None else [name]
-        return [await asyncio.to_thread(follower.refresh, one) for one in names]
+        return await asyncio.to_thread(follower.refreshed, name)
 
     found: list[dict[str, Any]] = engine.loop.run_until_complete(refreshed())
     return found
@@ -102,19 +101,19 @@ class SchedulerPreparer:
     def __init__(self, catalogue: Catalogue, sampler: Any) -> None:
         """sampler: the ItemSetSampler; None on the host path."""
         self._versions, self._sampler = catalogue.versions, sampler
-        self._preparer = Preparer(catalogue)
+        self._preparer = Preparer(catalogue, logger)
         if sampler is not None:
-            self._preparer = Preparer(catalogue, on_served=self._served, on_dropped=self._dropped)
+            self._preparer = Preparer(catalogue, logger, on_served=self._served, on_dropped=self._dropped)
 
     def answer(self, scheduler: Any, question: Mapping[str, Any]) -> dict[str, Any]:
         """Answer for all ranks."""
         if "prepare" not in question:
             return self._preparer.answer(question)
-        opened = _refusals(lambda: self._begun(question))
+        opened: Any = or_why_not(lambda: self._begun(question), logger)
         each = compat.of_all_ranks(scheduler, opened if isinstance(opened, str) else opened is not None)
         path = "host"
         if self._sampler is not None and all(one is True for one in each):
-            there = _refusals(lambda: self._advance(scheduler, opened))
+            there = or_why_not(lambda: self._advance(scheduler, opened), logger)
             each = compat.of_all_ranks(scheduler, there)
             path = "device"
             if FULL in each:
@@ -127,22 +126,14 @@ class SchedulerPreparer:
         return {"ready": ready, "path": path}
 
     def _begun(self, question: Mapping[str, Any]) -> Opened | None:
-        on_thread = check_tables if self._sampler is not None else lambda item_set: None
-        asked = question["prepare"], question["version"], question["path"]
-        return self._versions.begun(*asked, on_thread=on_thread)
+        return begun(self._versions, question, *([check_tables] if self._sampler is not None else []))
 
-    def _advance(self, scheduler: Any, opened: Any) -> bool | str:
+    def _advance(self, scheduler: Any, opened: Opened) -> bool | str:
         """Copy a piece of a version; whether all of it is there, or FULL."""
         try:
             pieces = self._sampler.holdings.hold(opened.name, opened.sets)
         except ArenaFullError as error:
-            logger.warning(
-                "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom of the "
-                "plugin's options)",
-                opened.version,
-                opened.name,
-                error,
-            )
+            logger.warning(no_room(opened, error, "of the plugin's options"))
             return FULL
         with compat.forward_stream(scheduler):  # whose steps may read what is overwritten
             return bool(self._sampler.arrivals.advance(opened.name, opened.sets, pieces))
@@ -154,14 +145,3 @@ class SchedulerPreparer:
     def _dropped(self, name: str, open_sets: Collection[str]) -> None:
         self._sampler.holdings.drop(name)
         self._sampler.arena.forget_views(open_sets)
-
-
-def _refusals(work: Callable[[], Any]) -> Any:
-    """What some work returns, or why it cannot be done: an error would end the scheduler, or leave ranks alone."""
-    try:
-        return work()
-    except ItemSetError as error:
-        return str(error)
-    except Exception as error:
-        logger.exception("A version of an item set could not be taken up")
-        return f"{type(error).__name__}: {error}"

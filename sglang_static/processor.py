@@ -72,7 +72,7 @@ class ItemSetSampler:
         spare = config.inline_set_memory + self.catalogue.headroom()
         self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
-        for opened in self.catalogue.versions.serving():
+        for opened in self.catalogue.versions.serving:
             pieces = self.holdings.hold(opened.name, opened.sets)
             self.holdings.settle(opened.name)
             while not self.arrivals.advance(opened.name, opened.sets, pieces):

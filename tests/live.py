@@ -72,7 +72,6 @@ class Clients:
         self._ask, self._stop = ask, threading.Event()
         self.answers = 0
         self.wrong: list[BaseException] = []
-        self.oldest: dict[str, int] = {}
         self._threads = [threading.Thread(target=self._run, args=(random.Random(i),)) for i in range(count)]
 
     def __enter__(self) -> Clients:

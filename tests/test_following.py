@@ -37,7 +37,7 @@ class Processes:
         self.options = with_versions({**OPTIONS, "item_set_cache": str(folder / "cache"), **options})
         self.config = StaticConfig.of(self.options)
         self.engines = [Catalogue(self.config) for _ in range(engines)]
-        self.preparers = [Preparer(catalogue) for catalogue in self.engines]
+        self.preparers = [Preparer(catalogue, logging.getLogger("test")) for catalogue in self.engines]
         self.checks = [checks(self.config) for _ in range(fronts)]
         self.served: list[str] = []
         self.followers = [

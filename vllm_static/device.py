@@ -36,7 +36,7 @@ class DevicePath:
         spare = config.inline_set_memory + catalogue.headroom()
         self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
         self.holdings = Holdings(self.plan)
-        for opened in catalogue.versions.serving():
+        for opened in catalogue.versions.serving:
             self.holdings.hold(opened.name, opened.sets)
             self.holdings.settle(opened.name)
 

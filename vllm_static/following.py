@@ -56,8 +56,7 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
         core = llm.llm_engine.engine_core
         front.follower = _follower(front, lambda question: [compat.ask(core, metrics.QUESTION, question)])
     follower: Follower = front.follower
-    names = [entry["name"] for entry in follower.listed()] if name is None else [name]
-    return [follower.refresh(one) for one in names]
+    return follower.refreshed(name)
 
 
 def _follower(front: Any, ask: Ask) -> Follower:

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from itemset.errors import ItemSetError
 from itemset.masking.arena import ArenaFullError
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.preparing import Preparer, on_host
+from itemset.serving.preparing import Preparer, no_room, on_host, or_why_not
 from itemset.serving.versions import Opened
 from vllm_static import compat
 from vllm_static.device import DevicePath
@@ -24,9 +24,9 @@ class CorePreparer:
     def __init__(self, catalogue: Catalogue, device: DevicePath | None) -> None:
         """device: None if masks are made on the host, and the workers need not know of sets."""
         self._device = device
-        self._preparer = Preparer(catalogue)
+        self._preparer = Preparer(catalogue, logger)
         if device is not None:
-            self._preparer = Preparer(catalogue, self._place, self._served, self._dropped)
+            self._preparer = Preparer(catalogue, logger, self._place, self._served, self._dropped)
         self._executor: Any = None
 
     def answer(self, executor: Any, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,13 +41,7 @@ class CorePreparer:
             try:
                 pieces = [list(piece) for piece in self._device.holdings.hold(opened.name, opened.sets)]
             except ArenaFullError as error:
-                logger.warning(
-                    "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom in "
-                    "--additional-config)",
-                    opened.version,
-                    opened.name,
-                    error,
-                )
+                logger.warning(no_room(opened, error, "in --additional-config"))
                 return on_host(question, opened)
         answers = self._executor.collective_rpc(prepare_in_worker, args=(dict(question), pieces))
         if refused := [answer for answer in answers if isinstance(answer, str)]:
@@ -77,14 +71,12 @@ def prepare_in_worker(worker: Any, question: Mapping[str, Any], pieces: Any) -> 
     pieces: where it goes, `masking.holding.Pieces`; None while the engine core opens it. Returns whether all of it is
     there, or why it cannot be: an error in a worker would end the engine.
     """
-    try:
+
+    def prepared() -> bool:
         processor = _item_sets(worker)
         return True if processor is None else bool(processor.prepare(question, pieces))
-    except ItemSetError as error:
-        return str(error)
-    except Exception as error:
-        logger.exception("A version of an item set could not be taken up")
-        return f"{type(error).__name__}: {error}"
+
+    return or_why_not(prepared, logger)
 
 
 def close_in_worker(worker: Any, name: str, version: str | None, open_sets: Sequence[str]) -> None:

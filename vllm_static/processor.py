@@ -23,6 +23,7 @@ from itemset.masking.holding import Arrivals, Pieces
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
+from itemset.serving.preparing import begun
 from itemset.serving.travel import opened
 from itemset.serving.words import LIST, PLACE
 from vllm_static import drafts
@@ -99,8 +100,7 @@ class ItemSetProcessor(LogitsProcessor):
         """
         if not hasattr(self, "arena"):
             return True
-        versions, asked = self._catalogue.versions, (question["prepare"], question["version"], question["path"])
-        opened = versions.begun(*asked, on_thread=check_tables)
+        opened = begun(self._catalogue.versions, question, on_thread=check_tables)
         if opened is None or pieces is None:
             return False
         return self._arrivals.advance(opened.name, opened.sets, [(number, start) for number, start in pieces])

@@ -71,20 +71,14 @@ class Arrivals:
 
         Raises ItemSetError as `Arena.place` does.
         """
-        if not self._there(sets, pieces):
-            if name not in self._coming or self._coming[name][0] != pieces:
-                self._coming[name] = pieces, self._all(sets, pieces)
-            if next(self._coming[name][1], self) is self:  # its end; what was overtaken meanwhile comes again
-                del self._coming[name]
-        there = self._there(sets, pieces)
-        if there:
-            self._coming.pop(name, None)
-        return there
+        if name not in self._coming or self._coming[name][0] != pieces:
+            self._coming[name] = pieces, self._all(sets, pieces)
+        if next(self._coming[name][1], self) is not self:
+            return False
+        del self._coming[name]  # what was overtaken meanwhile comes again
+        placed = zip(sets.values(), pieces, strict=True)
+        return all(self._arena.holds(item_set.digest, number, start) for item_set, (number, start) in placed)
 
     def _all(self, sets: Mapping[str, ItemSet], pieces: Pieces) -> Iterator[None]:
         for item_set, (number, start) in zip(sets.values(), pieces, strict=True):
             yield from self._arena.placing(item_set, number, start)
-
-    def _there(self, sets: Mapping[str, ItemSet], pieces: Pieces) -> bool:
-        placed = zip(sets.values(), pieces, strict=True)
-        return all(self._arena.holds(item_set.digest, number, start) for item_set, (number, start) in placed)

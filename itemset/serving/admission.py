@@ -89,7 +89,7 @@ class Checks:
         )
         self._chosen = Chosen(self.catalogue, config, words)
         self._model_print = ""
-        for opened in self.catalogue.versions.serving():
+        for opened in self.catalogue.versions.serving:
             self._check(opened)
 
     def open(self, name: str, version: str, path: Path) -> Opened:

@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 
 from itemset import published
 from itemset.errors import ItemSetError, shown
-from itemset.item_set import ItemSet, from_bytes
+from itemset.item_set import ItemSet
+from itemset.opening import from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import delete_unused
 from itemset.serving.versions import VERSION, Opened, Versions
@@ -133,18 +134,14 @@ class Catalogue:
 
     def reference(self, name: str) -> str:
         """Return the reference of what a request for this set or view gets. Raises RefusedError if there is none."""
-        try:
-            return self.versions.current(name).reference(name)
-        except KeyError:
-            raise self.unknown(name) from None
+        if (opened := self.versions.current(name)) is None:
+            raise self.unknown(name)
+        return opened.reference(name)
 
     def told(self, reference: str) -> dict[str, str]:
         """Return what an answer says of its set: of one that is followed, its version."""
-        while above := part_of(reference):
-            reference = above
-        version, _, name = reference.removeprefix(VERSION).partition("@")
-        followed = reference.startswith(VERSION) and self.follows(self.versions.of(name))
-        return {"item_set_version": version} if followed else {}
+        version, _, name = whole_of(reference).removeprefix(VERSION).partition("@")
+        return {"item_set_version": version} if name and self.follows(self.versions.of(name)) else {}
 
     def follows(self, name: str) -> bool:
         """Return whether this set may change: it is a published one, and no file."""
@@ -173,11 +170,9 @@ class Catalogue:
 
     def headroom(self) -> int:
         """Bytes of an arena for a next version of a followed set beside the present one."""
-        given, followed = self._config.item_set_headroom, self._config.follows
-        if given is not None or not followed:
-            return given or 0
-        folders = (one for one in self.versions.serving() if self.follows(one.name))
-        return max((one.nbytes for one in folders), default=0)
+        if (given := self._config.item_set_headroom) is not None:
+            return given
+        return max((one.nbytes for one in self.versions.serving if self.follows(one.name)), default=0)
 
     def inline(self, reference: str) -> InlineSet | None:
         """An inline set, if it is still here."""
@@ -265,11 +260,17 @@ def part_of(reference: str) -> str:
     return reference.partition("@")[2] if reference.startswith(VIEW) else ""
 
 
-def name_of(reference: str) -> str:
-    """Return the registered set's name in the reference of what is left of it; another reference as it is."""
+def whole_of(reference: str) -> str:
+    """Return the reference of the registered set of which something is a part; of what is no part, its own."""
     while above := part_of(reference):
         reference = above
-    return reference.partition("@")[2] if reference.startswith(VERSION) else reference
+    return reference
+
+
+def name_of(reference: str) -> str:
+    """Return the registered set's name in the reference of what is left of it; another reference as it is."""
+    whole = whole_of(reference)
+    return whole.partition("@")[2] if whole.startswith(VERSION) else whole
 
 
 def _check_bases(config: StaticConfig, registered: Collection[str]) -> None:

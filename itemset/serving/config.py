@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -90,12 +89,6 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ItemSetError(f"{min(twice)!r} is the name of an item set and of an item view: rename one")
         _ = config.views  # raises
         return config
-
-    @property
-    def follows(self) -> bool:
-        """Whether a set of it may change while it is served."""
-        folders = any(Path(path).expanduser().is_dir() for path in self.item_sets.values())
-        return folders or self.item_set_dir is not None
 
     @property
     def views(self) -> dict[str, tuple[str, dict[str, Any]]]:

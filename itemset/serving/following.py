@@ -76,10 +76,9 @@ class Follower:
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
         self._started = threading.Event()
-        for name, item_set in checks.catalogue.registered.items():
-            if item_set.base is None:
-                self._sets[name] = Followed(where(config, name), path=path)
-        self.follows = config.item_set_dir is not None or any(one.folder.is_dir() for one in self._sets.values())
+        for opened in checks.catalogue.versions.serving:
+            self._sets[opened.name] = Followed(where(config, opened.name), path=path)
+        self.follows = config.item_set_dir is not None or any(map(checks.catalogue.follows, self._sets))
 
     def start(self) -> None:
         """Look every `item_set_refresh_seconds` from now on. Does nothing if no set is followed."""
@@ -128,6 +127,10 @@ class Follower:
             time.sleep(AGAIN)
         return entry
 
+    def refreshed(self, name: str | None) -> list[dict[str, Any]]:
+        """Do `refresh` for one set, or for all."""
+        return [self.refresh(one) for one in ([*self._sets] if name is None else [name])]
+
     def listed(self) -> list[dict[str, Any]]:
         """What is served, a mapping for each set: for `GET /v1/item_sets`."""
         return [self._entry(name, followed) for name, followed in list(self._sets.items())]
@@ -136,9 +139,7 @@ class Follower:
         catalogue = self._checks.catalogue
         refused = followed.refused and {"version": followed.refused[1], "reason": followed.refused[2]}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
-        try:
-            opened = catalogue.versions.current(name)
-        except KeyError:  # it has none that can be served
+        if (opened := catalogue.versions.current(name)) is None:  # it has none that can be served
             return entry
         try:
             kept = published.versions(followed.folder) if entry["followed"] else []
@@ -186,18 +187,16 @@ class Follower:
                 self._log.warning("Item set %r stays as it is: %s", name, error)
             return
         followed.missed = ""
-        registered = self._checks.catalogue.registered
-        if name in registered and not followed.sequence:
-            self._on_served(name, self._checks.catalogue.versions.current(name).version)
+        opened = self._checks.catalogue.versions.current(name)
+        if opened is not None and not followed.sequence:
+            self._on_served(name, opened.version)
         if version.sequence == followed.sequence or (followed.refused and followed.refused[0] == version.sequence):
             return
         try:
-            current = name in registered and self._checks.catalogue.versions.current(name).version == version.name
-            if not current and not self._take_up(name, version):
-                self._look_at(name)
-                return
+            if opened is None or opened.version != version.name:
+                self._take_up(name, version)
         except ItemSetError as error:
-            if self._went_on(followed, version):  # and this one may be deleted by now
+            if self._went_on(followed, version):  # this one may be deleted by now
                 self._look_at(name)
                 return
             followed.refused = (version.sequence, version.name, str(error))
@@ -214,10 +213,11 @@ class Follower:
         except ItemSetError:
             return False
 
-    def _take_up(self, name: str, version: published.Version) -> bool:
-        """Have the version opened here and in the engines, and let requests get it. Raises ItemSetError.
+    def _take_up(self, name: str, version: published.Version) -> None:
+        """Have the version opened here and in the engines, and let requests get it.
 
-        False if another became current meanwhile: several front ends must not ask the engines for several versions.
+        Raises ItemSetError if it cannot be had, or if another became current meanwhile: several front ends must not ask
+        the engines for several versions.
         """
         began = time.monotonic()
         opened = self._checks.open(name, version.name, version.path)
@@ -230,7 +230,7 @@ class Follower:
                 break
             time.sleep(AGAIN)
             if self._went_on(self._sets[name], version):
-                return False
+                raise ItemSetError("another version became current")
         self._serve(name, opened, "host" if any(answer["path"] == "host" for answer in answers) else "device")
         self._log.info(
             "Version %s of the item set %r is served: %s items, %.2f s after it was noticed",
@@ -239,7 +239,6 @@ class Follower:
             f"{len(opened.sets[name]):,}",
             time.monotonic() - began,
         )
-        return True
 
     def _serve(self, name: str, opened: Opened, path: str) -> None:
         self._superseded.discard(opened.version)

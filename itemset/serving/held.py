@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet, from_index
+from itemset.item_set import ItemSet
+from itemset.opening import from_index
 from itemset.trie import file as index_file
 
 KEPT_SECONDS = 3600  # that a copy stays which nobody maps, from when it was last opened: a restart finds it

@@ -20,20 +20,20 @@ def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    async def listed(request: Request) -> JSONResponse:
-        follower = follower_of(request.app.state)
-        if follower is None:
-            return _error(JSONResponse, "this server has no item sets: start it with --item-set NAME=FILE", 404)
-        return JSONResponse({"object": "list", "data": await asyncio.to_thread(follower.listed)})
-
-    async def refresh(request: Request, name: str) -> JSONResponse:
+    async def answered(request: Request, work: Callable[[Follower], Any]) -> JSONResponse:
         follower = follower_of(request.app.state)
         if follower is None:
             return _error(JSONResponse, "this server has no item sets: start it with --item-set NAME=FILE", 404)
         try:
-            return JSONResponse(await asyncio.to_thread(follower.refresh, name))
+            return JSONResponse(await asyncio.to_thread(work, follower))
         except RefusedError as error:
             return _error(JSONResponse, str(error), 404 if error.reason == "unknown set" else 409)
+
+    async def listed(request: Request) -> JSONResponse:
+        return await answered(request, lambda follower: {"object": "list", "data": follower.listed()})
+
+    async def refresh(request: Request, name: str) -> JSONResponse:
+        return await answered(request, lambda follower: follower.refresh(name))
 
     # FastAPI reads annotations by name, and these names are local.
     listed.__annotations__ = {"request": Request}

@@ -12,17 +12,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.versions import Opened
+from itemset.serving.versions import Opened, Versions
 
-logger = logging.getLogger(__name__)
-
+Result = TypeVar("Result")
 Place = Callable[[Mapping[str, Any], Opened | None], dict[str, Any]]
 """Bring a version to the devices, or a piece of it: the answer to a question. None while the version is being opened
 in this process. Raises ItemSetError if it cannot be had."""
+
+
+def begun(
+    versions: Versions, question: Mapping[str, Any], on_thread: Callable[[ItemSet], object] = lambda item_set: None
+) -> Opened | None:
+    """Do `Versions.begun` for what a question asks to prepare."""
+    return versions.begun(question["prepare"], question["version"], question["path"], on_thread)
+
+
+def or_why_not(work: Callable[[], Result], log: logging.Logger) -> Result | str:
+    """Return what some work returns, or why it cannot be done: an error would end the engine, or leave ranks alone."""
+    try:
+        return work()
+    except ItemSetError as error:
+        return str(error)
+    except Exception as error:
+        log.exception("A question about item sets could not be answered")
+        return f"{type(error).__name__}: {error}"
+
+
+def no_room(opened: Opened, error: ItemSetError, options: str) -> str:
+    """Return what the log says of a version that an arena has no room for. options: where the plugin's are."""
+    return (
+        f"Version {opened.version} of the item set {opened.name!r} takes the host path until there is room: {error} "
+        f"(item_set_headroom {options})"
+    )
 
 
 def on_host(question: Mapping[str, Any], opened: Opened | None) -> dict[str, Any]:
@@ -36,24 +62,21 @@ class Preparer:
     def __init__(
         self,
         catalogue: Catalogue,
+        log: logging.Logger,
         place: Place = on_host,
         on_served: Callable[[Opened, Collection[str]], object] = lambda opened, open_sets: None,
         on_dropped: Callable[[str, Collection[str]], object] = lambda name, open_sets: None,
     ) -> None:
         """on_served, on_dropped: told of a version that requests may have from now on, or the name of a set that is
         gone, and the digests of the sets that are open then."""
-        self._catalogue, self._place, self._on_served, self._on_dropped = catalogue, place, on_served, on_dropped
+        self._catalogue, self._log = catalogue, log
+        self._place, self._on_served, self._on_dropped = place, on_served, on_dropped
         self._fronts: dict[str, dict[str, int]] = {}
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a question. What goes wrong is refused, and raises nothing: the engine goes on."""
-        try:
-            return self._answer(question)
-        except ItemSetError as error:
-            return {"ready": False, "refused": str(error)}
-        except Exception as error:
-            logger.exception("A question about item sets could not be answered")
-            return {"ready": False, "refused": f"{type(error).__name__}: {error}"}
+        answer = or_why_not(lambda: self._answer(question), self._log)
+        return {"ready": False, "refused": answer} if isinstance(answer, str) else answer
 
     def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         versions = self._catalogue.versions
@@ -66,7 +89,7 @@ class Preparer:
             self._catalogue.drop(question["drop"])
             self._on_dropped(question["drop"], versions.open_sets())
             return {}
-        opened = versions.begun(question["prepare"], question["version"], question["path"])
+        opened = begun(versions, question)
         answer = self._place(question, opened)
         if answer["ready"] and opened is not None:
             self.serve(opened)

@@ -49,12 +49,14 @@ class Opened:
 class Versions:
     """The open versions of registered sets. Safe for threads.
 
-    registered: what requests for each name get, a set or a view: a new mapping whenever that changes.
+    serving: what requests get now, a version of each set. registered: the same by name, of sets and views. Both are new
+        objects whenever that changes.
     """
 
     def __init__(self, config: StaticConfig) -> None:
         self._config = config
         self._bases = {called: base for called, (base, _) in config.views.items()}
+        self.serving: tuple[Opened, ...] = ()
         self.registered: Mapping[str, ItemSet] = {}
         self._serving: dict[str, list[Opened]] = {}  # by set: the versions taken up, the latest last
         self._current: Mapping[str, Opened] = {}  # by the names of sets and views
@@ -156,22 +158,18 @@ class Versions:
         return [one.version for one in closed]
 
     def _change(self) -> None:
-        latest = [versions[-1] for versions in self._serving.values()]
-        self._current = {name: opened for opened in latest for name in opened.sets}
+        self.serving = tuple(versions[-1] for versions in self._serving.values())
+        self._current = {name: opened for opened in self.serving for name in opened.sets}
         self.registered = {name: opened.sets[name] for name, opened in self._current.items()}
-
-    def serving(self) -> list[Opened]:
-        """Return what requests get now, a version for each set."""
-        return list({id(one): one for one in self._current.values()}.values())
 
     def open_sets(self) -> set[str]:
         """Return the digests of the sets, not of views, whose versions are kept open."""
         with self._lock:
             return {one.sets[one.name].digest for versions in self._serving.values() for one in versions}
 
-    def current(self, name: str) -> Opened:
-        """Return the version that requests for this set, or view, get. Raises KeyError if there is no such name."""
-        return self._current[name]
+    def current(self, name: str) -> Opened | None:
+        """Return the version that requests for this set, or view, get; None if there is no such name."""
+        return self._current.get(name)
 
     def of(self, name: str) -> str:
         """Return the set that this is, or is a view of."""

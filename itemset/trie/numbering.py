@@ -96,6 +96,18 @@ def branches_before(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-def]
+    """Count the nodes before `node` at which an item ends."""
+    if terminal_rank[-1] == 0:
+        return np.int64(0)
+    word = node >> 5
+    rank = np.int64(terminal_rank[word])
+    for bit in range(node & 31):
+        rank += (tables.terminal[word] >> np.uint32(bit)) & np.uint32(1)
+    return rank
+
+
+@compiled
 def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no-untyped-def]
     leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
     for i in range(len(offsets) - 1):
@@ -115,10 +127,7 @@ def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no
         if state == END:
             out[i] = edge - branches_before(tables, edge)
         elif is_terminal(tables, state):
-            word, bit = state >> 5, state & 31
-            out[i] = leaves + terminal_rank[word]
-            for b in range(bit):
-                out[i] += (tables.terminal[word] >> np.uint32(b)) & np.uint32(1)
+            out[i] = leaves + terminals_before(tables, terminal_rank, state)
 
 
 @compiled

@@ -50,20 +50,26 @@ def follow(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def first_from(labels, low, high, token):  # type: ignore[no-untyped-def]
+    """Return the first of these ascending labels, low .. high - 1, that is no less than `token`; `high` if none is."""
+    while low < high:
+        middle = (low + high) >> 1
+        if labels[middle] < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the edge of node `state` that carries `token`, or -1."""
     if state < 0 or state >= len(tables.row_offsets) - 1:
         return np.int64(-1)
-    low, end = np.int64(tables.row_offsets[state]), np.int64(tables.row_offsets[state + 1])
+    first, end = np.int64(tables.row_offsets[state]), np.int64(tables.row_offsets[state + 1])
     end = min(end, np.int64(len(tables.labels)))
-    high = end
-    while low < high:
-        middle = (low + high) >> 1
-        if tables.labels[middle] < token:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < end and tables.labels[low] == token and is_alive(tables, low) else np.int64(-1)
+    edge = first_from(tables.labels, first, end, token)
+    return edge if edge < end and tables.labels[edge] == token and is_alive(tables, edge) else np.int64(-1)
 
 
 @compiled

@@ -1,0 +1,84 @@
+"""From an index file, mapped or in memory, to the item set in it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.item_set import AGAIN, ItemSet
+from itemset.trie import file as index_file
+from itemset.trie.file import Header
+from itemset.trie.keys import Keys
+from itemset.trie.soundness import check_items, check_shapes, digest_of
+from itemset.trie.tables import NONE, SECTIONS, Tables, Trie
+
+
+def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
+    """Open an index file by memory map. Raises ItemSetError, which says what is wrong with the file.
+
+    check: compare every section with its checksum first, which reads the file once. Without it opening takes
+    milliseconds at any size; a damaged file may then answer wrongly, but no walk reads outside the tables.
+    The set reads from the file for as long as it lives. You may replace the file, as `save`, `itemset build` and `mv`
+    do, or delete it. Do not change it in place, as `cp` over it does: answers would change with it, and if the file
+    gets shorter the system ends the process (SIGBUS).
+    """
+    return from_index(*index_file.read(path), name=str(path), check=check)
+
+
+def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
+    """Open the set that `ItemSet.to_bytes` wrote. Raises ItemSetError as `load` does."""
+    return from_index(*index_file.parse(data, name), name=name, check=True)
+
+
+def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
+    """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
+
+    name: what errors call it; its path by default. Raises ItemSetError at the first fault.
+    """
+    name = name or str(path)
+    item_set = from_index(*index_file.read(path, name), name=name, check=True)
+    try:
+        check_items(item_set.trie)
+    except ValueError as error:
+        raise ItemSetError(f"{name} is corrupted, {error}: {AGAIN}") from error
+    _ = item_set.attributes  # which checks them
+    if item_set.digest != digest_of(item_set.trie.tables):
+        raise ItemSetError(f"{name} is corrupted, its digest does not match its tables: {AGAIN}")
+    return item_set
+
+
+def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
+    """Return the set over what `index_file` has read. Raises ItemSetError as `load` does."""
+    if check:
+        index_file.check(header, arrays, name)
+    try:
+        sections = {field: arrays[field] for field in SECTIONS}
+        tables = Tables(**sections, alive=NONE, dead=NONE, token_bits=header.token_bits)
+        trie = Trie(
+            tables,
+            header.items,
+            header.shortest,
+            header.longest,
+            header.level_nodes,
+            header.level_edges,
+            header.tail_tokens,
+        )
+        check_shapes(trie)
+        keys = Keys.from_sections(arrays, trie.items)
+    except KeyError as missing:
+        raise ItemSetError(f"{name} is corrupted, it has no section {missing}: {AGAIN}") from missing
+    except ValueError as error:
+        raise ItemSetError(f"{name} is corrupted, {error}: {AGAIN}") from error
+    return ItemSet(
+        trie,
+        keys,
+        digest=header.digest,
+        duplicates=header.duplicates,
+        vocab_size=header.vocab_size,
+        tokenizer=header.tokenizer,
+        prefix=header.prefix,
+        attributes=arrays.get("attributes"),
+    )

@@ -1,0 +1,292 @@
+"""Rows of a trie around changes: what is new, and the neighbours of each change.
+
+How far an item stands alone depends on its neighbours, so these are read again beside what changes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.trie.jit import compiled
+from itemset.trie.numbering import branches_before, terminals_before
+from itemset.trie.positions import add_run, next_edge, place_at
+from itemset.trie.rows import Rows
+from itemset.trie.tables import COUNTS, Trie, count
+from itemset.trie.walk import DEAD, END, TAIL, first_from, follow, is_terminal, tail_entry
+
+
+class Patches(NamedTuple):
+    """All patches, one after another; P of them, of R rows.
+
+    tokens, offsets: the rows, as in `Rows`. sources: [R] uint32, what `Changed.members` says of them.
+    first: [P + 1], the first row of each. lcp: [R + P], of each patch's rows, as `sort_unique` gives it, but that a
+    patch's first row is compared with the item before the patch, and its end with the item after it.
+    positions: of the items in the old trie at which each patch begins and ends, one after another; ends: [2 P + 1].
+    """
+
+    tokens: NDArray[np.uint32]
+    offsets: NDArray[np.int64]
+    sources: NDArray[np.uint32]
+    first: NDArray[np.int64]
+    lcp: NDArray[np.uint16]
+    positions: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def patches_of(
+    trie: Trie, terminal_rank: NDArray[np.uint32], events: Rows, sources: NDArray[np.int64], *, whole: bool
+) -> tuple[Patches, NDArray[np.int64]]:
+    """Return the patches, and what `tables.count` counts of the changed trie."""
+    deepest = max(trie.longest, events.longest, len(trie.level_edges))
+    per_level = np.zeros((COUNTS, deepest + 2), np.int64)
+    about = trie.tables, terminal_rank, trie.tail_tokens, len(trie.level_edges), trie.longest
+    found = _find_patches(*about, events.tokens, events.offsets, sources, whole, per_level)
+    if not len(found[3]):
+        raise ValueError("its tables are no trie")
+    return Patches(*found), per_level
+
+
+@compiled
+def _find_patches(  # type: ignore[no-untyped-def]
+    tables, terminal_rank, tail_tokens, levels, longest, tokens, offsets, sources, whole, per_level
+):
+    """Return `Patches`, with no `first` if the tables are no trie. tokens .. sources: the changes, ascending.
+
+    sources: of what comes; -1 of what goes. whole: one patch of all items. per_level: zeros, to which is added what
+    `tables.count` counts.
+    """
+    out = np.empty(1 << 10, tokens.dtype)
+    out_offsets, out_sources = np.zeros(1 << 8, np.int64), np.empty(1 << 8, np.uint32)
+    first, lcp = np.zeros(1 << 8, np.int64), np.zeros(1 << 8, np.uint16)
+    positions, ends = np.empty(1 << 8, np.int64), np.zeros(1 << 8, np.int64)
+    rows, patches, marks = np.int64(0), np.int64(0), np.int64(0)
+    found, path = np.zeros(levels + 1, np.int64), np.zeros(longest + 2, tokens.dtype)
+    edge, end, at = np.zeros(levels + 1, np.int64), np.zeros(levels + 1, np.int64), np.zeros(1, np.int64)
+    nothing = (out, out_offsets, out_sources, first[:0], lcp, positions, ends)
+    event, events = np.int64(0), np.int64(len(offsets) - 1)
+    begin, close = np.zeros((4, levels), np.int64), np.zeros((4, levels), np.int64)
+    place_at(tables, terminal_rank, tail_tokens, np.zeros(1, np.int64), begin)
+    last = _item_before(tables, levels, tokens, offsets[0], offsets[1], found)
+    while event < events:
+        if whole:
+            last = np.int64(-1)
+        shared = _enter(tables, found, last, edge, end, path, at)
+        first, lcp, ends = _grown(first, patches + 2), _grown(lcp, rows + patches + 1), _grown(ends, 2 * patches + 3)
+        positions = _grown(positions, marks + levels + 1)
+        for depth in range(at[0] + 1):  # of a level where the next item takes its first edge, that edge is next
+            positions[marks] = found[depth] + (1 if depth < shared else 0) if last >= 0 else 0
+            marks += 1
+        ends[2 * patches + 1] = marks
+        place_at(tables, terminal_rank, tail_tokens, positions[ends[2 * patches] : marks], close)
+        add_run(begin, close, per_level)
+        begun, changed = rows, False
+        while True:
+            number, length = _next_item(tables, terminal_rank, levels, longest, edge, end, path, at)
+            if length < 0:
+                return nothing
+            here = np.int64(0)
+            while event < events:
+                here = np.int64(-1)
+                if length > 0:
+                    here = _compare(tokens, offsets[event], offsets[event + 1], path, length)
+                if here >= 0:
+                    break
+                if sources[event] < 0:
+                    return nothing  # it is no item
+                size = offsets[event + 1] - offsets[event]
+                out, out_offsets = _grown(out, out_offsets[rows] + size), _grown(out_offsets, rows + 2)
+                out_sources, lcp = _grown(out_sources, rows + 1), _grown(lcp, rows + patches + 2)
+                start = out_offsets[rows]
+                for k in range(size):
+                    out[start + k] = tokens[offsets[event] + k]
+                out_offsets[rows + 1] = start + size
+                out_sources[rows] = sources[event]
+                lcp[rows + patches] = shared if rows == begun else _shared(out, out_offsets, rows)
+                rows, event, changed = rows + 1, event + 1, True
+            if length == 0:
+                break
+            if event < events and here == 0:
+                event, changed = event + 1, True
+                continue
+            out, out_offsets = _grown(out, out_offsets[rows] + length), _grown(out_offsets, rows + 2)
+            out_sources, lcp = _grown(out_sources, rows + 1), _grown(lcp, rows + patches + 2)
+            start = out_offsets[rows]
+            for k in range(length):
+                out[start + k] = path[k]
+            out_offsets[rows + 1] = start + length
+            out_sources[rows] = number
+            lcp[rows + patches] = shared if rows == begun else _shared(out, out_offsets, rows)
+            rows += 1
+            if changed and not whole:
+                if event == events:
+                    break
+                last = _item_before(tables, levels, tokens, offsets[event], offsets[event + 1], found)
+                if last >= 0 and found[last] >= next_edge(tables, edge, max(at[0], 0), last):
+                    break  # the item before the next change is still to come
+        depth = at[0]
+        positions = _grown(positions, marks + levels + 1)
+        for k in range(max(depth, 0) + 1):
+            positions[marks] = edge[k]
+            marks += 1
+        while depth > 0 and edge[depth] == end[depth]:
+            depth -= 1
+        lcp[rows + patches] = max(depth, 0)
+        place_at(tables, terminal_rank, tail_tokens, positions[ends[2 * patches + 1] : marks], begin)
+        count(out_offsets[begun : rows + 1], 0, lcp[begun + patches : rows + patches + 1], per_level)
+        patches += 1
+        first[patches] = rows
+        ends[2 * patches] = marks
+    place_at(tables, terminal_rank, tail_tokens, tables.row_offsets[1:2], close)
+    add_run(begin, close, per_level)
+    return (
+        out[: out_offsets[rows]],
+        out_offsets[: rows + 1],
+        out_sources[:rows],
+        first[: patches + 1],
+        lcp[: rows + patches],
+        positions[:marks],
+        ends[: 2 * patches + 1],
+    )
+
+
+@compiled
+def _grown(array, size):  # type: ignore[no-untyped-def]
+    """Return the array, or a copy of it with room for `size` entries."""
+    if size <= len(array):
+        return array
+    larger = np.zeros(2 * size, array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+@compiled
+def _shared(tokens, offsets, row):  # type: ignore[no-untyped-def]
+    """Return how many tokens a row shares with the one before."""
+    a, b = offsets[row - 1], offsets[row]
+    shared = np.int64(0)
+    while shared < min(b - a, offsets[row + 1] - b) and tokens[a + shared] == tokens[b + shared]:
+        shared += 1
+    return shared
+
+
+@compiled
+def _compare(tokens, start, end, path, length):  # type: ignore[no-untyped-def]
+    """Return -1, 0 or 1: a row comes before the item in `path`, is the same, or comes after it."""
+    for k in range(min(end - start, length)):
+        if tokens[start + k] != path[k]:
+            return np.int64(-1) if tokens[start + k] < path[k] else np.int64(1)
+    if end - start == length:
+        return np.int64(0)
+    return np.int64(-1) if end - start < length else np.int64(1)
+
+
+@compiled
+def _item_before(tables, levels, tokens, start, end, found):  # type: ignore[no-untyped-def]
+    """Find the last item before a row: fill in its edges, and return the depth of the last of them, -1 if none is."""
+    depth, best, deep, edge = np.int64(0), np.int64(-1), False, np.int64(-1)
+    node = np.int64(0)
+    while True:
+        first, last = np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])
+        if depth > 0 and start + depth < end and is_terminal(tables, node):
+            best, edge, deep = depth - 1, found[depth - 1], False
+        if start + depth == end:
+            break
+        token = tokens[start + depth]
+        low = first_from(tables.labels, first, last, token)
+        if low > first:
+            best, edge, deep = depth, low - 1, True
+        if low == last or tables.labels[low] != token:
+            break
+        found[depth] = low
+        state = follow(tables, low)
+        if state < DEAD and depth + 1 < levels:
+            node, depth = state, depth + 1
+            continue
+        k, entry, less = start + depth + 1, np.int64(state == END), state == END and start + depth + 1 < end
+        position = state - TAIL
+        while state >= TAIL and k < end:
+            entry = tail_entry(tables, position)
+            if entry < 0:
+                break
+            label = entry & ((1 << tables.token_bits) - 1)
+            k, position = k + 1, position + 1
+            if label != tokens[k - 1]:
+                less = label < tokens[k - 1]
+                break
+            if entry >> tables.token_bits:
+                less = k < end
+                break
+        if less:
+            best, edge, deep = depth, low, False
+        break
+    if best >= 0:
+        found[best] = edge
+        while deep and best + 1 < levels:
+            state = follow(tables, found[best])
+            if state >= DEAD:
+                break
+            best += 1
+            found[best] = np.int64(tables.row_offsets[state + 1]) - 1
+    return best
+
+
+@compiled
+def _enter(tables, found, last, edge, end, path, at):  # type: ignore[no-untyped-def]
+    """Prepare `_next_item` for the item of these edges; return how many tokens it shares with the one before.
+
+    last: depth of its last edge; -1 for the first item of all.
+    """
+    at[0] = max(last, 0)
+    edge[0], end[0] = 0, tables.row_offsets[1]
+    shared, node = np.int64(0), np.int64(0)
+    for depth in range(last + 1):
+        first = np.int64(tables.row_offsets[node])
+        if found[depth] > first or (depth > 0 and is_terminal(tables, node)):
+            shared = np.int64(depth)
+        edge[depth], end[depth] = found[depth] + (1 if depth < last else 0), tables.row_offsets[node + 1]
+        path[depth] = tables.labels[found[depth]]
+        if depth < last:
+            node = follow(tables, found[depth])
+    return shared
+
+
+@compiled
+def _next_item(tables, terminal_rank, levels, longest, edge, end, path, at):  # type: ignore[no-untyped-def]
+    """Put the tokens of the next item into `path`; return its number and length, 0 after the last, -1 of no trie.
+
+    edge, end: of each level down to at[0], the next edge and the end of the row.
+    """
+    depth = at[0]
+    while depth >= 0 and edge[depth] == end[depth]:
+        depth -= 1
+    at[0] = depth
+    if depth < 0:
+        return np.int64(-1), np.int64(0)
+    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    while depth < levels and depth < longest and edge[depth] < end[depth]:
+        taken = edge[depth]
+        edge[depth] += 1
+        path[depth] = tables.labels[taken]
+        state = follow(tables, taken)
+        if state >= END:
+            at[0], length, position = depth, depth + 1, state - TAIL
+            while state >= TAIL:
+                entry = tail_entry(tables, position)
+                if entry < 0 or length >= longest:
+                    return np.int64(-1), np.int64(-1)
+                path[length] = entry & ((1 << tables.token_bits) - 1)
+                length, position = length + 1, position + 1
+                if entry >> tables.token_bits:
+                    break
+            return taken - branches_before(tables, taken), np.int64(length)
+        depth += 1
+        if state >= DEAD or depth >= levels:
+            break
+        at[0] = depth
+        edge[depth], end[depth] = tables.row_offsets[state], tables.row_offsets[state + 1]
+        if is_terminal(tables, state):
+            return leaves + terminals_before(tables, terminal_rank, state), np.int64(depth)
+    return np.int64(-1), np.int64(-1)

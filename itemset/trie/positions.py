@@ -1,0 +1,72 @@
+"""Positions between two items of a trie: the next edge of each level, and what comes next from there on.
+
+After the last of a position's first entries, the next node of a level is the one that the next edge of the level above
+leads to. So few entries say it all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from itemset.trie.jit import compiled
+from itemset.trie.numbering import branches_before, terminals_before
+from itemset.trie.tables import EDGES, LEAVES, NODES, TAIL_TOKENS, TERMINALS
+
+EDGE, NODE, TAIL_AT, ENDS = range(4)
+"""Rows of a position that is filled in: for every level its next edge, and the node, the tail and the count of terminal
+nodes that come next from that edge on."""
+
+
+@compiled
+def _next_node(tables, edge):  # type: ignore[no-untyped-def]
+    """Return the node that the first edge to a node leads to, from `edge` on."""
+    nodes = np.int64(len(tables.row_offsets) - 1)
+    return nodes if edge >= len(tables.labels) else min(nodes, branches_before(tables, edge) + 1)
+
+
+@compiled
+def _next_tail(tables, edge, tail_tokens):  # type: ignore[no-untyped-def]
+    """Return the position of the first tail of the edges from `edge` on."""
+    block, edges = edge >> 5, len(tables.labels)
+    leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
+    for e in range(edge, min((block + 1) * 32, edges)):
+        target = np.int64(tables.targets[e])
+        if target & leaf and target != 2 * leaf - 1:
+            return np.int64(tables.tail_base[block]) + target - leaf
+    return np.int64(tables.tail_base[block + 1]) if block + 1 < len(tables.tail_base) else np.int64(tail_tokens)
+
+
+@compiled
+def next_edge(tables, edge, depth, level):  # type: ignore[no-untyped-def]
+    """Return the next edge of a level, at a position whose first entries, to `depth`, are in `edge`."""
+    found = edge[min(depth, level)]
+    for _ in range(depth, level):
+        found = np.int64(tables.row_offsets[_next_node(tables, found)])
+    return found
+
+
+@compiled
+def place_at(tables, terminal_rank, tail_tokens, entries, place):  # type: ignore[no-untyped-def]
+    """Fill in a position: for every level its next edge, and what comes next from that one on.
+
+    place: [4, levels], the next edge, the node and the tail that come next, and the terminals before that node.
+    """
+    for level in range(place.shape[1]):
+        edge = entries[level] if level < len(entries) else np.int64(tables.row_offsets[place[NODE, level - 1]])
+        node = _next_node(tables, edge)
+        place[EDGE, level], place[NODE, level] = edge, node
+        place[TAIL_AT, level] = _next_tail(tables, edge, tail_tokens)
+        place[ENDS, level] = terminals_before(tables, terminal_rank, node)
+
+
+@compiled
+def add_run(begin, end, per_level):  # type: ignore[no-untyped-def]
+    """Add what the tables hold of the items between two positions: as `tables.count` counts it, and `fill` goes on."""
+    for level in range(begin.shape[1]):
+        edges = end[EDGE, level] - begin[EDGE, level]
+        nodes = end[NODE, level] - begin[NODE, level]
+        per_level[EDGES, level] += edges
+        per_level[LEAVES, level] += edges - nodes
+        per_level[TAIL_TOKENS, level] += end[TAIL_AT, level] - begin[TAIL_AT, level]
+        per_level[NODES, level + 1] += nodes
+        per_level[TERMINALS, level + 1] += end[ENDS, level] - begin[ENDS, level]

@@ -21,20 +21,46 @@ from itemset.trie.tables import Tables
 from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING, advance, first_dead, is_alive, is_terminal, tail_token
 
 
-class HostState:
+class Walk:
+    """The tables of an item set, which compiled code finds at one address.
+
+    stop_token_ids: tokens that may follow an item. One that continues an item counts as the item's token.
+    """
+
+    def __init__(self, tables: Tables, stop_token_ids: Iterable[int] = ()) -> None:
+        stops = np.array(sorted(stop_token_ids), np.int64)
+        addresses = _addresses(tables, stops)
+        self._kept = tables, stops, addresses  # as long as compiled code may read there
+        self._address: int = addresses.ctypes.data
+
+    def step(self, state: int, token: int) -> int:
+        """Return the state after one more token, DEAD if it is not allowed."""
+        after: int = _step(self._address, state, token)
+        return after
+
+    def ends(self, state: int) -> bool:
+        """Return whether an item may end in this state."""
+        ends: bool = _ends(self._address, state)
+        return ends
+
+    def fill(self, state: int, row: NDArray[np.int32]) -> None:
+        """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""
+        _fill_row(self._address, state, row)
+
+    def __reduce__(self) -> Any:
+        """Raise TypeError: a copy would read at addresses that another object or process owns."""
+        raise TypeError("a walk holds addresses, so it cannot be copied or pickled: make a new one")
+
+
+class HostState(Walk):
     """One request's place in an item set.
 
     If an item may end here, the stop tokens are allowed beside the children. Once it has ended, they alone are: a
     request that ignores its stop tokens goes on with them and never leaves the set.
-
-    stop_token_ids: the request's stop tokens. One that continues an item counts as the item's token.
     """
 
     def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int]) -> None:
-        stops = np.array(sorted(stop_token_ids), np.int64)
-        addresses = _addresses(item_set.trie.tables, stops)
-        self._kept = item_set.trie.tables, stops, addresses  # as long as compiled code may read there
-        self._address: int = addresses.ctypes.data
+        super().__init__(item_set.trie.tables, stop_token_ids)
         self._states = [0]
 
     @property
@@ -82,12 +108,8 @@ class HostState:
     def reset(self) -> None:
         del self._states[1:]
 
-    def __reduce__(self) -> Any:
-        """Raise TypeError: a copy would read at addresses that another object or process owns."""
-        raise TypeError("a HostState holds addresses, so it cannot be copied or pickled: make a new one")
-
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""
+        """Do `fill` for the request's own state."""
         _fill_row(self._address, self._states[-1], row)
 
 
@@ -125,6 +147,7 @@ def warm_up() -> None:
     fill_bitmasks([state], [0], [0], bitmask)
     state.fill_bitmask(bitmask[0])
     state.accept([0])
+    state.ends(state.state)
 
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
@@ -250,6 +273,12 @@ def _step(address: int, state: int, token: int) -> Any:
     if addresses[_TARGET_BYTES] == 2:
         return _after(_tables(addresses, np.uint32, np.uint16), _stops(addresses), state, token)
     return _after(_tables(addresses, np.uint32, np.uint32), _stops(addresses), state, token)
+
+
+@compiled
+def _ends(address: int, state: int) -> Any:
+    addresses = carray(_pointer(address), _WORDS, np.int64)
+    return is_terminal(_tables(addresses, np.uint16, np.uint16), state)  # which reads neither labels nor targets
 
 
 @compiled

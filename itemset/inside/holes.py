@@ -1,0 +1,70 @@
+"""The holes of a grammar: which items may stand in each, and which of them have been given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from itemset.inside.vocabulary import Bridges
+from itemset.item_set import ItemSet
+from itemset.masking.host import Walk
+from itemset.trie.numbering import numbers_of
+from itemset.trie.rows import as_rows
+from itemset.trie.tables import Tables
+from itemset.trie.view import dead_of
+from itemset.trie.walk import DEAD
+
+_REMEMBERED = 1 << 12  # states of a set whose closing children are kept
+
+
+class Items(Walk):
+    """The items that may come in a hole: a set without those that have been given. Immutable."""
+
+    def __init__(self, item_set: ItemSet, tables: Tables | None = None) -> None:
+        self._tables = item_set.trie.tables if tables is None else tables
+        super().__init__(self._tables)
+        self.item_set = item_set
+        self._closing: dict[tuple[int, int], list[int]] = {}
+
+    def without(self, tokens: tuple[int, ...]) -> Items:
+        """Return what is left after this item."""
+        whole = self.item_set.whole
+        numbers = numbers_of(whole.trie.tables, whole._terminal_rank, as_rows([tokens]))
+        dead = dead_of(self._tables, whole.trie.tables, whole._terminal_rank, numbers)
+        return Items(self.item_set, self._tables._replace(dead=dead))
+
+    def closing(self, state: int, bridges: Bridges, row: np.ndarray) -> list[int]:
+        """Return the tokens after which an item ends and that a bridge may begin with.
+
+        row: the tokens that may follow, as `fill` sets them.
+        """
+        key = (state, id(bridges))
+        if (known := self._closing.get(key)) is None:
+            words = row.view(np.uint32)[: len(bridges.last)] & bridges.last
+            known = []
+            for word in np.flatnonzero(words).tolist():
+                bits = int(words[word])
+                while bits:
+                    token = word << 5 | (bits & -bits).bit_length() - 1
+                    if (after := self.step(state, token)) != DEAD and self.ends(after):
+                        known.append(token)
+                    bits &= bits - 1
+            if len(self._closing) >= _REMEMBERED:
+                self._closing.clear()
+            self._closing[key] = known
+        return known
+
+
+@dataclass(frozen=True)
+class Hole:
+    """One hole of a grammar.
+
+    bridges: over what follows it, None if that is not known. group: holes of one group give distinct items. begins: it
+    is the first of its group, in which all items may come anew.
+    """
+
+    items: Items
+    bridges: Bridges | None = None
+    group: int | None = None
+    begins: bool = False

@@ -1,0 +1,371 @@
+"""Where item sets stand in a JSON schema, a structural tag or a grammar, and the grammar with holes in their places.
+
+Each place becomes a mark: a constant text that no other can be. xgrammar makes its grammar of the rest, and prints it.
+What it has dropped shows by a mark that is missing; the others become holes. A hole whose mark xgrammar has quoted is
+inside a JSON string, and its items must be escaped as such.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import xgrammar
+
+from itemset.errors import ItemSetError, shown
+from itemset.inside.vocabulary import HOLES
+
+WORD = "item_set"
+"""The keyword of a JSON schema, the type of a structural tag's content, and of it the set."""
+SELECTION = ("item_filter", "exclude_keys", "only_keys")
+"""What may stand beside it: which of its items, as in a request."""
+
+_ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
+_ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_IGNORED = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "dependentSchemas",
+    "dependencies",
+    "contentSchema",
+)
+_NO_SCHEMAS = {"const", "enum", "default", "examples"}
+_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
+
+
+_NO_SPACE = (
+    "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place of an item set.
+
+    path: for people, such as `$.properties.film`. named: the set's name, or the texts of an inline one. selection: which
+    of its items. group, begins: as of `holes.Hole`. closers: what may come right after it, as far as its place says that.
+    quoted: whether it is inside a JSON string; known once it is placed.
+    """
+
+    path: str
+    named: str | list[Any]
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    group: int | None = None
+    begins: bool = False
+    closers: str = ""
+    quoted: bool = False
+
+    @property
+    def asks(self) -> str:
+        """What it asks for: equal for equal items."""
+        return json.dumps([self.named, self.selection, self.quoted], sort_keys=True, default=repr)
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A grammar as xgrammar prints it, with marks in it. hole_of: of each mark its number in `holes`."""
+
+    grammar: str
+    holes: list[Place]
+    hole_of: Mapping[str, int]
+
+    def ebnf(self, first: int) -> str:
+        """Return the grammar in which hole k is the token `first + k`."""
+        text = self.grammar
+        for mark, hole in self.hole_of.items():
+            text = text.replace(mark, f'" Token({first + hole}) "')
+        return text
+
+    def closers(self) -> list[bytes]:
+        """Return, of each hole, the bytes that may come next, as far as the grammar says them right there."""
+        found = [set(place.closers) for place in self.holes]
+        for mark, hole in self.hole_of.items():
+            for after in re.findall(re.escape(mark) + r'(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
+                found[hole].add(_unescaped(after))
+        return ["".join(sorted(texts)).encode("utf-8", "ignore") for texts in found]
+
+
+def mentions(spec: Any) -> bool:
+    """Whether a constraint may hold item sets: cheap, and never wrong about one that does not."""
+    if isinstance(spec, str):
+        return WORD in spec or "ItemSet" in spec or "\\u" in spec
+    return isinstance(spec, dict | list)
+
+
+class Marker:
+    """Finds and marks the places of one constraint. Raises ItemSetError for one where no item set would hold."""
+
+    def __init__(self, size_of: Callable[[Place], int]) -> None:
+        """size_of: how many items may come at a place; raises ItemSetError as it likes."""
+        self._size_of, self._places, self._groups = size_of, dict[str, Place](), 0
+        self._nonce = secrets.token_hex(8)
+        self._seen = set[str]()  # paths of sets that stand where they hold
+        self._unheld = list[str]()  # paths of references where nothing holds
+
+    def schema(self, given: Any, **options: Any) -> Marked | None:
+        """Mark a JSON schema: an object, or its text. options: of `xgrammar.Grammar.from_json_schema`.
+
+        Returns None if no item set stands in it.
+        """
+        schema = self._parsed(given)
+        marked = self._whole_schema(schema, "$")
+        if not self._places:
+            return None
+        return self._placed(xgrammar.Grammar.from_json_schema(json.dumps(marked), **options), schema)
+
+    def tag(self, given: Any) -> Marked | None:
+        """Mark a structural tag, of the present form or of the older one with `structures`."""
+        tag = self._parsed(given)
+        if isinstance(tag, dict) and isinstance(tag.get("structures"), list):
+            items = [
+                xgrammar.StructuralTagItem(
+                    begin=one["begin"],
+                    schema=json.dumps(self._whole_schema(one.get("schema") or {}, f"$.structures[{i}].schema")),
+                    end=one["end"],
+                )
+                for i, one in enumerate(tag["structures"])
+            ]
+            if not self._places:
+                return None
+            new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
+            return self._placed(xgrammar.Grammar.from_structural_tag(new), tag)
+        marked = self._tag(tag, "$")
+        if not self._places:
+            return None
+        return self._placed(xgrammar.Grammar.from_structural_tag(json.dumps(marked)), tag)
+
+    def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
+        """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
+        marked = "".join(self._elements(given))
+        return self._placed(parse(marked), None) if self._places else None
+
+    @staticmethod
+    def _parsed(given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        try:
+            return json.loads(given)
+        except ValueError as error:
+            raise ItemSetError(f"the constraint is no JSON: {error}") from error
+
+    def _mark(self, place: Place) -> str:
+        mark = f"ITEMSET{self._nonce}N{len(self._places)}E"
+        self._places[mark] = place
+        return mark
+
+    def _place(self, node: Mapping[str, Any], path: str, word: str = WORD) -> Place:
+        named = node[word]
+        if not isinstance(named, str) and not (isinstance(named, list) and named):
+            raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {shown(named)}")
+        selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
+        if selection and not isinstance(named, str):
+            raise ItemSetError(f"{path}: {min(selection)} chooses among the items of a registered set: name one")
+        return Place(path, named, selection)
+
+    # JSON schemas
+
+    def _schema(self, node: Any, path: str) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if WORD in node:
+            return self._string(node, path)
+        for key in _IGNORED:
+            self._unheld += [f"{path}.{key}"] if _has(node.get(key), "$ref") else []
+        if isinstance(several := node.get("allOf"), list) and len(several) > 1 and _has(several, WORD, "$ref"):
+            self._unheld.append(f"{path}.allOf")
+        out = dict(node)
+        distinct = self._distinct(node, path)
+        for key in _ONE:
+            if isinstance(node.get(key), dict) and not (key == "items" and distinct):
+                out[key] = self._schema(node[key], f"{path}.{key}")
+        for key in _NAMED:
+            if isinstance(node.get(key), dict):
+                out[key] = {name: self._schema(one, f"{path}.{key}.{name}") for name, one in node[key].items()}
+        for key in _MANY:
+            if isinstance(node.get(key), list):
+                out[key] = [self._schema(one, f"{path}.{key}[{i}]") for i, one in enumerate(node[key])]
+        return self._slate(node, out, path) if distinct else out
+
+    def _whole_schema(self, given: Any, path: str) -> Any:
+        """Raises ItemSetError for sets that stand, or that references lead to, where xgrammar takes any text."""
+        marked = self._schema(given, path)
+        unheld = [one for one, node in _nodes(given, path) if isinstance(node.get(WORD), str | list)]
+        unheld = [one for one in unheld if one not in self._seen] + (self._unheld if self._places else [])
+        if unheld:
+            raise ItemSetError(
+                f"{unheld[0]}: an item_set does not hold there: state it in properties, items, prefixItems or anyOf"
+            )
+        return marked
+
+    def _string(self, node: dict[str, Any], path: str) -> Any:
+        self._seen.add(path)
+        if others := sorted(set(node) - {WORD, "type", *SELECTION, *_ANNOTATIONS}):
+            raise ItemSetError(f"{path}: {others[0]} beside item_set would not hold: omit it")
+        types = node.get("type", "string")
+        if types not in ("string", ["string"], ["string", "null"], ["null", "string"]):
+            raise ItemSetError(f"{path}: an item_set is a string: its type cannot be {shown(types)}")
+        constant = {"const": self._mark(self._place(node, path))}
+        return {"anyOf": [constant, {"type": "null"}]} if isinstance(types, list) and len(types) > 1 else constant
+
+    def _distinct(self, node: dict[str, Any], path: str) -> bool:
+        """Whether this is an array of distinct items of a set."""
+        if node.get("uniqueItems") is not True or not _has(node.get("items"), WORD, "$ref"):
+            return False
+        items = node["items"]
+        if "prefixItems" in node or not isinstance(items, dict) or WORD not in items or items.get("type") == "null":
+            if not _has(items, WORD) and not _has(node, WORD):
+                return False  # vLLM or SGLang will say that it knows no uniqueItems
+            raise ItemSetError(
+                f"{path}: uniqueItems holds for items that are an item_set, stated right there without a $ref, anyOf or "
+                "prefixItems: state it so, or omit uniqueItems"
+            )
+        return True
+
+    def _slate(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
+        place, (least, most) = self._place(node["items"], f"{path}.items"), _counts(node, path)
+        constant = self._string({key: value for key, value in node["items"].items()}, f"{path}.items")
+        if "const" not in constant:
+            raise ItemSetError(f"{path}: distinct items cannot be null: omit uniqueItems, or null")
+        size = self._size_of(replace(place, quoted=True))
+        if least > size:
+            raise ItemSetError(f"{path}: minItems={least:,}, but there are {size:,} distinct items: ask for fewer")
+        most = size if most is None else min(most, size)
+        self._groups += 1
+        del out["uniqueItems"]
+        self._places[constant["const"]] = replace(place, group=self._groups, begins=True)
+        out["maxItems"], out["prefixItems"], out["items"] = most, [constant], False
+        if most > 1:
+            out["items"] = {"const": self._mark(replace(place, group=self._groups))}
+        return out
+
+    # Structural tags
+
+    def _tag(self, node: Any, path: str, closers: str = "") -> Any:
+        """closers: with what the text after this format begins, if that is known."""
+        if isinstance(node, list):
+            return [self._tag(one, f"{path}[{i}]") for i, one in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        if node.get("type") == WORD:
+            if others := sorted(set(node) - {"type", WORD, *SELECTION}):
+                raise ItemSetError(f"{path}: {others[0]} beside item_set would not hold: omit it")
+            if WORD not in node:
+                raise ItemSetError(f'{path}: name the set, as {{"type": "item_set", "item_set": "films"}}')
+            return {"type": "const_string", "value": self._mark(replace(self._place(node, path), closers=closers))}
+        begin, ends = node.get("begin"), node.get("end")
+        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
+        if isinstance(begin, str) and begin.endswith(" ") and _has(node.get("content"), WORD):
+            raise ItemSetError(f"{path}.begin {_NO_SPACE}")
+        out: dict[str, Any] = {}
+        for key, value in node.items():
+            if key == "json_schema":
+                out[key] = self._whole_schema(value, f"{path}.{key}")
+            else:
+                out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
+        return out
+
+    # Grammars
+
+    def _elements(self, text: str) -> Iterator[str]:
+        at = 0
+        while (match := _EBNF.search(text, at)) is not None:
+            if not match[0].startswith("ItemSet"):
+                yield text[at : match.end()]
+                at = match.end()
+                continue
+            where = f"ItemSet at character {match.start()}"
+            begin = match.end() + len(text[match.end() :]) - len(text[match.end() :].lstrip())
+            try:
+                given, end = json.JSONDecoder().raw_decode(text, begin)
+            except ValueError as error:
+                raise ItemSetError(f'{where}: give it the name of a set, as ItemSet("films"): {error}') from error
+            close = re.compile(r"\s*\)").match(text, end)
+            node = given if isinstance(given, dict) else {WORD: given}
+            if close is None or WORD not in node:
+                raise ItemSetError(f'{where}: give it one argument, the name of a set, as ItemSet("films")')
+            if others := sorted(set(node) - {WORD, *SELECTION}):
+                raise ItemSetError(f"{where}: there is no {others[0]}")
+            before = text[at : match.start()]
+            if re.search(r' "\s*$', before):
+                raise ItemSetError(f"the text before the {where} {_NO_SPACE}")
+            yield before
+            yield f'"{self._mark(self._place(node, where))}"'
+            at = close.end()
+        yield text[at:]
+
+    # What xgrammar made of it
+
+    def _placed(self, grammar: xgrammar.Grammar, given: Any) -> Marked:
+        text, holes, hole_of = str(grammar), list[Place](), dict[str, int]()
+        numbers: dict[Any, int] = {}
+        for mark, place in self._places.items():
+            if mark not in text:
+                if ".$defs." in place.path or ".definitions." in place.path:
+                    self._refuse_if_referenced(place, given)
+                    continue
+                raise ItemSetError(
+                    f"{place.path}: xgrammar drops what stands there, so the item_set would not hold: state it in "
+                    "properties, items or anyOf"
+                )
+            quoted = f'\\"{mark}\\"' in text
+            place = replace(place, quoted=quoted)
+            key = (place.asks, place.group, place.begins)
+            if key not in numbers:
+                numbers[key] = len(holes)
+                holes.append(place)
+            hole_of[mark] = numbers[key]
+        if len(holes) > HOLES:
+            raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
+        return Marked(text, holes, hole_of)
+
+    @staticmethod
+    def _refuse_if_referenced(place: Place, given: Any) -> None:
+        """Raises ItemSetError for a definition that is used, and dropped."""
+        name = re.split(r"\.(?:\$defs|definitions)\.", place.path)[-1].split(".")[0]
+        if any(str(node.get("$ref", "")).endswith(f"/{name}") for _, node in _nodes(given, "$")):
+            raise ItemSetError(
+                f"{place.path}: xgrammar drops the $ref that leads there, so the item_set would not hold: state it in "
+                "properties, items or anyOf"
+            )
+
+
+def _nodes(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object in a constraint, whatever it means there, but for constants."""
+    if isinstance(given, dict):
+        yield path, given
+        for key, value in given.items():
+            if key not in _NO_SCHEMAS:
+                yield from _nodes(value, f"{path}.{key}")
+    elif isinstance(given, list):
+        for i, value in enumerate(given):
+            yield from _nodes(value, f"{path}[{i}]")
+
+
+def _has(node: Any, *words: str) -> bool:
+    """Whether one of these words is a key anywhere in it."""
+    return any(word in one for _, one in _nodes(node, "$") for word in words)
+
+
+def _counts(node: Mapping[str, Any], path: str) -> tuple[int, int | None]:
+    least, most = node.get("minItems", 0), node.get("maxItems")
+    for name, value in (("minItems", least), ("maxItems", most)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
+    return least, most
+
+
+def _unescaped(character: str) -> str:
+    """A character of a literal of xgrammar's, or the escape of one."""
+    if not character.startswith("\\"):
+        return character
+    return {"n": "\n", "r": "\r", "t": "\t"}.get(character[1], character[1])

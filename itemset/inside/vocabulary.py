@@ -1,0 +1,92 @@
+"""A model's vocabulary as xgrammar sees it, with ids for holes after it.
+
+A hole is one token of a grammar that no model has: its id comes after the vocabulary, on the border of a 32-bit word, so
+that its bit never reaches a model's mask. Its bytes are no UTF-8, so that no text of a grammar lets it in.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+HOLES = 31
+"""Holes of one grammar. One id more is the decoy, which no grammar names."""
+
+_NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\((?:\d+, *)*\d+)")
+
+
+@dataclass
+class Bridges:
+    """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
+
+    by_last: of each token that may be the item's last, the bridges with the text after it. by_token: of each bridge, its
+    last tokens with the text after them. last: a bit for each key of `by_last`, [ceil(vocabulary / 32)] uint32.
+    """
+
+    last: NDArray[np.uint32]
+    by_last: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    by_token: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+
+
+class Vocabulary:
+    """One of each process. Safe for threads."""
+
+    def __init__(self, info: xgrammar.TokenizerInfo, threads: int = 2) -> None:
+        """info: of the model's tokenizer, its size that of the model's logits. threads: of one compilation."""
+        self.bytes: list[bytes] = list(info.decoded_vocab)
+        """What each token adds to a text; of a special token, whatever xgrammar takes it for."""
+        self.size = len(self.bytes)
+        self.first = -(-self.size // 32) * 32
+        self.decoy = self.first + HOLES
+        self.words, self.model_words = -(-(self.decoy + 1) // 32), self.first // 32
+        self._special = {*info.stop_token_ids, *info.special_token_ids}
+        padded = [*self.bytes, *[b""] * (self.first - self.size)]
+        padded += [b"\xff" + bytes([0xF8, 0x80 + i]) for i in range(HOLES + 1)]
+        longer = xgrammar.TokenizerInfo(
+            padded,
+            xgrammar.VocabType.RAW,
+            vocab_size=len(padded),
+            stop_token_ids=info.stop_token_ids,
+            add_prefix_space=info.add_prefix_space,
+        )
+        # The rules' cache of xgrammar 0.2 forgets the ids of Token() and hands out the masks of another grammar's rule.
+        # Holes are asked by `accept_token` and never read off a mask; grammars with a model's own ids go without it.
+        self._cached = xgrammar.GrammarCompiler(longer, max_threads=threads, cache_limit_bytes=64 << 20)
+        self._exact = xgrammar.GrammarCompiler(longer, max_threads=threads, cache_enabled=False)
+
+    def compile(self, grammar: str) -> xgrammar.CompiledGrammar:
+        """Compile a grammar in xgrammar's EBNF, in which `Token(first + k)` is hole k. Raises RuntimeError."""
+        parsed = xgrammar.Grammar.from_ebnf(grammar)
+        return (self._exact if self._names_tokens(grammar) else self._cached).compile_grammar(parsed)
+
+    def _names_tokens(self, grammar: str) -> bool:
+        """Whether the grammar names ids that the model has."""
+        for found in _NAMES_TOKENS.findall(grammar):
+            if not found.startswith("Token(") or any(int(i) < self.first for i in re.findall(r"\d+", found)):
+                return True
+        return False
+
+    @functools.lru_cache(16)  # noqa: B019 - one object a process
+    def bridges(self, closers: bytes) -> Bridges:
+        """Return the bridges over each of these bytes, with which what follows a hole begins."""
+        ids: dict[bytes, int] = {}
+        for token, text in enumerate(self.bytes):
+            if token not in self._special:
+                ids.setdefault(text, token)
+        found = Bridges(np.zeros(self.model_words, np.uint32))
+        for token, text in enumerate(self.bytes):
+            if token in self._special:
+                continue
+            for closer in closers:
+                at = text.find(bytes([closer]), 1)
+                last = ids.get(text[:at]) if at > 0 else None
+                if last is not None:
+                    found.by_last.setdefault(last, []).append((token, text[at:]))
+                    found.by_token.setdefault(token, []).append((last, text[at:]))
+                    found.last[last >> 5] |= np.uint32(1 << (last & 31))
+        return found

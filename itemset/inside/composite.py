@@ -1,7 +1,7 @@
 """The grammar of one request with holes: xgrammar's matchers outside them, item sets inside.
 
 A reading of the tokens so far is a `_Thread`: outside of all holes, or in one at a state of its set. There are several
-where a text may be read in several ways: the item `Alien`, or the beginning of `Alien 3`. Matchers of threads are forks.
+if a text may be read in several ways: the item `Alien`, or the beginning of `Alien 3`. Each has a matcher of its own.
 A hole is entered where its matcher takes the hole's id, and left by giving it that id: in between it stands still.
 """
 
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 class _Matcher:
     """An xgrammar matcher that knows its steps, so that an earlier state of it can be found again."""
 
-    __slots__ = ("matcher", "depth")
+    __slots__ = ("depth", "matcher")
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, depth: int = 0) -> None:
         self.matcher, self.depth = matcher, depth

@@ -52,9 +52,9 @@ _NO_SPACE = (
 class Place:
     """One place of an item set.
 
-    path: for people, such as `$.properties.film`. named: the set's name, or the texts of an inline one. selection: which
-    of its items. group, begins: as of `holes.Hole`. closers: what may come right after it, as far as its place says that.
-    quoted: whether it is inside a JSON string; known once it is placed.
+    path: for people, such as `$.properties.film`. named: the set's name, or the texts of an inline one. selection:
+    which of its items. group, begins: as of `holes.Hole`. closers: what may come right after it, as far as its place
+    says that. quoted: whether it is inside a JSON string; known once it is placed.
     """
 
     path: str
@@ -226,14 +226,14 @@ class Marker:
             if not _has(items, WORD) and not _has(node, WORD):
                 return False  # vLLM or SGLang will say that it knows no uniqueItems
             raise ItemSetError(
-                f"{path}: uniqueItems holds for items that are an item_set, stated right there without a $ref, anyOf or "
-                "prefixItems: state it so, or omit uniqueItems"
+                f"{path}: uniqueItems holds for items that are an item_set, stated right there without a $ref, anyOf "
+                "or prefixItems: state it so, or omit uniqueItems"
             )
         return True
 
     def _slate(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
         place, (least, most) = self._place(node["items"], f"{path}.items"), _counts(node, path)
-        constant = self._string({key: value for key, value in node["items"].items()}, f"{path}.items")
+        constant = self._string(dict(node["items"]), f"{path}.items")
         if "const" not in constant:
             raise ItemSetError(f"{path}: distinct items cannot be null: omit uniqueItems, or null")
         size = self._size_of(replace(place, quoted=True))

@@ -1,7 +1,7 @@
 """A model's vocabulary as xgrammar sees it, with ids for holes after it.
 
-A hole is one token of a grammar that no model has: its id comes after the vocabulary, on the border of a 32-bit word, so
-that its bit never reaches a model's mask. Its bytes are no UTF-8, so that no text of a grammar lets it in.
+A hole is one token of a grammar that no model has: its id comes after the vocabulary, on the border of a 32-bit word,
+so that its bit never reaches a model's mask. Its bytes are no UTF-8, so that no text of a grammar lets it in.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\((?:\d+
 class Bridges:
     """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
 
-    by_last: of each token that may be the item's last, the bridges with the text after it. by_token: of each bridge, its
-    last tokens with the text after them. last: a bit for each key of `by_last`, [ceil(vocabulary / 32)] uint32.
+    by_last: of each token that may be the item's last, the bridges with the text after it. by_token: of each bridge,
+    its last tokens with the text after them. last: a bit for each key of `by_last`, [ceil(vocabulary / 32)] uint32.
     """
 
     last: NDArray[np.uint32]

@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 
+ESCAPES = ("json", "text")
+
+
+def continues(tokenizer: Any) -> bool:
+    return True
+
+
 ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
 
@@ -53,6 +60,7 @@ def encode(
     progress: bool = False,
     before: int = 0,
     name: str = ITEM,
+    escape: str | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Encode each of N texts as the one token sequence that the tokenizer gives for `prefix` and the text.
 
@@ -72,6 +80,8 @@ def encode(
         raise ItemSetError(f"texts must be a list of texts, not the one text {_short(texts)}: put it in a list")
     if prefix and (why := _refusal(prefix, tokenizer)):
         raise ItemSetError(f"the prefix {_short(prefix)} {why}: give another prefix")
+    if escape == "json":
+        texts = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
     forbidden = _forbidden_tokens(tokenizer)
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]

@@ -52,6 +52,7 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
     left of the registered one. item_filter, exclude_keys, only_keys: what chooses among its items, see `views.view`.
+    escape: how the texts of an inline set stand in an answer, see `itemset.build_text`.
     """
 
     item_set: str | None = None
@@ -60,6 +61,7 @@ class ItemRequest:
     item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
     exclude_keys: list[Any] | None = field(default=None, repr=False)
     only_keys: list[Any] | None = field(default=None, repr=False)
+    escape: str | None = None
 
     @property
     def chooses(self) -> bool:

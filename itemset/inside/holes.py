@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from itemset.inside.vocabulary import Bridges
 from itemset.item_set import ItemSet, build
 from itemset.masking.host import Walk
+from itemset.opening import from_bytes
 from itemset.trie.numbering import numbers_of
 from itemset.trie.rows import as_rows
 from itemset.trie.tables import Tables
@@ -60,8 +61,8 @@ class Items(Walk):
 def warm_up() -> None:
     """Load what giving an item takes, for both widths of token ids: no request should wait for it."""
     for first in (0, 1 << 16):
-        items = Items(build([[first, 1], [first, 2], [3]]))
-        items.without((first, 1)).step(0, 3)
+        items = Items(from_bytes(build([[first, 1], [first, 2], [3]]).to_bytes()))  # as a served set: read-only
+        items.without((first, 1)).without((first, 2)).step(0, 3)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: 
                 attributes=args.attribute,
                 tokenizer=tokenizer,
                 prefix=args.prefix,
+                escape=args.escape,
                 vocab_size=args.vocab_size,
                 memory=memory,
                 folder=folder,
@@ -117,13 +118,13 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: 
 
 def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
     source = sources.read(args.source, column=args.column, key=args.key, attributes=args.attribute)
-    check_options(args.source, source.texts is not None, args.tokenizer, args.prefix, args.vocab_size)
+    check_options(args.source, source.texts is not None, args.tokenizer, args.prefix, args.escape, args.vocab_size)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
     if source.texts is None:
         s = itemset.build(source.tokens, vocab_size=args.vocab_size, **given)
     else:
-        s = itemset.build_text(source.texts, prefix=args.prefix, progress=True, **given)
+        s = itemset.build_text(source.texts, prefix=args.prefix, escape=args.escape, progress=True, **given)
     s.save(output)
     return s
 
@@ -138,6 +139,7 @@ def _info(args: argparse.Namespace) -> None:
             ("vocabulary", "not recorded" if s.vocab_size is None else f"{s.vocab_size:,}"),
             ("tokenizer", tokenizer),
             ("prefix", repr(s.prefix) if s.prefix else "none"),
+            ("escape", s.escape or "none"),
             ("digest", s.digest),
             ("file", f"{args.file} ({size:,} bytes)"),
         ]
@@ -166,7 +168,7 @@ def _lookup(args: argparse.Namespace) -> None:
     for item in args.tokens:
         _print_item(s.keys_of([item])[0], item, tokenizer)
     for text in args.text:
-        item = encode([text], tokenizer, prefix=s.prefix, name="the text")[0].tolist()
+        item = encode([text], tokenizer, prefix=s.prefix, escape=s.escape, name="the text")[0].tolist()
         if s.find(item) is None:
             raise ItemSetError(f"the text {text!r} is no item of the set")
         _print_item(s.keys_of([item])[0], item, tokenizer)
@@ -257,6 +259,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--tokenizer", metavar="DIR", help="the model's tokenizer: a folder or a Hugging Face name")
     sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
+    sub.add_argument(
+        "--escape",
+        choices=["json", "text"],
+        help="for items that stand inside longer answers: in JSON strings (escaped as such), or in other text",
+    )
     sub.add_argument("--vocab-size", metavar="N", type=_positive, help="refuse token ids of N and above")
     sub.add_argument(
         "--memory",

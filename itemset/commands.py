@@ -94,7 +94,7 @@ def _new_items(args: argparse.Namespace, before: ItemSet) -> dict[str, Any]:
     """Return what `updated` takes of the file with the items to add."""
     attributes = before.attributes.column_names
     source = sources.read(args.add, column=args.column, key=args.key, attributes=attributes)
-    check_options(args.add, source.texts is not None, args.tokenizer, "", None)
+    check_options(args.add, source.texts is not None, args.tokenizer, "", None, None)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     if tokenizer is not None:
         before.check_tokenizer(tokenizer)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from itemset import notices
 from itemset.errors import ItemSetError
-from itemset.text import TokenizerId, encode, fingerprint, identify
+from itemset.text import Escape, TokenizerId, encode, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
@@ -41,6 +41,7 @@ class ItemSet:
         vocab_size: int | None = None,
         tokenizer: TokenizerId | None = None,
         prefix: str = "",
+        escape: Escape | None = None,
         attributes: NDArray[np.uint8] | None = None,
     ) -> None:
         self.trie = trie
@@ -57,6 +58,8 @@ class ItemSet:
         self.tokenizer = tokenizer
         self.prefix = prefix
         """Text before every item, as given to `build_text`."""
+        self.escape = escape
+        """How the items stand inside a longer text, as given to `build_text`. None: they are whole texts."""
         self._same_tokenizer: Any = None  # the one that was found to be the set's own
 
     def __len__(self) -> int:
@@ -208,7 +211,7 @@ class ItemSet:
         encoded (see `text.encode`), or the first that is no item of the set.
         """
         self.check_tokenizer(tokenizer)
-        rows = Rows(*encode(texts, tokenizer, prefix=self.prefix))
+        rows = Rows(*encode(texts, tokenizer, prefix=self.prefix, escape=self.escape))
         numbers = self._numbers_of(rows)
         if (missing := np.flatnonzero(numbers < 0)).size:
             i = int(missing[0])
@@ -275,7 +278,7 @@ class ItemSet:
         gone = self._keys.gone(remove, missing_ok=missing_ok)
         if tokenizer is not None and add is not None:
             self.check_tokenizer(tokenizer)
-            add = Rows(*encode(add, tokenizer, prefix=self.prefix))
+            add = Rows(*encode(add, tokenizer, prefix=self.prefix, escape=self.escape))
         given = None if add is None else as_rows(add, self.vocab_size)
         added = 0 if given is None else len(given)
         values = [self.keys] if given is None else [self.keys, self._keys.added(keys, added, gone)]
@@ -298,6 +301,7 @@ class ItemSet:
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             prefix=self.prefix,
+            escape=self.escape,
         )
         notices.of_build(item_set, tokenizer)
         return item_set
@@ -323,6 +327,7 @@ class ItemSet:
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             prefix=self.prefix,
+            escape=self.escape,
             digest=self.digest,
         )
 
@@ -334,6 +339,7 @@ def build(
     vocab_size: int | None = None,
     tokenizer: Any = None,
     prefix: str = "",
+    escape: Escape | None = None,
     attributes: Any = None,
 ) -> ItemSet:
     """Build the set of these items, in any order. Equal ones become one item, with the keys of all in their order.
@@ -365,6 +371,7 @@ def build(
         vocab_size=vocab_size,
         tokenizer=identify(tokenizer) if tokenizer is not None else None,
         prefix=prefix,
+        escape=escape,
     )
     notices.of_build(item_set, tokenizer)
     return item_set
@@ -394,13 +401,15 @@ def build_text(
     *,
     keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
     prefix: str = "",
+    escape: Escape | None = None,
     attributes: Any = None,
     progress: bool = False,
 ) -> ItemSet:
     """Build the set of these texts, each as the one token sequence that `tokenizer` gives for `prefix` and the text.
 
     tokenizer: the model's own Hugging Face tokenizer. attributes: as for `build`. progress: show a bar on long work.
+    escape: "json" for items inside JSON strings, "text" inside other texts; see `text.encode`.
     Raises ItemSetError as `build` and `text.encode` do.
     """
-    tokens, offsets = encode(texts, tokenizer, prefix=prefix, progress=progress)
-    return build(Rows(tokens, offsets), keys=keys, tokenizer=tokenizer, prefix=prefix, attributes=attributes)
+    rows = Rows(*encode(texts, tokenizer, prefix=prefix, escape=escape, progress=progress))
+    return build(rows, keys=keys, tokenizer=tokenizer, prefix=prefix, escape=escape, attributes=attributes)

@@ -80,5 +80,6 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
         vocab_size=header.vocab_size,
         tokenizer=header.tokenizer,
         prefix=header.prefix,
+        escape=header.escape,
         attributes=arrays.get("attributes"),
     )

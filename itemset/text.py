@@ -8,22 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 
-ESCAPES = ("json", "text")
-
-
-def continues(tokenizer: Any) -> bool:
-    return True
-
-
 ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
+
+Escape = Literal["json", "text"]
+"""For items inside longer texts: escaped as in a JSON string, or as they are."""
+_CARRIER = "\n"  # joins no word, and tokenizers that mark a word's start have a token or a byte of its own for it
+_CARRIED = ("x", "The film", "1", "é")
 
 # Texts whose encodings tell tokenizers apart that share a vocabulary: normaliser (case, accents, width, spaces),
 # pre-tokeniser (digits, punctuation, newlines, contractions) and merges (long words, bytes of rare characters).
@@ -57,20 +55,24 @@ def encode(
     tokenizer: Any,
     *,
     prefix: str = "",
+    escape: Escape | None = None,
     progress: bool = False,
     before: int = 0,
     name: str = ITEM,
-    escape: str | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Encode each of N texts as the one token sequence that the tokenizer gives for `prefix` and the text.
 
     tokenizer: a Hugging Face tokenizer. No special tokens are added, nothing is padded or cut.
+    escape: for items that stand inside a longer text: the tokens are those that `prefix` and the text have in the
+        middle of one, without the mark of a word's start that some tokenizers put before a whole text. "json" also
+        escapes both as in a JSON string, but for characters that are not ASCII; "text" escapes nothing.
     progress: show a bar on a terminal when the work takes longer than a second.
     before: number of items before these, if they are a part of many: errors count from the first of all.
     name: what errors call an item, with {} for its position.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
     Raises ItemSetError, naming the item by its position from 0: not a string, empty, no token, a lone surrogate or
-    whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token.
+    whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token; with `escape`, if what
+    stands before a text changes its tokens.
     """
     from tqdm import tqdm
 
@@ -80,8 +82,9 @@ def encode(
         raise ItemSetError(f"texts must be a list of texts, not the one text {_short(texts)}: put it in a list")
     if prefix and (why := _refusal(prefix, tokenizer)):
         raise ItemSetError(f"the prefix {_short(prefix)} {why}: give another prefix")
-    if escape == "json":
-        texts = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+    if escape not in (None, "json", "text"):
+        raise ItemSetError(f"escape must be json or text, not {_short(escape)}")
+    carrier = _CARRIER if escape and not continues(tokenizer) else ""
     forbidden = _forbidden_tokens(tokenizer)
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
@@ -90,7 +93,7 @@ def encode(
     # disable=None is tqdm's "only on a terminal".
     with tqdm(total=total, desc="encoding", unit=" items", delay=1, disable=None if progress else True) as bar:
         for batch in _batches(texts):
-            flat, sizes = _encode_batch(batch, done, tokenizer, prefix, name)
+            flat, sizes = _encode_batch(batch, done, tokenizer, prefix, escape, carrier, name)
             for token, why in forbidden.items():
                 if (where := np.flatnonzero(flat == token)).size:
                     i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
@@ -100,6 +103,21 @@ def encode(
             done += len(batch)
             bar.update(len(batch))
     return np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
+
+
+def escaped(text: str, escape: Escape | None) -> str:
+    """Return a text as it stands in an answer: for "json" without the quotes around it."""
+    return json.dumps(text, ensure_ascii=False)[1:-1] if escape == "json" else text
+
+
+def continues(tokenizer: Any) -> bool:
+    """Return whether the tokenizer encodes a text at the beginning as in the middle of a longer one.
+
+    SentencePiece and its like put the mark of a word's start before a whole text.
+    """
+    carrier, *texts = _token_ids([_CARRIER, *_CARRIED], tokenizer)
+    after = _token_ids([_CARRIER + text for text in _CARRIED], tokenizer)
+    return after == [carrier + text for text in texts]
 
 
 def load_tokenizer(path_or_name: str) -> Any:
@@ -179,9 +197,12 @@ def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _encode_batch(
-    batch: list[str], first: int, tokenizer: Any, prefix: str, name: str
+    batch: list[str], first: int, tokenizer: Any, prefix: str, escape: Escape | None, carrier: str, name: str
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the batch's tokens [T] and how many each text has [len(batch)]. first: the position of its first item."""
+    """Return the batch's tokens [T] and how many each text has [len(batch)].
+
+    first: the position of its first item. carrier: text before each, whose tokens are cut off.
+    """
     for i, text in enumerate(batch):
         if not isinstance(text, str):
             raise ItemSetError(f"{named(name, first + i, text)} is not a string: give every item as a text")
@@ -189,12 +210,21 @@ def _encode_batch(
             raise ItemSetError(f"{named(name, first + i, text)} is empty: remove it")
     try:
         "".join(batch).encode()  # a Python tokenizer would let lone surrogates through
-        ids = _token_ids([prefix + text for text in batch], tokenizer)
+        ids = _token_ids([carrier + escaped(prefix + text, escape) for text in batch], tokenizer)
     except Exception:
         for i, text in enumerate(batch):
             if why := _refusal(text, tokenizer):
                 raise ItemSetError(f"{named(name, first + i, text)} {why}: remove or correct it") from None
         raise  # no single text is to blame
+    if carrier:
+        (cut,) = _token_ids([carrier], tokenizer)
+        for i, tokens in enumerate(ids):
+            if tokens[: len(cut)] != cut:
+                raise ItemSetError(
+                    f"{named(name, first + i, batch[i])} has other tokens after {carrier!r} than alone, so they do not "
+                    "tell what it has inside a longer text: remove or correct it"
+                )
+            del tokens[: len(cut)]
     sizes = np.fromiter(map(len, ids), np.int64, len(ids))
     if not sizes.all():
         i = int(sizes.argmin())

@@ -50,6 +50,7 @@ class View(ItemSet):
             vocab_size=base.vocab_size,
             tokenizer=base.tokenizer,
             prefix=base.prefix,
+            escape=base.escape,
         )
         self.base, self.own = base, own
         self.level_plan, self.token_ids, self._terminal_rank = base.level_plan, base.token_ids, base._terminal_rank
@@ -221,7 +222,8 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes."""
     whole, numbers = base.whole, base._keys.owners(places)
     rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
-    small = build(rows, keys=base.keys.take(pa.array(places)), vocab_size=base.vocab_size, prefix=base.prefix)
+    keys = base.keys.take(pa.array(places))
+    small = build(rows, keys=keys, vocab_size=base.vocab_size, prefix=base.prefix, escape=base.escape)
     small.tokenizer = base.tokenizer
     return small
 

@@ -31,7 +31,7 @@ from itemset.building.scratch import scratch_folder
 from itemset.building.spools import ArraySpool, Spool, nameless_file
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.text import encode, identify
+from itemset.text import Escape, encode, identify
 from itemset.trie.attributes import Column, Survey, Writer, packed
 from itemset.trie.keys import Keys, in_item_order
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows, sort_unique, token_dtype
@@ -53,6 +53,7 @@ def build_external(
     attributes: Sequence[str] = (),
     tokenizer: Any = None,
     prefix: str = "",
+    escape: Escape | None = None,
     vocab_size: int | None = None,
     memory: int | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -60,8 +61,8 @@ def build_external(
 ) -> ItemSet:
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
-    path, column, key, attributes: as for `sources.read`. tokenizer, prefix, vocab_size: as for `build` (token ids) and
-    `build_text` (texts).
+    path, column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
+    ids) and `build_text` (texts).
     memory: bytes that sorting may take (at least 750 MB are used); by default half of what is available. The tables
     and one integer an item, about 20 bytes an item, are in memory in any case.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes. They have no
@@ -77,7 +78,7 @@ def build_external(
     try:
         with temporary as scratch:
             source = sources.batches(path, column=column, key=key, attributes=attributes)
-            stored = _store(path, source, tokenizer, prefix, vocab_size, scratch, progress)
+            stored = _store(path, source, tokenizer, prefix, escape, vocab_size, scratch, progress)
             config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(scratch)}
             with duckdb.connect(config=config) as connection:
                 rows, lcp, of_keys = _interruptible(
@@ -93,6 +94,7 @@ def build_external(
                 vocab_size=stored.vocab_size,
                 tokenizer=identify(tokenizer) if tokenizer is not None else None,
                 prefix=prefix,
+                escape=escape,
                 attributes=section,
             )
             notices.of_build(item_set, tokenizer)
@@ -173,6 +175,7 @@ def _store(
     source: Generator[sources.Items],
     tokenizer: Any,
     prefix: str,
+    escape: Escape | None,
     vocab_size: int | None,
     folder: Path,
     progress: Callable[[str, float], None],
@@ -184,11 +187,11 @@ def _store(
     with closing(source) as batches:
         for batch in batches:
             if not stored.items:
-                check_options(path, batch.texts is not None, tokenizer, prefix, vocab_size)
+                check_options(path, batch.texts is not None, tokenizer, prefix, escape, vocab_size)
                 stored.key_type = None if batch.keys is None else batch.keys.type
             items: Any = batch.tokens
             if batch.texts is not None:
-                items = Rows(*encode(batch.texts, tokenizer, prefix=prefix, before=stored.items))
+                items = Rows(*encode(batch.texts, tokenizer, prefix=prefix, escape=escape, before=stored.items))
             rows = as_rows(items, limit, before=stored.items)
             stored.add(rows, batch.keys, batch.attributes)
             if batch.attributes is not None:
@@ -200,11 +203,18 @@ def _store(
 
 
 def check_options(
-    path: str | os.PathLike[str], texts: bool, tokenizer: Any, prefix: str, vocab_size: int | None
+    path: str | os.PathLike[str],
+    texts: bool,
+    tokenizer: Any,
+    prefix: str,
+    escape: Escape | None,
+    vocab_size: int | None,
 ) -> None:
     """Raise ItemSetError for an option that does not go with what the file holds, texts or token ids."""
     if not texts and prefix:
         raise ItemSetError(f"{path} holds token ids: the prefix is for texts, omit it (--prefix)")
+    if not texts and escape:
+        raise ItemSetError(f"{path} holds token ids: to escape is for texts, omit it (--escape)")
     if texts and tokenizer is None:
         raise ItemSetError(f"{path} holds texts: give the model's tokenizer (--tokenizer DIR)")
     if texts and vocab_size is not None:

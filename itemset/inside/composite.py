@@ -129,15 +129,15 @@ class Composite:
     @property
     def found(self) -> list[Found]:
         """The items so far that every reading has found, in order."""
-        chains = []
+        chains = list[list[Found]]()
         for thread in self._history[-1]:
-            chain, items = thread.found, []
+            chain, items = thread.found, list[Found]()
             while chain is not None:
                 chain, item = chain
                 items.append(item)
             chains.append(items[::-1])
-        same = [items[0] for items in zip(*chains, strict=False) if len(set(items)) == 1]
-        return same if len(chains) > 1 else chains[0]
+        everywhere = set(chains[0]).intersection(*chains[1:])
+        return [item for item in chains[0] if item in everywhere]
 
     # Moving
 

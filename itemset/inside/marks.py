@@ -40,6 +40,8 @@ _IGNORED = (
     "contentSchema",
 )
 _NO_SCHEMAS = {"const", "enum", "default", "examples"}
+_DEEPEST = 128
+"""Levels of a constraint with item sets: what is deeper would end in a stack that overflows, xgrammar's or Python's."""
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
 
 
@@ -158,12 +160,16 @@ class Marker:
 
     @staticmethod
     def _parsed(given: Any) -> Any:
-        if not isinstance(given, str):
-            return given
+        """Raises ItemSetError: no JSON, or too deep."""
         try:
-            return json.loads(given)
+            parsed = json.loads(given) if isinstance(given, str) else given
         except ValueError as error:
             raise ItemSetError(f"the constraint is no JSON: {error}") from error
+        except RecursionError:
+            parsed = None
+        if parsed is None or _depth(parsed) > _DEEPEST:
+            raise ItemSetError(f"the constraint is nested more than {_DEEPEST} levels deep: make it flatter")
+        return parsed
 
     def _mark(self, place: Place) -> str:
         mark = f"ITEMSET{self._nonce}N{len(self._places)}E"
@@ -269,6 +275,8 @@ class Marker:
             if WORD not in node:
                 raise ItemSetError(f'{path}: name the set, as {{"type": "item_set", "item_set": "films"}}')
             return {"type": "const_string", "value": self._mark(replace(self._place(node, path), closers=closers))}
+        if node.get("excludes") and _has(node.get("json_schema"), WORD):
+            raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
         begin, ends = node.get("begin"), node.get("end")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
         if isinstance(begin, str) and begin.endswith(" ") and _has(node.get("content"), WORD):
@@ -303,7 +311,7 @@ class Marker:
             if others := sorted(set(node) - {WORD, *SELECTION}):
                 raise ItemSetError(f"{where}: there is no {others[0]}")
             before = text[at : match.start()]
-            if re.search(r' "\s*$', before):
+            if text[: match.start()].rstrip().endswith(' "'):
                 raise ItemSetError(f"the text before the {where} {_NO_SPACE}")
             yield before
             yield f'"{self._mark(self._place(node, where))}"'
@@ -356,6 +364,15 @@ def _nodes(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     elif isinstance(given, list):
         for i, value in enumerate(given):
             yield from _nodes(value, f"{path}[{i}]")
+
+
+def _depth(given: Any) -> int:
+    """Return how deep a constraint is nested, `_DEEPEST + 1` if deeper than that. Needs no stack."""
+    depth, level = 0, [given]
+    while depth <= _DEEPEST and (level := [one for one in level if isinstance(one, dict | list)]):
+        level = [one for node in level for one in (node.values() if isinstance(node, dict) else node)]
+        depth += 1
+    return depth
 
 
 def _has(node: Any, *words: str) -> bool:

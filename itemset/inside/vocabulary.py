@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 HOLES = 31
 """Holes of one grammar. One id more is the decoy, which no grammar names."""
 
-_NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\((?:\d+, *)*\d+)")
+_NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:\d+\s*,\s*)*\d+)")
 
 
 @dataclass
@@ -74,18 +74,17 @@ class Vocabulary:
     @functools.lru_cache(16)  # noqa: B019 - one object a process
     def bridges(self, closers: bytes) -> Bridges:
         """Return the bridges over each of these bytes, with which what follows a hole begins."""
-        ids: dict[bytes, int] = {}
+        ids: dict[bytes, list[int]] = {}  # SentencePiece has two tokens of one byte
         for token, text in enumerate(self.bytes):
             if token not in self._special:
-                ids.setdefault(text, token)
+                ids.setdefault(text, []).append(token)
         found = Bridges(np.zeros(self.model_words, np.uint32))
         for token, text in enumerate(self.bytes):
             if token in self._special:
                 continue
             for closer in closers:
                 at = text.find(bytes([closer]), 1)
-                last = ids.get(text[:at]) if at > 0 else None
-                if last is not None:
+                for last in ids.get(text[:at], ()) if at > 0 else ():
                     found.by_last.setdefault(last, []).append((token, text[at:]))
                     found.by_token.setdefault(token, []).append((last, text[at:]))
                     found.last[last >> 5] |= np.uint32(1 << (last & 31))

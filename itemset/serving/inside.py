@@ -217,15 +217,11 @@ class Constraints:
         """Raises RefusedError for a set whose texts are not as they must be where it stands."""
         unsafe = self._to_be_escaped(item_set.whole)
         how = "json" if place.quoted else "text"
-        if place.quoted and unsafe and getattr(item_set.whole, "escape", None) != "json":
+        if place.quoted and unsafe and item_set.whole.escape != "json":
             why = "has items with a quote, a backslash or a control character, which a JSON string must escape"
-        elif not place.quoted and unsafe and getattr(item_set.whole, "escape", None) == "json":
+        elif not place.quoted and unsafe and item_set.whole.escape == "json":
             why = "has items that are escaped for JSON strings, and stands in none"
-        elif (
-            getattr(item_set.whole, "escape", None) not in ESCAPES
-            and item_set.tokenizer is not None
-            and not self._continues
-        ):
+        elif item_set.whole.escape not in ESCAPES and item_set.tokenizer is not None and not self._continues:
             why = "has items as the model's tokenizer encodes them at the beginning of a text, after a space"
         else:
             return

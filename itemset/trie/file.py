@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.text import TokenizerId
+from itemset.text import Escape, TokenizerId
 
 FORMAT = 1
 _MAGIC = b"ITEMSET\n"
@@ -60,6 +60,7 @@ class Header:
     prefix: str
     digest: str
     sections: tuple[Section, ...] = ()
+    escape: Escape | None = None
 
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:

@@ -27,7 +27,7 @@ from itemset.serving.admission import Checks
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, Sender
-from itemset.text import ESCAPES, continues
+from itemset.text import Escape, continues
 
 ENVELOPE = "\0item_set_holes:"
 """Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
@@ -198,7 +198,7 @@ class Constraints:
     def _asked(self, place: Place) -> ItemRequest:
         if isinstance(place.named, str):
             return ItemRequest(place.named, **place.selection)
-        escape = "json" if place.quoted else "text"
+        escape: Escape = "json" if place.quoted else "text"
         return ItemRequest(choice=list(place.named), escape=escape)
 
     def _assembled(self, kind: str, marked: Marked, references: list[str]) -> Constraint:
@@ -221,7 +221,7 @@ class Constraints:
             why = "has items with a quote, a backslash or a control character, which a JSON string must escape"
         elif not place.quoted and unsafe and item_set.whole.escape == "json":
             why = "has items that are escaped for JSON strings, and stands in none"
-        elif item_set.whole.escape not in ESCAPES and item_set.tokenizer is not None and not self._continues:
+        elif item_set.whole.escape is None and item_set.tokenizer is not None and not self._continues:
             why = "has items as the model's tokenizer encodes them at the beginning of a text, after a space"
         else:
             return

@@ -10,6 +10,7 @@ from typing import Any
 from itemset.errors import shown
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.words import BEAMS, COMPARED, ELSEWHERE, FILTER, INTERNAL, OPTIONS, REFERENCE, SELECTION, nearest
+from itemset.text import Escape
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ItemRequest:
     item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
     exclude_keys: list[Any] | None = field(default=None, repr=False)
     only_keys: list[Any] | None = field(default=None, repr=False)
-    escape: str | None = None
+    escape: Escape | None = None
 
     @property
     def chooses(self) -> bool:

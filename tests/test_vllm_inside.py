@@ -10,6 +10,7 @@ import pytest
 from inside import BAD, CASES, OBJECT, SCHEMAS, SLATE, TITLES, check_json, sets
 from models import tiny_tokenizer
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 COMPACT = {"backend": "static", "disable_any_whitespace": True}
@@ -78,20 +79,21 @@ def test_with_speculation_the_answers_are_the_same(runner, engines, tiny_model, 
 @pytest.mark.parametrize("sentence", BAD)
 def test_what_would_not_hold_is_refused(engine, sentence):
     structured = StructuredOutputsParams(json=BAD[sentence])
-    with pytest.raises(ValueError, match="parameter=structured_outputs") as raised:
+    with pytest.raises(VLLMValidationError, match="parameter=structured_outputs") as raised:
         engine.generate(["p"], SamplingParams(structured_outputs=structured))
     assert sentence in str(raised.value)
 
 
 def test_without_our_backend_an_item_set_is_no_string(engines, tiny_model):
-    with pytest.raises(ValueError, match="this engine has no item sets"):
+    with pytest.raises(VLLMValidationError, match="this engine has no item sets"):
         engines("v1", tiny_model).generate(["p"], asking("object"))
 
 
 @pytest.fixture
 def server(servers, tiny_model, options):
     flags = [f"{name}={path}" for name, path in options["item_sets"].items()]
-    backend = ("--structured-outputs-config.disable_any_whitespace", "true", "--guided-decoding-backend", "static")
+    config = "--structured-outputs-config"
+    backend = (f"{config}.backend", "static", f"{config}.disable_any_whitespace", "true")
     return servers("v2", tiny_model, arguments=(*backend, "--item-set", *flags))
 
 

@@ -94,7 +94,8 @@ def server(servers, tiny_model, options):
     flags = [f"{name}={path}" for name, path in options["item_sets"].items()]
     config = "--structured-outputs-config"
     backend = (f"{config}.backend", "static", f"{config}.disable_any_whitespace", "true")
-    return servers("v2", tiny_model, arguments=(*backend, "--item-set", *flags))
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    return servers("v2", tiny_model, arguments=(*backend, *tools, "--item-set", *flags))
 
 
 def completed(server: Any, **body: Any) -> dict[str, Any]:

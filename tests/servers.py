@@ -205,9 +205,7 @@ def _started(runner: str, port: int, given: list[str], env: dict[str, str]) -> S
 class ForkedServer(HostedProcess):
     """A server forked from the engines' host. It answers nothing over its connection, which closes when it ends."""
 
-    def __init__(
-        self, host: Host, name: str, port: int, given: list[str], env: dict[str, str], timeout: float
-    ) -> None:
+    def __init__(self, host: Host, name: str, port: int, given: list[str], env: dict[str, str], timeout: float) -> None:
         super().__init__(host, name, timeout)
         self.url = f"http://127.0.0.1:{port}"
         self._send(None, env, None, {"server": given})

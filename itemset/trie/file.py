@@ -15,8 +15,9 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +139,7 @@ def _open_nameless(folder: Path, temporary: Path) -> tuple[int, bool]:
     return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), False
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """Open an index file for reading. Raises ItemSetError: no such file, a directory or a pipe, or not readable."""
     try:
         mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for a writer
@@ -215,7 +216,7 @@ def named(path: str | os.PathLike[str], name: str = "") -> str:
         raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
 
 
-def _read_header(file: BinaryIO, name: str) -> tuple[bytes, Header]:
+def _read_header(file: BufferedReader, name: str) -> tuple[bytes, Header]:
     """Return the prelude and the header as they stand there, and what they say."""
     start = file.read(_PRELUDE.size)
     start += file.read(_header_size(start))

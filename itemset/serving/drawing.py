@@ -80,8 +80,8 @@ def wants_draws(given: Any) -> bool:
 
 def refuse_beside(given: Mapping[str, Any]) -> None:
     """Raises RefusedError for fields of a request for draws that would be ignored, or mean something else."""
-    for name, neutral in ((BEAMS, 0), ("beam_width", 1)):
-        if given.get(name) not in (None, False, neutral):
+    for name, harmless in ((BEAMS, 0), ("beam_width", 1)):
+        if given.get(name) not in (None, False, harmless):
             raise RefusedError(
                 "draws", f"draws and a ranked list exclude each other: leave {name} or {DRAWS} out", name
             )

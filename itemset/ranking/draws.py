@@ -42,7 +42,7 @@ from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places,
 from itemset.ranking.search import Answer, Pass
 from itemset.trie.jit import compiled
 
-_AHEAD = 4  # by default a round takes one pass for so many that went before
+_AHEAD = 6  # by default a round takes one pass for so many that went before
 
 
 class CutOffError(ValueError):

@@ -42,7 +42,7 @@ from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places,
 from itemset.ranking.search import Answer, Pass
 from itemset.trie.jit import compiled
 
-_AHEAD = 4  # by default a round takes one pass for so many that went before
+_AHEAD = 6  # by default a round takes one pass for so many that went before
 
 
 class CutOffError(ValueError):
@@ -116,20 +116,24 @@ class Drawing:
         if not 0 < temperature <= 1:
             raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
         self._tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature)
-        seeds = np.random.SeedSequence(seed).generate_state(n if replace else 1, np.uint64)
-        self._races = [_Race.of(key, 1 if replace else n) for key in seeds]
+        self._seeds, self._races = np.random.SeedSequence(seed), list[_Race]()
+        self._draws, self._wanted = (n, 1) if replace else (1, n)
         self._width, self._max_passes, self._approximate = width, max_passes, approximate
         self._taken, self._rounds = 0, 0
-        self._passes = self._next_round()
+        self._passes: list[Pass] | None = None
 
     @property
     def passes(self) -> list[Pass]:
         """The round to score next. Empty: the draws have ended."""
+        if self._passes is None:
+            keys = self._seeds.generate_state(self._draws, np.uint64)
+            self._races = [_Race.of(key, self._wanted) for key in keys]
+            self._passes = self._next_round()
         return self._passes
 
     def take(self, answers: Sequence[Answer]) -> None:
         """Take the answers to `passes`, one each: the races go on, and `passes` becomes the next round."""
-        self._taken, self._rounds = self._taken + len(self._passes), self._rounds + 1
+        self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
         self._tree.take(answers)
         self._passes = self._next_round()
 

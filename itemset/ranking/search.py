@@ -84,17 +84,18 @@ class Found(Protocol):
     def of_item(self, i: int) -> dict[str, Any]: ...
 
 
-FoundT = TypeVar("FoundT", bound=Found, covariant=True)
+FoundT = TypeVar("FoundT", bound=Found)
+FoundT_co = TypeVar("FoundT_co", bound=Found, covariant=True)
 
 
-class Rounds(Protocol[FoundT]):
+class Rounds(Protocol[FoundT_co]):
     """What runs by rounds of passes: score `passes`, give the answers to `take`, until there are none."""
 
     @property
     def passes(self) -> Sequence[Pass]: ...
     def take(self, answers: Sequence[Answer]) -> None: ...
     @property
-    def result(self) -> FoundT: ...
+    def result(self) -> FoundT_co: ...
 
 
 def described(

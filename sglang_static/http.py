@@ -10,21 +10,21 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import asgi, words
+from itemset.serving import asgi, drawing, words
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.request import check_options
-from itemset.serving.words import BEAMS, CHOICE, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
+from itemset.serving.words import BEAMS, CHOICE, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from sglang_static.inside import KINDS
 from sglang_static.request import CUSTOM
 
 PARAMS = "sampling_params"
 _BODY = {"": words.WORDS, STRUCTURED: (CHOICE,)}
-_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION)
+_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, DRAWS)
 _OPENAI = _BODY | {CUSTOM: _WITHIN}
 SERVED = {
     "/v1/completions": _OPENAI,
     "/v1/chat/completions": _OPENAI,
-    "/v1/responses": _BODY,  # SGLang reads no custom_params there
+    "/v1/responses": _BODY | {"": tuple(word for word in words.WORDS if word != DRAWS)},  # no custom_params are read
     "/generate": _BODY | {PARAMS: _WITHIN, f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 SURFACE = words.Surface(
@@ -35,8 +35,10 @@ SURFACE = words.Surface(
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {CHOICE}, beside the other fields"),
         **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
+        DRAWS: "send draws beside item_set to /v1/completions, /v1/chat/completions or /generate",
     },
 )
+_OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
 RANKED = SERVED.keys() - {"/v1/responses"}
 
 UNSEEN = ("/generate", "/v1/responses")
@@ -98,14 +100,17 @@ def _judge(scope: Any, body: Any) -> None:
         for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
             for given in words.at(body, place):
                 words.rename_guided(given, given)
-    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, *OPTIONS)
+    if ours and drawing.wants_draws(body) and path in _OPENAI_DRAWS:
+        drawing.with_beams(body)
+    of_draws = ("seed", "temperature") if drawing.wants_draws(body) else ()
+    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, *OPTIONS, *DRAWN, *of_draws)
     found = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         if CHOICE in found:
             raise RefusedError("two constraints", f"{CHOICE} is given twice, also in {STRUCTURED}: give one of them")
         found[CHOICE] = structured[CHOICE]
     places = [found, *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in words.at(body, place))]
-    if any(one.get(word) is not None for one in places for word in (REFERENCE, CHOICE, *SELECTION)):
+    if any(one.get(word) is not None for one in places for word in (REFERENCE, CHOICE, *SELECTION, DRAWS)):
         if ours:
             _refuse_what_is_ignored(path, body)
         _fields.set(found)
@@ -130,7 +135,7 @@ async def _make(request: Any, body: Any) -> None:
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in words.at(body, PARAMS):
-        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, *OPTIONS) if word in one]
+        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, *OPTIONS, *DRAWN) if word in one]
         custom = one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:
@@ -142,16 +147,19 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
     """Raises RefusedError for what stands beside a set and would have no effect, or take it away."""
     words.refuse_tools(body)
     each = list(words.at(body, PARAMS))
+    drawn = any(map(drawing.wants_draws, (body, *each)))
     ranked = bool(body.get(BEAMS) or any("beam_width" in one for one in each))
     if "beam_width" in body:
         refusal = "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"
     elif body.get(BEAMS) and path not in RANKED:
         refusal = f"{path} has no ranked lists: send it to one of {', '.join(sorted(RANKED))}"
+    elif drawn and body.get("stream"):
+        raise RefusedError("draws", "draws have no stream: leave it out", "stream")
     elif ranked and body.get("stream"):
         refusal = "a ranked list is not streamed: leave stream out"
     else:
         for one in (body, *each):
-            check_options(one, ranked=ranked)
+            check_options(one, ranked=ranked and not drawn, drawn=drawn)
         return
     raise RefusedError("beam search", refusal)
 

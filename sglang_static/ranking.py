@@ -1,4 +1,5 @@
-"""Ranked lists: the best items of a set, in place of SGLang's beam search where a request has one.
+"""Ranked lists and draws: the best items of a set, or some that are drawn, in place of SGLang's beam search where a
+request has one.
 
 SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists are one request, whose
 candidates come from the set (`one_request`). For the others each round is a batch of ordinary requests that score
@@ -28,7 +29,7 @@ from sglang_static import http
 from sglang_static.one_request import Wanted
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
-IN_ITEM = ("rank", "key", "keys", "proven", "passes", "rounds", "item_set_version")
+IN_ITEM = ("rank", "draw", "key", "keys", "proven", "exact", "passes", "rounds", "open", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -63,12 +64,16 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
     """An OpenAI response with each answer's item in its choice: its key, in a ranked list also all its keys, its rank
     and score, and what the list took. Responses to requests without a set stay as they are."""
     infos = [result["meta_info"] for result in results or ()]
-    if not any(name in info for info in infos for name in (*FIELDS, "rank")) or not hasattr(response, "choices"):
+    if not any(info.keys() & {*FIELDS, "rank", "draw"} for info in infos) or not hasattr(response, "choices"):
         return response
     body = response.model_dump(mode="json")
     for choice, info in zip(body["choices"], infos, strict=True):
         if "rank" in info:
             choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM if name in info}
+        elif "draw" in info:
+            choice["item"] = {"logprob": info["sequence_score"]} | {
+                name: info[name] for name in IN_ITEM if name in info
+            }
         else:
             choice.update({name: info[name] for name in FIELDS if name in info})
     return ORJSONResponse(body)
@@ -78,12 +83,11 @@ async def _one(
     generate: Generate, manager: Any, lora: str | None, request: Any, params: dict[str, Any], prompt: list[int]
 ) -> dict[str, Any]:
     front_end, tokenizer = manager.static_front_end, manager.tokenizer
-    if request.stream or request.return_logprob:
-        raise RefusedError(
-            "beam search", "a ranked list has no stream and no logprobs of single tokens: leave them out"
-        )
-    end = tokenizer.eos_token_id
     asked = params[REFERENCE]
+    if request.stream or request.return_logprob:
+        what = "a ranked list has" if asked.ranked else "draws have"
+        raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
+    end = tokenizer.eos_token_id
     options = asked.ranked
     item_set, search = await asyncio.to_thread(  # the set's tokens may have to be looked through
         front_end.checks.ranked,
@@ -101,7 +105,7 @@ async def _one(
         return _answer(one, output["meta_info"])
 
     found, skip = None, params.get("skip_special_tokens", True)
-    if lora is None and not options.exact and options.max_passes is None:
+    if options and lora is None and not options.exact and options.max_passes is None:
         wanted = Wanted(options.k, options.beam, end, options.renormalised)
         found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
     if found is None:
@@ -119,8 +123,8 @@ async def _one(
                 "prompt_tokens": len(prompt),
                 "completion_tokens": len(ids),
                 "finish_reason": {"type": "stop", "matched": end},
-                "sequence_score": entry.pop("score"),
-                **entry,
+                "sequence_score": item.score,
+                **{name: value for name, value in entry.items() if name not in ("score", "logprob")},
             }
             text = found.texts[item.tokens] if found else tokenizer.decode(item.tokens, skip_special_tokens=skip)
             results.append({"output_ids": ids, "text": text, "meta_info": info})

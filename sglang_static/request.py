@@ -8,6 +8,7 @@ from typing import Any
 
 from itemset import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
+from itemset.serving.drawing import refuse_beside, wants_draws
 from itemset.serving.inside import Constraint
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, arrived
@@ -26,7 +27,9 @@ def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping
 
 
 def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Whether the parameters of a prompt ask for a beam search."""
+    """Whether the parameters of a prompt ask for a beam search, or for draws."""
+    if any(map(wants_draws, places(params, fields))):
+        return True
     return bool(fields.get(BEAMS)) or params.get("beam_width") not in (None, 0, 1)
 
 
@@ -44,7 +47,9 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
     given = {key: value for place in found for key, value in place.items()}
     others = [key for key in OTHERS if params.get(key)]
     k, twice = None, False
-    if ranked:
+    if drawn := wants_draws(given):
+        given |= _of_draws(params, fields)
+    elif ranked:
         k = params.get("n") or 1
         if not fields.get(BEAMS):  # SGLang: the beam, or n of it
             twice, width = given.get("width") is not None, params.get("beam_width") or 1
@@ -55,6 +60,7 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         [place.get(CHOICE) for place in found],
         given,
         k=k,
+        draws=drawn,
         where="sampling_params",
         constraints=(REFERENCE, CHOICE, ", ".join(others) or "other constraints"),
         other=bool(others),
@@ -66,6 +72,19 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
         raise RefusedError("beam search", message, "beam_width")
     return wanted
+
+
+def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of draws that have SGLang's own words. On an OpenAI endpoint SGLang has filled the parameters in.
+
+    Raises RefusedError for parameters that draws cannot follow.
+    """
+    if fields.get(BEAMS):
+        return {name: fields.get(name) for name in ("seed", "temperature")}
+    refuse_beside(params)
+    seeds = (*(place.get("seed") for place in places(params, fields)), params.get("sampling_seed"))
+    seed = next((seed for seed in seeds if seed is not None), None)
+    return {"seed": seed, "temperature": params.get("temperature")}
 
 
 def in_place(params: Mapping[str, Any], wanted: ItemRequest) -> dict[str, Any]:

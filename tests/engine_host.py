@@ -1,4 +1,5 @@
-"""The child's side of `engines.Engine`: a process that has vLLM imported and forks a fresh engine whenever it is asked.
+"""The child's side of `engines.Engine` and `servers.Server`: a process that has vLLM imported and forks a fresh engine
+or server whenever it is asked.
 
 Importing vLLM takes six seconds and starting a tiny engine one, so the import is paid once per model runner. Only
 `from vllm import LLM` happens before the fork, as in any program that uses vLLM: plugins are loaded afterwards.
@@ -21,6 +22,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+
+SPARES = 3  # for two ranks; or for an engine core and two API servers
 
 
 def host(control: socket.socket, serve_engine: Callable[[Connection], None]) -> None:
@@ -97,6 +100,11 @@ def _portable(error: Exception) -> Exception:
 
 
 if __name__ == "__main__":
+    import spares
     from vllm import LLM
 
-    host(socket.socket(fileno=int(sys.argv[1])), partial(serve, make_engine=LLM))
+    module = "vllm.entrypoints.openai.api_server"
+    host(
+        socket.socket(fileno=int(sys.argv[1])),
+        partial(spares.serve, count=SPARES, module=module, make_engine=LLM),
+    )

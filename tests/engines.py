@@ -186,7 +186,7 @@ class Engine(HostedEngine):
     ) -> None:
         self.runner = runner
         llm = FAST | {"model": str(model)} | llm
-        super().__init__(_host(runner), f"the {runner} engine", timeout, env or {}, prepare, llm)
+        super().__init__(host(runner), f"the {runner} engine", timeout, env or {}, prepare, llm)
 
     def generate(self, prompts: Any, params: Any = None, **kwargs: Any) -> list[Any]:
         """`LLM.generate`: one prompt or a list (text, or `{"prompt_token_ids": [...]}`), one `SamplingParams` or a
@@ -278,7 +278,8 @@ class Host:
 
 
 @cache
-def _host(runner: str) -> Host:
+def host(runner: str) -> Host:
+    """The process from which all engines and servers of this model runner are forked."""
     return Host(TESTS / "engine_host.py", environment(runner))
 
 

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from engines import FAST, LOG_TAIL, EngineError, environment, kill_group
+from engines import FAST, LOG_TAIL, EngineError, Host, HostedProcess, environment, host, kill_group
 
 
 class Process(Protocol):
@@ -118,7 +118,8 @@ class Server(HttpServer):
     the environment.
 
     `--name value` comes from `name=value`, `--name` from True, `--no-name` from False, JSON from a dict; None drops one
-    of the defaults in `FAST`.
+    of the defaults in `FAST`. With `forked`, it starts much faster, in a process that has vLLM imported already;
+    without, it is `python -m vllm.entrypoints.openai.api_server`.
     """
 
     def __init__(
@@ -129,9 +130,16 @@ class Server(HttpServer):
         arguments: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         timeout: float = 180,
+        forked: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(_start(runner, model, arguments, env or {}, options), timeout)
+        port = free_port()
+        given = _flags(model, port, arguments, options)
+        if forked:
+            process: Process = ForkedServer(host(runner), f"the {runner} server", port, given, env or {}, timeout)
+        else:
+            process = _started(runner, port, given, env or {})
+        super().__init__(process, timeout)
 
 
 def start_expecting_failure(
@@ -144,7 +152,8 @@ def start_expecting_failure(
     **options: Any,
 ) -> str:
     """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
-    return log_of_failure(_start(runner, model, arguments, env or {}, options), timeout)
+    port = free_port()
+    return log_of_failure(_started(runner, port, _flags(model, port, arguments, options), env or {}), timeout)
 
 
 def log_of_failure(process: Process, timeout: float) -> str:
@@ -183,13 +192,27 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def _start(
-    runner: str, model: Path | str, arguments: tuple[str, ...], env: dict[str, str], options: dict[str, Any]
-) -> ServerProcess:
-    port = free_port()
+def _flags(model: Path | str, port: int, arguments: tuple[str, ...], options: dict[str, Any]) -> list[str]:
     own = {"model": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(own | FAST | options), *arguments]
+    return [*flags(own | FAST | options), *arguments]
+
+
+def _started(runner: str, port: int, given: list[str], env: dict[str, str]) -> ServerProcess:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *given]
     return ServerProcess(command, port, environment(runner) | env)
+
+
+class ForkedServer(HostedProcess):
+    """A server forked from the engines' host. It answers nothing over its connection, which closes when it ends."""
+
+    def __init__(self, host: Host, name: str, port: int, given: list[str], env: dict[str, str], timeout: float) -> None:
+        super().__init__(host, name, timeout)
+        self.url = f"http://127.0.0.1:{port}"
+        self._send(None, env, None, {"server": given})
+
+    @property
+    def returncode(self) -> int | None:
+        return 1 if not self.alive or self._connection.poll(0) else None
 
 
 class ServerProcess:

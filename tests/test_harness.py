@@ -121,7 +121,7 @@ def test_asynchronous_scheduling_can_be_forced(runner, tiny_model, engines):
 
 # On V2, because there the engine's process, which the server starts, needs Triton prepared as well.
 def test_server_answers(tiny_model):
-    with Server("v2", tiny_model) as server:
+    with Server("v2", tiny_model, forked=False) as server:
         print(f"start {server.start_seconds:.1f} s")
         assert server.get("/health")[0] == 200
         answer = server.client.completions.create(

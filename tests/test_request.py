@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 from itemset.serving.catalogue import RefusedError
+from itemset.serving.drawing import DrawOptions, refuse_beside
 from itemset.serving.request import ItemRequest, ListOptions
 from itemset.serving.words import COMPARED
 
 CONSTRAINTS = ("item_set", "choice", "regex")
 
 
-def asked(named: Any = None, choice: Any = None, k: int | None = None, **given: Any) -> ItemRequest | None:
-    return ItemRequest.of([None, named], [choice], given, k=k, where="extra_args", constraints=CONSTRAINTS)
+def asked(
+    named: Any = None, choice: Any = None, k: int | None = None, drawing: bool = False, **given: Any
+) -> ItemRequest | None:
+    of = {"where": "extra_args", "constraints": CONSTRAINTS}
+    return ItemRequest.of([None, named], [choice], given, k=k, draws=drawing, **of)
 
 
 def test_what_a_request_asks_for():
@@ -53,6 +57,35 @@ def test_a_fault_is_named_with_its_field(given, message, param):
     with pytest.raises(RefusedError, match=message) as refused:
         asked(**given)
     assert refused.value.param == param
+
+
+def test_what_a_request_asks_of_draws():
+    assert asked("films", drawing=True, k=3, draws=3).drawn == DrawOptions(3)
+    assert asked("films", drawing=True, k=3, draws=3).ranked is None
+    wanted = DrawOptions(2, replace=False, seed=7, temperature=0.5, width=9, max_passes=80, approximate=True)
+    given = {"seed": 7, "temperature": 0.5, "width": 9, "max_passes": 80, "approximate": True, "replace": False}
+    assert asked("films", drawing=True, draws=2, exact=None, renormalised=False, **given).drawn == wanted
+    for bad, message, param in (
+        ({"draws": 2}, "draws would be ignored here", "draws"),
+        ({"replace": False}, "replace is for draws: add draws", "replace"),
+        (
+            {"drawing": True, "draws": 2, "renormalised": True},
+            "renormalised is for ranked lists: draws",
+            "renormalised",
+        ),
+        ({"drawing": True, "draws": True}, "draws must be a number of draws, at least 1, not True", "draws"),
+        ({"drawing": True, "draws": 2, "temperature": "1"}, "temperature must be more than 0", "temperature"),
+        ({"drawing": True, "draws": 2, "seed": 1.5}, "seed must be an integer", "seed"),
+        ({"drawing": True, "draws": 2, "replaced": True}, "did you mean replace?", "replaced"),
+    ):
+        with pytest.raises(RefusedError, match=message) as refused:
+            asked("films", **bad)
+        assert refused.value.param == param
+    with pytest.raises(RefusedError, match="name the set as item_set"):
+        asked(drawing=True, draws=2)
+    with pytest.raises(RefusedError, match="leave repetition_penalty out"):
+        refuse_beside({"repetition_penalty": 1.1})
+    refuse_beside({"top_p": 1.0, "top_k": -1, "n": 1, "stream": False, "logit_bias": {}, "temperature": 0.5})
 
 
 def test_two_names_and_two_constraints():

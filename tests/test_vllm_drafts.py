@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from live import Films
 from models import cached_tiny_llama
 from samples import FEW, SAMPLES, TEMPERATURE, exact
 from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
@@ -16,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 
 import itemset
 
+DRAWN = [7, 8, 9]  # the prompt of distributions
 FORCED = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}
 
 
@@ -71,7 +73,7 @@ def test_answers_are_those_without_speculation(speculating, engines, tiny_model,
 
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
 def test_sampled_answers_stay_in_their_sets(speculating, named_sets, kind):
-    names = [name for name in named_sets for _ in range(6)]
+    names = [name for name in named_sets for _ in range(3)]
     others = [SamplingParams(max_tokens=7), inline(CITIES)]
     outputs = speculating(kind).generate([f"p {i}" for i in range(len(names) + 2)], [*map(named, names), *others])
     for name, output in zip(names, outputs, strict=False):
@@ -148,35 +150,46 @@ def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
     assert 3 <= steps <= 3.5
 
 
-@pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
-def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path, kind):
-    """Chi-square over whole items, each drawn with its drafts, against the same engine's probabilities without any."""
-    itemset.build(FEW).save(tmp_path / "few.itemset")
-    common = {
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """The arguments of an engine with the set FEW on the device path."""
+    path = tmp_path_factory.mktemp("few") / "few.itemset"
+    itemset.build(FEW).save(path)
+    return {
         "structured_outputs_config": {"backend": "static"},
-        "additional_config": {"item_sets": {"few": str(tmp_path / "few.itemset")}, "item_set_path": "device"},
+        "additional_config": {"item_sets": {"few": str(path)}, "item_set_path": "device"},
         "max_num_seqs": 64,
         "max_logprobs": 1013,
     }
-    prompt, samples = [7, 8, 9], SAMPLES // 5
-    plain = engines("v2", odd_model, logprobs_mode="raw_logits", **common)
-    expected = exact(FEW, lambda *behind: logits_behind(plain, prompt, *behind)) * samples
+
+
+@pytest.fixture(scope="module")
+def expected(engines, odd_model, few):
+    """The probability of each of its items, by an engine without drafts."""
+    plain = engines("v2", odd_model, logprobs_mode="raw_logits", timeout=300, **few)
     with pytest.raises(VLLMValidationError, match=r"raw_logits.* ranked list adds log-probabilities up: start it with"):
         plain.call(ranked, beams(2, item_set="few"))
+    return exact(FEW, lambda *behind: logits_behind(plain, DRAWN, *behind))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
+def test_speculation_leaves_the_distribution_exact(engines, odd_model, few, expected, kind):
+    """Chi-square over whole items, each drawn with its drafts, against the model's probabilities without any."""
+    samples = SAMPLES // 64 * 8
     draft = str(cached_tiny_llama(vocab_size=1013, seed=1))
     config = {
         "greedy": drafting(draft),
         "probabilistic": drafting(draft, draft_sample_method="probabilistic"),
         "forced": FORCED | {"num_speculative_tokens": 3},
     }[kind]
-    engine = engines("v2", odd_model, speculative_config=config, timeout=120 + SAMPLES / 10, **common)
+    engine = engines("v2", odd_model, speculative_config=config, timeout=120 + SAMPLES / 10, **few)
     params = named("few", temperature=TEMPERATURE, n=samples // 8)
     counts: Counter[tuple[int, ...]] = Counter()
-    for output in engine.generate([{"prompt_token_ids": prompt}] * 8, params):
+    for output in engine.generate([{"prompt_token_ids": DRAWN}] * 8, params):
         counts.update(tuple(token for token in part.token_ids if token != 1) for part in output.outputs)
     observed = np.array([counts[tuple(item)] for item in FEW])
     assert observed.sum() == samples
-    assert ((observed - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom, 99.9 %
+    assert ((observed - expected * samples) ** 2 / (expected * samples)).sum() < 20.5  # 5 degrees of freedom, 99.9 %
 
 
 def logits_behind(engine, prompt: list[int], prefix: list[int], tokens: list[int]) -> list[float]:
@@ -192,3 +205,45 @@ def test_drafts_that_cannot_be_masked_are_named_in_the_log(engines, tiny_model, 
     )
     for output in engine.generate([f"p {i}" for i in range(6)], named("fixed")):
         assert answer(output) in named_sets["fixed"].items
+
+
+def test_a_version_that_is_published_while_drafts_are_forced(engines, tiny_model, tmp_path):
+    """A request that has begun ends on its version, drafts included; the next one gets the new version's."""
+    films = Films(tmp_path / "sets" / "films")
+    options = {"item_sets": {"films": str(films.folder)}, "item_set_cache": str(tmp_path / "cache")}
+    engine = engines(
+        "v2",
+        tiny_model,
+        structured_outputs_config={"backend": "static"},
+        additional_config=options | {"item_set_path": "device"},
+        speculative_config=FORCED,
+        disable_log_stats=False,
+    )
+    for _ in range(3):
+        before, version = films.versions[-1], films.publish()
+        running, new = engine.call(answers_over_a_swap)
+        assert {films.check_tokens(item, tokens) for item, tokens in running} == {before.name}
+        assert {films.check_tokens(item, tokens) for item, tokens in new} == {version.name}
+    drafted, accepted = spoken(engine)
+    assert drafted >= accepted > drafted / 4
+
+
+def answers_over_a_swap(llm: Any) -> list[list[tuple[dict[str, Any], list[int]]]]:
+    """Items and tokens of requests that are a step old when the new version is taken up, and of those after them."""
+    import vllm_static
+
+    def begin(first: int) -> None:
+        for i in range(first, first + 4):
+            llm.llm_engine.add_request(str(i), "p", named("films", seed=i))
+
+    found: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    begin(0)
+    llm.llm_engine.step()
+    vllm_static.refresh(llm)
+    begin(4)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                found[output.request_id] = output.outputs[0].item, list(answer(output))
+    items = [found[name] for name in sorted(found)]
+    return [items[:4], items[4:]]

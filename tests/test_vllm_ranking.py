@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw_requests import BAD, CUT_OFF, GOOD, LEFT, LOST, check_choices, check_cut_off, check_fit, left
 from engines import FAST
 from ranking import EOS, PROMPT, oracle_of
 from sets import named_flags, tagged_items, tagged_keys
@@ -17,7 +18,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from vllm_static.ranking import RankingParams, ScoringParams
+from vllm_static.ranking import DrawParams, RankingParams, ScoringParams
 
 CITIES = ["Paris", "London", "New York", "New York City"]
 
@@ -45,8 +46,9 @@ def ranked(llm: Any, params: RankingParams, prompt: list[int] = PROMPT) -> list[
 
 
 def same_lists(one: Any, other: Any) -> None:
-    """Two engines of the same model and sets rank alike: by a beam, proven, and what the request brings."""
-    for params in (beams(7, item_set="prefixes"), beams(3, item_set="ragged", exact=True), beams(9, choice=CITIES)):
+    """Two engines of the same model and sets rank alike: by a beam, beyond a beam, and what the request brings."""
+    further = beams(3, item_set="ragged", exact=True, max_passes=40)  # a proof takes 185
+    for params in (beams(7, item_set="prefixes"), further, beams(9, choice=CITIES)):
         (answer, _), (expected, _) = (engine.call(ranked, params) for engine in (one, other))
         check(answer, [(score, tokens[:-1]) for score, tokens, *_ in expected["items"]])
         assert len(answer["items"]) >= 3
@@ -313,3 +315,74 @@ def test_the_requests_of_a_client_that_went_are_aborted(server):
 def test_a_bad_request_is_refused(engine, params, message):
     with pytest.raises(VLLMValidationError, match=message):
         engine.call(ranked, beams(2, **params))
+
+
+def draws(llm: Any, options: dict[str, Any], prompts: int = 1) -> list[dict[str, Any]]:
+    """In the engine's process: what is needed of the draws of equal prompts."""
+    outputs = llm.beam_search([{"prompt_token_ids": PROMPT}] * prompts, DrawParams(max_tokens=20, extra_args=options))
+    return [
+        {
+            "items": [(tuple(one.tokens[len(PROMPT) : -1]), one.cum_logprob) for one in output.sequences],
+            "keys": [one.key for one in output.sequences],
+            "exact": all(one.exact for one in output.sequences),
+            "passes": output.passes,
+            "open": getattr(output, "open", None),
+        }
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_draws_follow_the_models_distribution(engine, oracle, temperature):
+    def draw(**options: Any) -> list[tuple[tuple[int, ...], float]]:
+        return engine.call(draws, options)[0]["items"]
+
+    check_fit(draw, oracle, temperature)
+
+
+def test_draws_of_several_prompts_and_of_what_a_filter_leaves(engine):
+    """With the same seed equal prompts get the same draws, and each width gives them."""
+    first, second = engine.call(draws, LEFT | {"draws": 400, "replace": False, "seed": 3}, 2)
+    assert first == second
+    assert first["exact"]
+    assert {item for item, _ in first["items"]} == left()
+    assert len(first["items"]) == len(left())
+    (wide,) = engine.call(draws, LEFT | {"draws": 5, "replace": False, "seed": 3, "width": 9})
+    assert [item for item, _ in wide["items"]] == [item for item, _ in first["items"][:5]]
+    (cut,) = engine.call(draws, CUT_OFF | {"approximate": True})
+    assert (cut["passes"], cut["exact"], 0 < cut["open"] < 1) == (3, False, True)
+    with pytest.raises(VLLMValidationError, match=r"more than 3 passes.* raise max_passes, or add approximate"):
+        engine.call(draws, CUT_OFF)
+    with pytest.raises(VLLMValidationError, match=r"draws would be ignored here: .*DrawParams"):
+        engine.generate(["p"], SamplingParams(extra_args={"item_set": "ragged", "draws": 2}))
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_draws_over_http(server, endpoint):
+    asked = {"model": "tiny", **ENDPOINTS[endpoint], "max_tokens": 20}
+    status, answer = server.post(endpoint, {**asked, **LEFT, "draws": 400, "replace": False, "seed": 5})
+    assert status == 200, answer
+    check_choices(answer["choices"], len(left()))
+    status, answer = server.post(endpoint, {**asked, "structured_outputs": {"choice": CITIES}, "draws": 9, "seed": 5})
+    assert status == 200, answer
+    check_choices(answer["choices"], 9)
+    texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == [CITIES[choice["item"]["key"]] for choice in answer["choices"]]
+    status, answer = server.post(endpoint, {**asked, **CUT_OFF, "approximate": True})
+    assert status == 200, answer
+    check_cut_off(answer["choices"])
+
+
+@pytest.mark.parametrize(("body", "message"), BAD + LOST)
+def test_bad_draws_are_http_400(server, body, message):
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", **GOOD, **body})
+    assert status == 400, answer
+    assert message in answer["error"]["message"]
+    if body == {"max_passes": 2}:
+        assert answer["error"]["param"] == "max_passes"
+
+
+def test_draws_elsewhere_are_http_400(server):
+    asked = {"model": "tiny", "item_set": "ragged", "draws": 2, "input": "p"}
+    status, answer = server.post("/v1/responses", asked)
+    assert (status, "send draws beside item_set to /v1/completions" in answer["error"]["message"]) == (400, True)

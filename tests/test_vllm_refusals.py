@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 import itemset
-from itemset.serving.words import BEAMS, OPTIONS, nearest
+from itemset.serving.words import BEAMS, DRAWN, OPTIONS, nearest
 
 NAMED = {"extra_args": {"item_set": "ragged"}}
 
@@ -163,4 +163,4 @@ def test_no_field_of_vllms_own_is_taken_for_a_misspelled_word():
         SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
         SURFACE.check(path, {"vllm_xargs": dict.fromkeys(fields, 1)}, ours=True)
     for field in fields - {BEAMS}:
-        assert nearest(field, (*OPTIONS, BEAMS)) is None, field
+        assert nearest(field, (*OPTIONS, BEAMS, *DRAWN)) is None, field

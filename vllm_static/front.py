@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset import ItemSet
-from itemset.ranking.search import Search
+from itemset.ranking.search import Found, Rounds
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.catalogue import INLINE, RefusedError
@@ -126,8 +126,8 @@ class FrontEnd:
 
     def ranked(
         self, asked: ItemRequest, *, prompt_tokens: int, max_tokens: int, end_token: int
-    ) -> tuple[ItemSet, Search]:
-        """The set of a request for a ranked list, and the search for the list.
+    ) -> tuple[ItemSet, Rounds[Found]]:
+        """The set of a request for a ranked list or draws, and the search for them.
 
         Raises RefusedError if some of the items could not be scored, and as `reference` does.
         """
@@ -146,7 +146,8 @@ class FrontEnd:
 
     def one_list(self, asked: ItemRequest, end_token: int) -> ListParams | None:
         """The parameters of the one request for a list that `ranked` has passed; None if rounds must make it."""
-        assert asked.ranked is not None
+        if asked.ranked is None:
+            return None  # draws
         return self.one_request.params(self.checks.reference(asked), self._sender.carried, asked.ranked, end_token)
 
     def lists(self, client: Any) -> Lists:

@@ -10,22 +10,22 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from itemset.errors import ItemSetError, shown
-from itemset.serving import asgi, words
+from itemset.serving import asgi, drawing, words
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.inside import EBNF, JSON, TAG
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import BEAMS, CHOICE, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
+from itemset.serving.words import BEAMS, CHOICE, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from vllm_static import metrics
 from vllm_static.request import asked_by
 
 XARGS = "vllm_xargs"
 
 _READ = {"": (REFERENCE, GUIDED, STRUCTURED, *SELECTION), STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
+_DRAWING = ("/v1/completions", "/v1/chat/completions")
 _TEXTS = 'send the texts as structured_outputs: {"choice": [...]}'
 SURFACE = words.Surface(
-    served=dict.fromkeys(
-        ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"), _READ
-    ),
+    served=dict.fromkeys(("/v1/chat/completions/batch", "/v1/responses"), _READ)
+    | dict.fromkeys(_DRAWING, _READ | {"": (*_READ[""], DRAWS)}),
     # vllm_xargs of other endpoints, and the parameters of /inference/v1/generate, reach the engine as they are.
     elsewhere={
         XARGS: (REFERENCE,),
@@ -39,6 +39,7 @@ SURFACE = words.Surface(
         STRUCTURED: _TEXTS,
         GUIDED: _TEXTS,
         **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
+        DRAWS: f"send draws beside item_set to {' or '.join(_DRAWING)}",
     },
 )
 
@@ -78,6 +79,8 @@ def _judge(scope: Any, body: Any) -> None:
         SURFACE.check(asgi.path_of(scope), body, ours=ours)
         if ours and isinstance(body, dict):
             _take_choice(body)
+            if drawing.wants_draws(body) and asgi.path_of(scope) in _DRAWING:
+                drawing.with_beams(body)
     except RefusedError as error:
         metrics.REFUSED.labels(error.reason).inc()
         raise
@@ -150,6 +153,8 @@ def _take_choice(body: dict[str, Any]) -> None:
     xargs = body.get(XARGS)
     named = body.get(REFERENCE) is not None or (isinstance(xargs, dict) and xargs.get(REFERENCE) is not None)
     brings = words.chooses(body.get(STRUCTURED))
+    if drawing.wants_draws(body) and not (named or brings):
+        raise RefusedError("wrong type", f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
     _brings_choice.set(brings)
     if named or brings:
         words.refuse_tools(body)
@@ -186,7 +191,8 @@ def rank_item_set(request: Any, params: Any) -> Any:
     Raises RefusedError as `add_item_set` does, and if log-probabilities, a stream or another constraint are asked for.
     """
     structured = request.structured_outputs
-    if _asked(request, request.vllm_xargs, structured, k=params.beam_width) is None:
+    wanted = _asked(request, request.vllm_xargs, structured, k=params.beam_width, draws=True)
+    if wanted is None:
         return params
     if request.logprobs is not None and request.logprobs is not False:  # 0 asks for the sampled tokens' own
         message = "a ranked list has no logprobs of single tokens: leave logprobs out"
@@ -196,13 +202,22 @@ def rank_item_set(request: Any, params: Any) -> Any:
     if request.response_format is not None and request.response_format.type != "text":
         message = "a ranked list and response_format exclude each other: leave response_format out"
         raise RefusedError("two constraints", message, "response_format")
-    params.extra_args = _carried(request, request.vllm_xargs)
+    params.extra_args = _carried(request, request.vllm_xargs) | (_of_draws(request) if wanted.drawn else {})
     params.structured_outputs = structured
     return params
 
 
-def _asked(request: Any, extra_args: dict[str, Any] | None, structured: Any, *, k: int | None) -> ItemRequest | None:
+def _of_draws(request: Any) -> dict[str, Any]:
+    """Fields that vLLM knows, and that mean something for draws."""
+    return {name: value for name in ("seed", "temperature") if (value := getattr(request, name)) is not None}
+
+
+def _asked(
+    request: Any, extra_args: dict[str, Any] | None, structured: Any, *, k: int | None, draws: bool = False
+) -> ItemRequest | None:
     own, fields = getattr(request, STRUCTURED, None), request.model_extra or {}
+    if draws and drawing.wants_draws(fields):
+        fields = fields | _of_draws(request)
     brings = own is not None and own.choice is not None
     if _brings_choice.get() and not brings:
         raise RefusedError(
@@ -214,12 +229,12 @@ def _asked(request: Any, extra_args: dict[str, Any] | None, structured: Any, *, 
     ours = (REFERENCE, *SELECTION)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
-    wanted = asked_by(extra_args, structured, fields, k=k)
+    wanted = asked_by(extra_args, structured, fields, k=k, draws=draws)
     if isinstance(refused := _made.get(), ItemSetError):
         raise refused
     return wanted
 
 
 def _carried(request: Any, extra_args: dict[str, Any] | None) -> dict[str, Any]:
-    fields, ours = request.model_extra or {}, (REFERENCE, *SELECTION, *OPTIONS)
+    fields, ours = request.model_extra or {}, (REFERENCE, *SELECTION, *OPTIONS, *DRAWN)
     return {**(extra_args or {}), **{key: fields[key] for key in ours if fields.get(key) is not None}}

@@ -1,4 +1,5 @@
-"""Ranked lists: the best items of a set, in place of vLLM's beam search where a request has one.
+"""Ranked lists and draws: the best items of a set, or some that are drawn, in place of vLLM's beam search where a
+request has one.
 
 vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
 Here a list is one request, whose beams run inside a step of model runner V2 (`wide_lists`). Where that cannot be, each
@@ -16,7 +17,7 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
-from itemset.ranking.search import Answer, Best, Pass, described
+from itemset.ranking.search import Answer, Found, Pass, described
 from itemset.serving.lists import run_together
 from itemset.serving.request import ItemRequest
 
@@ -30,6 +31,13 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     extra_args: dict[str, Any] | None = None
 
 
+class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
+    """The same of draws, for `LLM.beam_search`: extra_args={"item_set": NAME, "draws": N}, and beside them
+    `itemset.serving.drawing.OPTIONS`."""
+
+    beam_width: int = 1
+
+
 class ScoringParams(SamplingParams):
     """Of a request that scores tokens for a ranked list: as many as a node has children, whatever --max-logprobs is."""
 
@@ -38,7 +46,7 @@ class ScoringParams(SamplingParams):
 
 
 class RankedList:
-    """One ranked list that is being made: the set, the prompt, and the search."""
+    """One ranked list, or the draws of one prompt, that are being made: the set, the prompt, and the search."""
 
     def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
@@ -138,9 +146,12 @@ def offline(
             )
             sequence.key, sequence.keys = entry["key"], entry["keys"]
             sequence.item_set_version = entry.get("item_set_version")
+            if asked.drawn:
+                sequence.exact = entry["exact"]
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
-        output.proven, output.passes, output.rounds = best.proven, best.passes, best.rounds
+        for name, value in best.took.items():
+            setattr(output, name, value)
         outputs.append(output)
     return outputs
 
@@ -185,7 +196,7 @@ def _found(
     made: Sequence[RankedList],
     lora_requests: Sequence[Any],
     priorities: Sequence[int] | None,
-) -> list[Best]:
+) -> list[Found]:
     """The lists: each in one request if it can be, the others round by round together."""
 
     def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
@@ -200,7 +211,7 @@ def _found(
         return outputs
 
     whole = [(i, one.prompt, one.whole) for i, one in enumerate(made) if one.whole is not None]
-    found: dict[int, Best | None] = {}
+    found: dict[int, Found | None] = {}
     for (i, _, params), output in zip(whole, generate(whole) if whole else [], strict=True):
         found[i] = front_end.one_request.best(params, output.prompt_token_id_logprobs)
     others = [i for i in range(len(made)) if found.get(i) is None]

@@ -17,17 +17,22 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
     """What a request's parameters say of item sets; None if nothing. Raises RefusedError as `ItemRequest.of` does."""
     if isinstance(params, ListParams):  # it was judged when it was made
         return None
-    return asked_by(
-        getattr(params, "extra_args", None), params.structured_outputs, k=getattr(params, "beam_width", None)
-    )
+    extra, k = getattr(params, "extra_args", None), getattr(params, "beam_width", None)
+    return asked_by(extra, params.structured_outputs, k=k, draws=k is not None)
 
 
 def asked_by(
-    extra_args: Mapping[str, Any] | None, structured: Any, fields: Mapping[str, Any] | None = None, *, k: int | None
+    extra_args: Mapping[str, Any] | None,
+    structured: Any,
+    fields: Mapping[str, Any] | None = None,
+    *,
+    k: int | None,
+    draws: bool = False,
 ) -> ItemRequest | None:
     """The same of a request whose parameters are still to be made.
 
     structured: vLLM's StructuredOutputsParams. fields: those of a body that vLLM does not know. k: its beams, if any.
+    draws: whether it takes the way of a beam search, by which draws are made too.
     """
     extra, fields = extra_args or {}, fields or {}
     choice = structured.choice if structured is not None else None
@@ -36,6 +41,7 @@ def asked_by(
         [choice],
         {**extra, **fields},
         k=k,
+        draws=draws,
         where="extra_args",
         constraints=(REFERENCE, STRUCTURED),
         other=structured is not None and choice is None,

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
+from itemset.ranking.prefixes import Round, tokens_after
 from itemset.trie.jit import compiled
-from itemset.trie.tables import TERMINAL, Tables
-from itemset.trie.walk import END, TAIL, alive_at, follow, tail_entry
+from itemset.trie.walk import END, TAIL, follow
 
 
 class Pass(NamedTuple):
@@ -55,26 +55,64 @@ class Best(NamedTuple):
     passes: int
     rounds: int
 
+    def of_item(self, i: int) -> dict[str, Any]:
+        """What an answer says of the item alone."""
+        return {"rank": i + 1, "score": self.items[i].score}
+
+    @property
+    def took(self) -> dict[str, Any]:
+        """What it says of the whole list."""
+        return {"proven": self.proven, "passes": self.passes, "rounds": self.rounds}
+
+
+class Item(Protocol):
+    """An item of an answer: its tokens without the end token, and the sum of their log-probabilities."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+    @property
+    def score(self) -> float: ...
+
+
+class Found(Protocol):
+    """Items that were found with forward passes, and what answers say of them: see `Best`."""
+
+    @property
+    def items(self) -> Sequence[Item]: ...
+    @property
+    def took(self) -> dict[str, Any]: ...
+    def of_item(self, i: int) -> dict[str, Any]: ...
+
+
+FoundT = TypeVar("FoundT", bound=Found)
+FoundT_co = TypeVar("FoundT_co", bound=Found, covariant=True)
+
+
+class Rounds(Protocol[FoundT_co]):
+    """What runs by rounds of passes: score `passes`, give the answers to `take`, until there are none."""
+
+    @property
+    def passes(self) -> Sequence[Pass]: ...
+    def take(self, answers: Sequence[Answer]) -> None: ...
+    @property
+    def result(self) -> FoundT_co: ...
+
 
 def described(
-    lists: Sequence[Best], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})
+    lists: Sequence[Found], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})
 ) -> list[list[dict[str, Any]]]:
-    """What answers say of each item of some lists: its rank from 1, its score and its own keys, and what its list took.
+    """What answers say of each item of some lists: what each says of it, its own keys, and what its list took.
 
     The keys of all of them are found together. of_set: what they say of the set.
     """
-    keys = iter(item_set.keys_of([item.tokens for best in lists for item in best.items]))
-    entries = []
-    for best in lists:
-        took = {"proven": best.proven, "passes": best.passes, "rounds": best.rounds, **of_set}
-        of_items = zip(best.items, islice(keys, len(best.items)), strict=True)
-        entries.append(
-            [
-                {"rank": rank, "score": item.score, "key": own[0], "keys": own, **took}
-                for rank, (item, own) in enumerate(of_items, 1)
-            ]
-        )
-    return entries
+    keys = iter(item_set.keys_of([item.tokens for found in lists for item in found.items]))
+    return [
+        [
+            {**found.of_item(i), "key": own[0], "keys": own, **found.took, **of_set}
+            for i, own in enumerate(islice(keys, len(found.items)))
+        ]
+        for found in lists
+    ]
 
 
 _SELF = -1  # in place of an edge: the row itself
@@ -135,7 +173,7 @@ class Search:
     def passes(self) -> list[Pass]:
         """The round to score next. Empty: the search has ended."""
         if self._asked is None:  # the first is made when it is wanted: often an engine makes the list by itself
-            self._round = _Round.of(self._tables, np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
+            self._round = Round.of(self._tables, np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
             self._asked = self._passes(known=[0]) if self._budget() else []
         return self._asked
 
@@ -152,17 +190,17 @@ class Search:
             self._open, self._aside = _Prefixes.joined([self._open, *self._aside]), []
             best = self._pop()
         parents = best.parents.tolist()
-        states, runs = _tokens_after(self._tables, best.edges)
+        states, runs = tokens_after(self._tables, best.edges)
         first = len(self._tokens)
         self._tokens += [self._tokens[row] + run for row, run in zip(parents, runs, strict=True)]
-        self._round = _Round.of(self._tables, best.scores, np.arange(first, len(self._tokens)), states)
+        self._round = Round.of(self._tables, best.scores, np.arange(first, len(self._tokens)), states)
         self._asked = self._passes(known=[len(self._tokens[row]) + 1 for row in parents])
 
     @property
     def result(self) -> Best:
         """What has been found so far."""
         columns = [column.tolist() for column in self._found]
-        _, runs = _tokens_after(self._tables, np.maximum(self._found.edges, 0))
+        _, runs = tokens_after(self._tables, np.maximum(self._found.edges, 0))
         found = [
             Ranked(self._tokens[row] + (() if edge == _SELF else run), score)
             for score, row, edge, run in zip(*columns, runs, strict=True)
@@ -274,76 +312,9 @@ class _Prefixes(NamedTuple):
 _NONE = _Prefixes.of(np.zeros(0), np.zeros(0), np.zeros(0))
 
 
-class _Round(NamedTuple):
-    """What a round asks of each row. scores: so far, but for the rest of a row's tokens. degree: how many edges its
-    node has; none if its tokens are a whole item. edges: those of all rows, one after another. ends: whether an item
-    ends at it."""
-
-    scores: NDArray[np.float64]
-    rows: NDArray[np.int64]
-    degree: NDArray[np.int64]
-    edges: NDArray[np.int64]
-    ends: NDArray[np.bool_]
-
-    @classmethod
-    def of(
-        cls, tables: Tables, scores: NDArray[np.float64], rows: NDArray[np.int64], states: NDArray[np.int64]
-    ) -> _Round:
-        alone = states == END
-        nodes = np.where(alone, 0, states)
-        first, last = (tables.row_offsets[nodes + i].astype(np.int64) for i in (0, 1))
-        degree = np.where(alone, 0, last - first)
-        edges = np.repeat(first + degree - np.cumsum(degree), degree) + np.arange(degree.sum())
-        if not tables.whole:
-            alive = alive_at(tables, edges)
-            degree = np.bincount(np.repeat(np.arange(len(rows)), degree)[alive], minlength=len(rows))
-            edges = edges[alive]
-        ends = tables.terminal[nodes >> 5] >> (nodes & 31).astype(np.uint32) & 1 != 0
-        if len(tables.dead):
-            ends &= ~np.isin(nodes + TERMINAL, tables.dead)
-        return cls(scores, rows, degree, edges, alone | ends)
-
-
 def ordered(items: list[Ranked]) -> list[Ranked]:
     """Return them best first; equal scores are ordered by tokens."""
     return sorted(items, key=lambda one: (-one.score, one.tokens))
-
-
-def _tokens_after(tables: Tables, edges: NDArray[np.int32]) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
-    """Of each edge: the state after it, END if one item alone is there, and its token with that item's tail."""
-    states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
-    _measure(tables, edges, states, lengths)
-    ends = np.cumsum(lengths)
-    flat = np.empty(int(ends[-1]) if len(ends) else 0, np.int64)
-    _read(tables, edges, states, ends - lengths, flat)
-    tokens = flat.tolist()
-    runs = [tuple(tokens[end - length : end]) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
-    return np.where(states >= TAIL, END, states), runs
-
-
-@compiled
-def _measure(tables, edges, states, lengths):  # type: ignore[no-untyped-def]
-    """The state after each edge, and how many tokens the edge and its tail have."""
-    for i in range(len(edges)):
-        states[i] = follow(tables, np.int64(edges[i]))
-        lengths[i] = 1
-        if states[i] >= TAIL:
-            position = states[i] - TAIL
-            while (tail_entry(tables, position) >> tables.token_bits) == 0:
-                position += 1
-                lengths[i] += 1
-            lengths[i] += 1
-
-
-@compiled
-def _read(tables, edges, states, starts, tokens):  # type: ignore[no-untyped-def]
-    token_mask = (np.int64(1) << np.int64(tables.token_bits)) - 1
-    for i in range(len(edges)):
-        tokens[starts[i]] = tables.labels[edges[i]]
-        position, at = states[i] - TAIL, starts[i] + 1
-        end = starts[i + 1] if i + 1 < len(edges) else len(tokens)
-        for k in range(end - at):
-            tokens[at + k] = tail_entry(tables, position + k) & token_mask
 
 
 @compiled

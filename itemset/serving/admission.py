@@ -10,7 +10,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.ranking.search import Search
+from itemset.ranking.search import Found, Rounds
 from itemset.serving import lists
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of, where
 from itemset.serving.chosen import Chosen
@@ -137,6 +137,8 @@ class Checks:
         """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
         if isinstance(asked.choice, InlineSet):
             return asked
+        if asked.chooses:
+            return replace(asked, choice=self._chosen.get(asked, self.catalogue.reference(self._name(asked))))
         reference = self.reference(asked)
         kept = self.catalogue.inline(reference)
         return replace(asked, choice=kept or InlineSet(reference, b"", self.catalogue[reference], 0))
@@ -161,22 +163,23 @@ class Checks:
         max_tokens: int | None,
         end_token: int,
         after: int,
-    ) -> tuple[ItemSet, Search]:
-        """The set of a request for a ranked list, and the search for the list.
+    ) -> tuple[ItemSet, Rounds[Found]]:
+        """The set of a request for a ranked list or draws, and the search for them.
 
         after: context tokens that must stay free after the item. Raises RefusedError if the list may not be so long, or
         some of the items could not be scored, and as `reference` does.
         """
-        assert asked.ranked is not None
+        options = asked.ranked or asked.drawn
+        assert options is not None
         reference = self.reference(asked)
         self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = self.catalogue[reference]
-        search = lists.search_for(item_set, asked.ranked, end_token=end_token, config=self._config, words=self._words)
+        search = lists.search_for(item_set, options, end_token=end_token, config=self._config, words=self._words)
         if max_tokens is not None and max_tokens <= item_set.longest:
             raise RefusedError(
                 "beam search",
                 f"{self._words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it "
-                f"to at least {item_set.longest + 1} for a ranked list",
+                f"to at least {item_set.longest + 1} for {'a ranked list' if asked.ranked else 'draws'}",
                 self._words.max_tokens,
             )
         return item_set, search

@@ -1,4 +1,4 @@
-"""Ranked lists in a front end: within which limits, run offline or beside a server's other requests."""
+"""Ranked lists and draws in a front end: within which limits, run offline or beside a server's other requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from itemset.item_set import ItemSet
-from itemset.ranking.search import Answer, Best, Pass, Ranked, Search, described
+from itemset.ranking.draws import CutOffError, Drawing
+from itemset.ranking.search import Answer, Found, FoundT, Item, Pass, Rounds, Search, described
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.drawing import DrawOptions
 from itemset.serving.request import ListOptions
+from itemset.serving.words import APPROXIMATE, DRAWS
 
 if TYPE_CHECKING:
     from itemset.serving.admission import Words
@@ -27,29 +30,41 @@ Result = TypeVar("Result")
 
 
 def search_for(
-    item_set: ItemSet, options: ListOptions, *, end_token: int, config: StaticConfig, words: Words
-) -> Search:
-    """The search for a request's list. Raises RefusedError for what passes the server's limits."""
-    k, width, most = options.k, options.beam, config.ranked_list_passes
-    if width > (limit := config.ranked_list_limit):
-        what, param = (f"ranked list of {k:,}", "n") if k > limit else (f"beam of width {width:,}", "width")
-        raise RefusedError(
-            "beam search",
-            f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
-            f"{words.option('ranked_list_limit')}",
-            param,
-        )
+    item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words
+) -> Rounds[Found]:
+    """The search for a request's list, or its draws. Raises RefusedError for what passes the server's limits."""
+    most, limit = config.ranked_list_passes, config.ranked_list_limit
+    reason, width = "beam search", options.width or 1
+    if isinstance(options, DrawOptions):
+        reason, sizes = "draws", [(options.n, f"request for {options.n:,} draws", DRAWS)]
+        sizes.append((width, f"round of {width:,} passes", "width"))
+    else:
+        sizes = [(options.k, f"ranked list of {options.k:,}", "n"), (width, f"beam of width {width:,}", "width")]
+    for size, what, param in sizes:
+        if size > limit:
+            raise RefusedError(
+                reason,
+                f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
+                f"{words.option('ranked_list_limit')}",
+                param,
+            )
     if (options.max_passes or 0) > most:
         raise RefusedError(
-            "beam search",
+            reason,
             f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
             f"{words.option('ranked_list_passes')}",
             "max_passes",
         )
-    return Search(item_set, end_token=end_token, proof_passes=max(1, most), **asdict(options))
+    most = max(1, most)
+    if isinstance(options, ListOptions):
+        return Search(item_set, end_token=end_token, proof_passes=most, **asdict(options))
+    limited = {**asdict(options), "max_passes": options.max_passes or most}
+    return Drawing(item_set, limited.pop("n"), end_token=end_token, **limited)
 
 
-def run_together(searches: Sequence[Search], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]) -> list[Best]:
+def run_together(
+    searches: Sequence[Rounds[FoundT]], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]
+) -> list[FoundT]:
     """Run searches to their ends, round by round together.
 
     score: runs passes, each with the index of its search. Raises RefusedError if nothing was found for one of them.
@@ -59,14 +74,27 @@ def run_together(searches: Sequence[Search], score: Callable[[list[tuple[int, Pa
         for search in searches:
             if search.passes:
                 search.take([next(answers) for _ in search.passes])
-    return [found_some(search.result) for search in searches]
+    return [found_by(search) for search in searches]
 
 
-def found_some(best: Best) -> Best:
-    """The end of a search. Raises RefusedError if it has found nothing to answer with."""
-    if not best.items:
+def found_by(search: Rounds[FoundT]) -> FoundT:
+    """What a search has found at its end. Raises RefusedError if draws were cut off, and as `found_some` does."""
+    try:
+        return found_some(search.result)
+    except CutOffError as error:
+        raise RefusedError(
+            "draws",
+            f"{error}, their limit: raise max_passes, or add {APPROXIMATE}: true for the best that is known by then. "
+            "Fewer draws, or a smaller set, take fewer passes",
+            "max_passes",
+        ) from error
+
+
+def found_some(found: FoundT) -> FoundT:
+    """The same. Raises RefusedError if there is nothing to answer with."""
+    if not found.items:
         raise RefusedError("beam search", "no item was found before the limit: raise max_passes", "max_passes")
-    return best
+    return found
 
 
 class Refusals:
@@ -114,8 +142,8 @@ class Lists:
         self._thread = ThreadPoolExecutor(1, "ranked-lists")
 
     async def run(
-        self, search: Search, ask: Callable[[Pass], Awaitable[Any]], read: Callable[[Pass, Any], Answer]
-    ) -> Best:
+        self, search: Rounds[FoundT], ask: Callable[[Pass], Awaitable[Any]], read: Callable[[Pass, Any], Answer]
+    ) -> FoundT:
         """Run a search to its end. Cancelled, it cancels what it has asked.
 
         ask: makes the engine's request for a pass. read: what its output says, called on the thread.
@@ -125,13 +153,14 @@ class Lists:
         def take(outputs: list[Any]) -> None:
             search.take([read(one, output) for one, output in zip(search.passes, outputs, strict=True)])
 
+        await self._on_thread(lambda: search.passes)  # the first round may have to be made
         while search.passes:
             await self._on_thread(take, await self._round(search.passes, ask))
-        return found_some(await self._on_thread(lambda: search.result))
+        return await self._on_thread(found_by, search)
 
     async def entries(
-        self, best: Best, item_set: ItemSet, of_set: Mapping[str, Any]
-    ) -> AsyncGenerator[list[tuple[Ranked, dict[str, Any]]], None]:
+        self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any]
+    ) -> AsyncGenerator[list[tuple[Item, dict[str, Any]]], None]:
         """The items found, SLICE at a time, each with what an answer says of it: `described`. Between the slices others
         get their turn."""
         (entries,) = await self._on_thread(described, [best], item_set, of_set)

@@ -1,4 +1,4 @@
-"""What a request wants of item sets, judged once, whichever engine took it: which set, and what list of its items."""
+"""What a request wants of item sets, judged once, whichever engine took it: which set, what list or draws of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,22 @@ from itertools import islice
 from typing import Any
 
 from itemset.errors import shown
+from itemset.serving import drawing
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.words import BEAMS, COMPARED, ELSEWHERE, FILTER, INTERNAL, OPTIONS, REFERENCE, SELECTION, nearest
+from itemset.serving.drawing import DrawOptions
+from itemset.serving.words import (
+    BEAMS,
+    COMPARED,
+    DRAWN,
+    DRAWS,
+    ELSEWHERE,
+    FILTER,
+    INTERNAL,
+    OPTIONS,
+    REFERENCE,
+    SELECTION,
+    nearest,
+)
 from itemset.text import Escape
 
 
@@ -49,7 +63,8 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class ItemRequest:
-    """The set that a request names or brings, one of both, and the ranked list of its items that it asks for, if any.
+    """The set that a request names or brings, one of both, and the ranked list or the draws of its items that it asks
+    for, if any.
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
     left of the registered one. item_filter, exclude_keys, only_keys: what chooses among its items, see `views.view`.
@@ -59,6 +74,7 @@ class ItemRequest:
     item_set: str | None = None
     choice: list[str] | InlineSet | None = field(default=None, repr=False)
     ranked: ListOptions | None = None
+    drawn: DrawOptions | None = None
     item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
     exclude_keys: list[Any] | None = field(default=None, repr=False)
     only_keys: list[Any] | None = field(default=None, repr=False)
@@ -78,6 +94,7 @@ class ItemRequest:
         given: Mapping[str, Any],
         *,
         k: int | None = None,
+        draws: bool = False,
         where: str,
         constraints: Sequence[str],
         other: bool = False,
@@ -86,7 +103,8 @@ class ItemRequest:
 
         named, choices: each name and each inline list that it gives, None for none. given: all fields among which
         options of a list may stand, which its sender knows as `where`. k: items of the list that it asks for, None for
-        no list. constraints: what its sender may choose from; other: whether it has one that is no set.
+        no list. draws: whether its sender makes draws, if it asks for them. constraints: what its sender may choose
+        from; other: whether it has one that is no set.
         Raises RefusedError for what contradicts itself, has another type, is misspelled, or would be ignored.
         """
         for key in INTERNAL:
@@ -104,6 +122,8 @@ class ItemRequest:
             if not isinstance(value, kind):
                 raise RefusedError("wrong type", f"{word} must be {example}, not {shown(value)}", word)
         if not named and not choices:
+            if draws and drawing.wants_draws(given):
+                raise RefusedError("wrong type", f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
             for key in islice(given, COMPARED):
                 if key != REFERENCE and nearest(key, (REFERENCE,)):
                     raise RefusedError(
@@ -121,22 +141,36 @@ class ItemRequest:
             *first, last = constraints
             message = f"{', '.join(first)} and {last} (or response_format) exclude each other: give one"
             raise RefusedError("two constraints", message, REFERENCE)
-        check_options(given, ranked=k is not None)
+        drawn = drawing.wants_draws(given)
+        if drawn and not draws:
+            raise RefusedError(
+                "draws",
+                f"{DRAWS} would be ignored here: send it to /v1/completions or /v1/chat/completions; offline, vLLM "
+                "takes it in LLM.beam_search, with vllm_static.ranking.DrawParams",
+                DRAWS,
+            )
+        check_options(given, ranked=k is not None and not drawn, drawn=drawn)
+        name, choice = named[0] if named else None, choices[0] if choices else None
+        if drawn:
+            return cls(name, choice, drawn=DrawOptions.of(given), **selection)
         options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
-        ranked = None if k is None else ListOptions(k, **options)
-        return cls(named[0] if named else None, choices[0] if choices else None, ranked, **selection)
+        return cls(name, choice, None if k is None else ListOptions(k, **options), **selection)
 
 
-def check_options(given: Mapping[str, Any], *, ranked: bool) -> None:
-    """Raises RefusedError for a misspelled option of a ranked list, and for one without a list.
+def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:
+    """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them.
 
     given: fields of a request with a set, ours among them.
     """
-    for key in (*islice(given, COMPARED), *given.keys() & OPTIONS):
-        word = ELSEWHERE.get(key) or nearest(key, (*OPTIONS, BEAMS, *SELECTION))
+    for key in (*islice(given, COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
+        word = ELSEWHERE.get(key) or nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN))
         if word not in (None, key):
             raise RefusedError("wrong type", f"there is no field {shown(key)}: did you mean {word}?", key)
-        if word in OPTIONS and given[key] is not None and not ranked:
+        if word in DRAWN and given[key] is not None and not drawn:
+            raise RefusedError("draws", f"{word} is for draws: add {DRAWS}, or leave it out", word)
+        if drawn and word in OPTIONS and word not in drawing.SHARED and given[key] not in (None, False):
+            raise RefusedError("draws", f"{word} is for ranked lists: draws are exact, leave it out", word)
+        if word in OPTIONS and given[key] is not None and not ranked and not drawn:
             raise RefusedError(
                 "beam search",
                 f"{word} is for ranked lists: add use_beam_search and n (beside sampling parameters: beam_width), or "

@@ -23,6 +23,9 @@ BEAMS = "use_beam_search"
 """vLLM's word for a ranked list, on OpenAI endpoints of both engines."""
 OPTIONS = ("width", "exact", "renormalised", "max_passes")
 """What a request for a ranked list may give beside its set: see `itemset.serving.request.ListOptions`."""
+DRAWS, REPLACE, APPROXIMATE = DRAWN = ("draws", "replace", "approximate")
+"""What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
+`itemset.serving.drawing`."""
 INDEX, FILTERED, PLACE, LIST, HOLES = INTERNAL = (
     "item_set_index",
     "item_set_filter",
@@ -34,25 +37,25 @@ INDEX, FILTERED, PLACE, LIST, HOLES = INTERNAL = (
 on, its set's place on the devices, the ranked list that it is, and what it carries of the sets in its constraint. They
 are no words of requests."""
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION)
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, DRAWS)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
 """Keys of a body that are compared so; of those after them only the words themselves count. Requests have fewer."""
-OTHERS = frozenset({"items", "voice"})
+OTHERS = frozenset({"items", "voice", "raw", "rows"})
 """Fields of OpenAI's and the engines' own that come as near."""
 
 PLACES: Mapping[str, tuple[str, ...]] = {
     "": WORDS,
     "extra_body": WORDS,  # the openai client's word, which it takes off
-    STRUCTURED: (REFERENCE, CHOICE, GUIDED),
+    STRUCTURED: (REFERENCE, CHOICE, GUIDED, DRAWS),
     "sampling_params": WORDS,
     f"sampling_params.{STRUCTURED}": (CHOICE, GUIDED),
-    "sampling_params.custom_params": (REFERENCE, *SELECTION),
-    "sampling_params.extra_args": (REFERENCE, *SELECTION),
-    "custom_params": (REFERENCE, *SELECTION),
-    "extra_args": (REFERENCE, *SELECTION),
-    "vllm_xargs": (REFERENCE,),
+    "sampling_params.custom_params": (REFERENCE, *SELECTION, DRAWS),
+    "sampling_params.extra_args": (REFERENCE, *SELECTION, DRAWS),
+    "custom_params": (REFERENCE, *SELECTION, DRAWS),
+    "extra_args": (REFERENCE, *SELECTION, DRAWS),
+    "vllm_xargs": (REFERENCE, DRAWS),
     "instances": WORDS,
     "parameters": WORDS,
 }

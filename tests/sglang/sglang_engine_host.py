@@ -1,105 +1,18 @@
 """The child's side of `sglang_engines.Engine` and `sglang_servers.Server`: a process that has SGLang imported and forks
-a fresh engine or server whenever it is asked.
-
-Importing SGLang takes seven seconds, in the engine's process and again in the two that it starts, and all the rest one.
-So before anything happens in an engine's process, it forks two more. They wait until SGLang starts a process, and then
-become that: with the same environment, arguments and file descriptors, they run what a new interpreter would run.
-"""
+a fresh engine or server whenever it is asked."""
 
 from __future__ import annotations
 
-import fcntl
-import multiprocessing.util
-import os
-import pickle
-import runpy
-import signal
 import socket
 import sys
-import threading
-import traceback
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from functools import partial
 
 import engine_host
+import spares
 from sglang.srt.entrypoints.engine import Engine
 
 SPARES = 2  # for the scheduler and the detokenizer
-MESSAGE = 1 << 17  # bytes; the environment is the most of it
-
-
-def serve(connection: Connection) -> None:
-    spares: list[tuple[int, socket.socket]] = []
-    for _ in range(SPARES):
-        spares.append(_fork_spare([connection, *(control for _, control in spares)]))
-    spawn = multiprocessing.util.spawnv_passfds
-
-    def spawn_spare(path: bytes, arguments: list[Any], fds: Sequence[int]) -> int:
-        if not spares or arguments[-1] != "--multiprocessing-fork":
-            return spawn(path, arguments, fds)
-        pid, control = spares.pop()
-        with control:
-            message = pickle.dumps((dict(os.environ), arguments[-2:], list(fds)))
-            socket.send_fds(control, [message], fds)
-        return pid
-
-    def start(server: list[str] | None = None, **arguments: Any) -> Engine:
-        if server is None:
-            return Engine(**arguments)
-        threading.Thread(target=_end_with, args=[connection], daemon=True).start()
-        sys.argv[1:] = server
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-        raise SystemExit
-
-    multiprocessing.util.spawnv_passfds = spawn_spare
-    engine_host.serve(connection, start)
-
-
-def _end_with(connection: Connection) -> None:
-    connection.poll(None)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _fork_spare(not_its: list[Any]) -> tuple[int, socket.socket]:
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if pid := os.fork():
-        its.close()
-        return pid, ours
-    status = 1
-    try:
-        for other in [ours, *not_its]:
-            other.close()
-        _become_what_is_asked(its)
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _become_what_is_asked(control: socket.socket) -> None:
-    message, received, *_ = socket.recv_fds(control, MESSAGE, 16)
-    if not message:
-        return
-    environment, (code, *arguments), numbers = pickle.loads(message)
-    control.close()
-    # The code to run names the file descriptors by the numbers that they have over there.
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1 << 9) for fd in received]
-    for fd in received:
-        os.close(fd)
-    for fd, number in zip(moved, numbers, strict=True):
-        os.dup2(fd, number, inheritable=False)
-        os.close(fd)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["-c", *arguments]
-    exec(code, {})
-
 
 if __name__ == "__main__":
+    serve = partial(spares.serve, count=SPARES, module="sglang.launch_server", make_engine=Engine)
     engine_host.host(socket.socket(fileno=int(sys.argv[1])), serve)

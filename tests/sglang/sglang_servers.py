@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engines import HostedProcess
-from servers import HttpServer, ServerProcess, flags, free_port, log_of_failure
+from servers import ForkedServer, HttpServer, Process, ServerProcess, flags, free_port, log_of_failure
 from sglang_engines import FAST, environment, host
 
 
@@ -37,7 +36,10 @@ class Server(HttpServer):
     ) -> None:
         port = free_port()
         given = [*_flags(model, port, options), *arguments]
-        process = _Forked(given, port, env or {}, timeout) if forked else _started(given, port, env or {})
+        if forked:
+            process: Process = ForkedServer(host(), "the SGLang server", port, given, _HEALTH | (env or {}), timeout)
+        else:
+            process = _started(given, port, env or {})
         super().__init__(process, timeout)
 
 
@@ -65,16 +67,3 @@ def _flags(model: Path | str, port: int, options: dict[str, Any]) -> list[str]:
 
 def _started(given: list[str], port: int, env: dict[str, str]) -> ServerProcess:
     return ServerProcess([sys.executable, "-m", "sglang.launch_server", *given], port, environment() | _HEALTH | env)
-
-
-class _Forked(HostedProcess):
-    """A server forked from the engines' host. It answers nothing over its connection, which closes when it ends."""
-
-    def __init__(self, given: list[str], port: int, env: dict[str, str], timeout: float) -> None:
-        super().__init__(host(), "the SGLang server", timeout)
-        self.url = f"http://127.0.0.1:{port}"
-        self._send(None, _HEALTH | env, None, {"server": given})
-
-    @property
-    def returncode(self) -> int | None:
-        return 1 if not self.alive or self._connection.poll(0) else None

@@ -9,6 +9,7 @@ from http.client import HTTPConnection
 import numpy as np
 import pytest
 from asking import CITIES, inline, named
+from draw_requests import BAD, CUT_OFF, GOOD, LEFT, LOST, check_choices, check_cut_off, check_fit, left
 from ranking import EOS, PROMPT, oracle_of
 from servers import wait_for
 from sets import named_flags
@@ -183,3 +184,67 @@ def test_the_requests_of_a_client_that_went_are_aborted(server):
         return counts[-1] == counts[-2]
 
     wait_for(still)
+
+
+def draws(engine, **options) -> list[tuple[tuple[int, ...], float]]:
+    params = {"max_new_tokens": 20, "sampling_seed": options.pop("seed", None), **options}
+    results = engine.generate(input_ids=PROMPT, sampling_params=params)["meta_info"]["beam_results"]
+    return [(tuple(one["output_ids"][:-1]), one["meta_info"]["sequence_score"]) for one in results]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_draws_follow_the_models_distribution(static, oracle, temperature):
+    engine = static("device")
+    check_fit(lambda **options: draws(engine, **options), oracle, temperature)
+
+
+def test_draws_offline(static):
+    engine = static("device")
+    found = draws(engine, **LEFT, draws=400, replace=False, seed=3)
+    assert {item for item, _ in found} == left()
+    wide = draws(engine, **LEFT, draws=5, replace=False, seed=3, width=9)
+    assert [item for item, _ in wide] == [item for item, _ in found[:5]]
+    with pytest.raises(ValueError, match=r"more than 3 passes.* raise max_passes, or add approximate"):
+        draws(engine, **CUT_OFF)
+    with pytest.raises(ValueError, match="top_p would bend the model's distribution"):
+        draws(engine, item_set="ragged", draws=2, top_p=0.5)
+    with pytest.raises(ValueError, match="leave beam_width or draws out"):
+        draws(engine, item_set="ragged", draws=2, beam_width=5)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_draws_over_http(server, path):
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a film"}]}
+    asked = {"model": "tiny", "max_tokens": 20, **prompt}
+    status, answer = server.post(path, {**asked, **LEFT, "draws": 400, "replace": False, "seed": 5})
+    assert status == 200, answer
+    check_choices(answer["choices"], len(left()))
+    status, answer = server.post(path, {**asked, "choice": CITIES, "draws": 9, "seed": 5, "temperature": 0.9})
+    assert status == 200, answer
+    check_choices(answer["choices"], 9)
+    texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == [CITIES[choice["item"]["key"]] for choice in answer["choices"]]
+    status, answer = server.post(path, {**asked, **CUT_OFF, "approximate": True})
+    assert status == 200, answer
+    check_cut_off(answer["choices"])
+
+
+def test_draws_of_generate(server):
+    params = {**LEFT, "draws": 3, "temperature": 0.8, "sampling_seed": 4, "max_new_tokens": 20}
+    status, answer = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params})
+    assert status == 200, answer
+    infos = [one["meta_info"] for one in answer["meta_info"]["beam_results"]]
+    assert [(info["draw"], info["exact"]) for info in infos] == [(1, True), (2, True), (3, True)]
+    beside = {key: value for key, value in params.items() if key not in (*LEFT, "draws")}
+    status, again = server.post("/generate", {"input_ids": PROMPT, **LEFT, "draws": 3, "sampling_params": beside})
+    assert status == 200, again
+    assert [one["meta_info"]["key"] for one in again["meta_info"]["beam_results"]] == [info["key"] for info in infos]
+    status, answer = server.post("/generate", {"input_ids": PROMPT, "sampling_params": {**params, "top_p": 0.5}})
+    assert (status, "top_p would bend" in str(answer)) == (400, True)
+
+
+@pytest.mark.parametrize(("body", "message"), BAD + LOST)
+def test_bad_draws_are_http_400(server, body, message):
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", **GOOD, **body})
+    assert status == 400, answer
+    assert message in str(answer).replace("\\'", "'")

@@ -9,7 +9,7 @@ from asking import answer, inline, named, prompts
 from request_fields import fields_of
 
 import itemset
-from itemset.serving.words import BEAMS, OPTIONS, nearest
+from itemset.serving.words import BEAMS, DRAWN, OPTIONS, nearest
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_no_field_of_sglangs_own_is_taken_for_a_misspelled_word():
         SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
         SURFACE.check(path, {"sampling_params": dict.fromkeys(fields, 1)}, ours=True)
     for field in fields:
-        assert nearest(field, (*OPTIONS, BEAMS)) is None, field
+        assert nearest(field, (*OPTIONS, BEAMS, *DRAWN)) is None, field

@@ -1,0 +1,162 @@
+"""What is known of a model's distribution over a set: the prefixes that it has scored, and how their mass divides.
+
+The mass of a prefix is its probability to a power of 1 or more, in logarithms. What a set has below a prefix never
+weighs more than the prefix does: the rest is what lies outside the set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.item_set import ItemSet
+from itemset.ranking.prefixes import Round, tokens_after
+from itemset.ranking.search import Answer, Pass
+
+UNSCORED, ASKED, ITEM, NOTHING = -1, -2, -3, -4
+"""In place of a first part: a prefix that nobody has asked for, one that is in a round, an item, an empty prefix."""
+ROOT = 0
+_SELF = -1  # in place of an edge: the item that ends at the row itself
+
+
+class Places(NamedTuple):
+    """The places of a tree of masses as columns; its root is the empty prefix.
+
+    A place is a prefix, an item, or some of the children of one prefix. A scored prefix has one part, all that may
+    follow it: less than itself, as others may follow outside the set. Some children have two parts, which make them up.
+
+    masses: float64 logarithms. first, second: int32, the parts; UNSCORED, ASKED, ITEM or NOTHING as the first, and -1
+    as a second that is not there.
+    """
+
+    masses: NDArray[np.float64]
+    first: NDArray[np.int32]
+    second: NDArray[np.int32]
+
+
+class _Asked(NamedTuple):
+    """A pass that is under way: of which place, with which row of tokens, and the edges that follow."""
+
+    place: int
+    row: int
+    edges: NDArray[np.int64]
+    ends: bool
+
+
+class ScoredTree:
+    """The tree of one prompt: `ask` gives the passes that score some prefixes, `take` their answers.
+
+    A pass scores what follows a prefix. What is certain to follow it is scored with it: the tail of an item that stands
+    alone, and tokens without an alternative in the set.
+    """
+
+    def __init__(self, item_set: ItemSet, *, end_token: int, power: float = 1.0) -> None:
+        """Raises ValueError for a power below 1, with which masses are no bounds."""
+        if not power >= 1:
+            raise ValueError(f"power is {power}: make it at least 1")
+        self._tables, self._end, self._power = item_set.trie.tables, end_token, power
+        self._tokens: list[tuple[int, ...]] = [()]  # of each row
+        self._asked: list[_Asked] = []
+        self._size = 1
+        self._masses = np.zeros(64)
+        self._first, self._second = np.full(64, UNSCORED, np.int32), np.full(64, -1, np.int32)
+        self._rows, self._edges = np.zeros(64, np.int32), np.zeros(64, np.int32)
+
+    @property
+    def places(self) -> Places:
+        return Places(self._masses[: self._size], self._first[: self._size], self._second[: self._size])
+
+    def ask(self, places: Sequence[int]) -> list[Pass]:
+        """The passes that score these prefixes, none of which has been asked for."""
+        which = np.array(places, np.int64)
+        self._first[which] = ASKED
+        rows, runs, states, known = self._read(which)
+        round_ = Round.of(self._tables, self._masses[which], np.arange(len(which)), states)
+        certain = np.flatnonzero((round_.degree == 1) & ~round_.ends)
+        while len(certain):
+            starts = np.cumsum(round_.degree) - round_.degree
+            next_states, more = tokens_after(self._tables, round_.edges[starts[certain]].astype(np.int32))
+            states[certain] = next_states
+            for i, run in zip(certain.tolist(), more, strict=True):
+                runs[i] += run
+            round_ = Round.of(self._tables, round_.scores, round_.rows, states)
+            certain = certain[(round_.degree[certain] == 1) & ~round_.ends[certain]]
+        passes = []
+        children = np.split(round_.edges, np.cumsum(round_.degree)[:-1])
+        for place, row, run, so_far, edges, ends in zip(
+            which.tolist(), rows, runs, known, children, round_.ends.tolist(), strict=True
+        ):
+            self._tokens.append(self._tokens[row] + run)
+            self._asked.append(_Asked(place, len(self._tokens) - 1, edges, ends))
+            after = self._tables.labels[edges].astype(np.int64)
+            after = np.append(after, self._end) if ends else after
+            passes.append(Pass(self._tokens[-1], so_far, after))
+        return passes
+
+    def take(self, answers: Sequence[Answer]) -> None:
+        """Take the answers to the passes of `ask`, one each."""
+        asked, self._asked = self._asked, []
+        for one, (run, after) in zip(asked, answers, strict=True):
+            scores = float(np.sum(run)) + np.asarray(after, np.float64)
+            masses = self._masses[one.place] + self._power * scores
+            edges = np.append(one.edges, _SELF) if one.ends else one.edges
+            possible = masses > -np.inf
+            self._first[one.place] = self._divide(masses[possible], one.row, edges[possible])
+
+    def item(self, place: int) -> tuple[tuple[int, ...], float]:
+        """The tokens of an item, without the end token, and its log-probability."""
+        return self._tokens[self._rows[place]], float(self._masses[place]) / self._power
+
+    def unknown_share(self) -> float:
+        """The most that items of unscored prefixes may have of the set's distribution: a share of 0 to 1."""
+        masses, first, _ = self.places
+        unscored = masses[(first == UNSCORED) | (first == ASKED)]
+        if not len(unscored):
+            return 0.0
+        known = np.logaddexp.reduce(masses[first == ITEM]) if (first == ITEM).any() else -np.inf
+        most = np.logaddexp.reduce(unscored)
+        return float(np.exp(most - np.logaddexp(most, known)))
+
+    def _read(self, which: NDArray[np.int64]) -> tuple[list[int], list[tuple[int, ...]], NDArray[np.int64], list[int]]:
+        """Of unscored prefixes: the row that each continues and its tokens after that, the state after them, and how
+        many of its tokens have been scored."""
+        if which.tolist() == [ROOT]:
+            return [0], [()], np.zeros(1, np.int64), [0]
+        rows = self._rows[which].tolist()
+        states, runs = tokens_after(self._tables, self._edges[which])
+        return rows, runs, states, [len(self._tokens[row]) + 1 for row in rows]
+
+    def _divide(self, masses: NDArray[np.float64], row: int, edges: NDArray[np.int64]) -> int:
+        """Add children and, above them, a place for each two parts; return the place of all of them. Each sum is made
+        of its parts, largest and smallest alike, so that none is lost to a difference."""
+        count = len(masses)
+        if not count:
+            return NOTHING
+        first = self._size
+        self._grow(2 * count - 1)
+        self._masses[first : first + count] = masses
+        self._first[first : first + count] = np.where(edges == _SELF, ITEM, UNSCORED)
+        self._rows[first : first + count] = row
+        self._edges[first : first + count] = edges
+        level, free = np.arange(first, first + count), first + count
+        while len(level) > 1:
+            pairs = len(level) // 2
+            new = np.arange(free, free + pairs)
+            left, right = level[0 : 2 * pairs : 2], level[1 : 2 * pairs : 2]
+            self._first[new], self._second[new] = left, right
+            self._masses[new] = np.logaddexp(self._masses[left], self._masses[right])
+            level, free = np.concatenate([new, level[2 * pairs :]]), free + pairs
+        return int(level[0])
+
+    def _grow(self, more: int) -> None:
+        self._size += more
+        if self._size > len(self._masses):
+            room = max(self._size, 2 * len(self._masses)) - len(self._masses)
+            self._masses = np.concatenate([self._masses, np.zeros(room)])
+            self._first = np.concatenate([self._first, np.full(room, UNSCORED, np.int32)])
+            self._second = np.concatenate([self._second, np.full(room, -1, np.int32)])
+            self._rows = np.concatenate([self._rows, np.zeros(room, np.int32)])
+            self._edges = np.concatenate([self._edges, np.zeros(room, np.int32)])

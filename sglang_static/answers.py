@@ -1,7 +1,7 @@
 """The item of every answer: found where SGLang hands a finished output to its endpoints, put into their bodies.
 
-An output's item is `meta_info["item"]`: {"key": ...}, or None if the answer did not end at an item's end. Outputs of
-requests without a set have no such entry.
+An output's item is `meta_info["item"]`: {"key": ...}, or None if the answer did not end at an item's end; if item sets
+stand in its constraint, `meta_info["items"]` is a list of them. Other outputs have no such entry.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from itemset.serving.answer import FIELDS
 from sglang_static.compat import hook
 
 EXPECTED = "expected_item"
@@ -32,14 +33,15 @@ async def stream_one_response(
             finish = part["meta_info"].get("finish_reason")
             if expected is not None and finish:
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
-                part["meta_info"]["item"] = None if cut else expected.item(state.output_ids)
+                part["meta_info"].update(expected.told(state.output_ids, cut=cut))
             yield part
 
 
 def note(request: Any, part: Any) -> None:
-    """Keep the item of a streamed output for the event that its endpoint makes of it."""
-    if isinstance(part, dict) and "item" in part.get("meta_info", ()):
-        vars(request).setdefault(ITEMS, {})[part.get("index", 0)] = part["meta_info"]["item"]
+    """Keep what is said of items in a streamed output for the event that its endpoint makes of it."""
+    info = part.get("meta_info", {}) if isinstance(part, dict) else {}
+    if told := {name: info[name] for name in FIELDS if name in info}:
+        vars(request).setdefault(ITEMS, {})[part.get("index", 0)] = told
 
 
 @hook(

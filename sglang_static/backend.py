@@ -11,13 +11,16 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, Gramm
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
+from itemset.inside.vocabulary import Vocabulary
 from itemset.masking.host import HostState, fill_bitmasks, warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.words import REFERENCE
+from itemset.serving.inside import Grammars
+from itemset.serving.words import HOLES, REFERENCE
 from sglang_static import compat, processor
 from sglang_static.device import claim
 from sglang_static.following import SchedulerPreparer
+from sglang_static.inside import HoleGrammar
 from sglang_static.request import carried_set
 
 logger = logging.getLogger(__name__)
@@ -86,33 +89,58 @@ def fill_rows(
 class StaticBackend:
     """The item sets of one scheduler, and the way that each request with one takes."""
 
-    def __init__(self, server_args: Any) -> None:
-        """Open the registered sets. Raises ItemSetError as `itemset.load` does."""
+    def __init__(self, server_args: Any, vocabulary: Callable[[], Vocabulary]) -> None:
+        """Open the registered sets. Raises ItemSetError as `itemset.load` does.
+
+        vocabulary: makes the model's, once a request needs it.
+        """
         sampler = processor.current()
         self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
         self._sampler = sampler
         self.preparer = SchedulerPreparer(self._catalogue, sampler)
+        self._grammars = Grammars(vocabulary)
         warm_up()
 
-    def admit(self, manager: Any, request: Any) -> bool:
-        """Give the request its set; False where it has none.
+    def admit(self, manager: Any, request: Any) -> bool | None:
+        """Give the request its set, or its grammar with sets in it.
 
-        On the device path the request stays one without a grammar, as far as SGLang can see: nothing waits for it. A
-        request that cannot be served is ended with its reason, HTTP 400.
+        Returns whether it waits for that; None if it has neither.
+
+        On the device path a request with a set stays one without a grammar, as far as SGLang can see. One that cannot
+        be served is ended with its reason, HTTP 400.
         """
         custom = request.sampling_params.custom_params or {}
+        if HOLES in custom:
+            return self._admit_holes(manager, request, custom)
         if custom.get(REFERENCE) is None:
-            return False
+            return None
         try:
             item_set = carried_set(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
             start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
             if self._sampler is not None and claim(self._sampler.arena.plan, request, item_set, start, stops):
-                return True
+                return False
             request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
             manager._apply_request_reasoning_config(request)
         except ItemSetError as error:
             request.set_finish_with_abort(str(error))
+        return False
+
+    def _admit_holes(self, manager: Any, request: Any, custom: dict[str, Any]) -> bool:
+        spec, each = custom.pop(HOLES)
+        try:
+            sets = {one[REFERENCE]: carried_set(self._catalogue, one) for one in each}
+            for item_set in sets.values():
+                self._check_room(manager.scheduler, request, item_set)
+        except ItemSetError as error:
+            request.set_finish_with_abort(str(error))
+            return False
+
+        def compiled() -> Any:
+            make = self._grammars.maker(spec, sets.__getitem__, compat.stop_tokens(request))
+            return compat.behind_reasoning(manager, request, HoleGrammar(make))
+
+        compat.compile_later(manager, request, HOLES, compiled)
         return True
 
     def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:
@@ -128,5 +156,7 @@ class StaticBackend:
 def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     """What SGLang's registry calls: its own backend for other grammars, with ours beside it."""
     backend = compat.everything_else(tokenizer, vocab_size, end_tokens)
-    backend.static_backend = StaticBackend(server_args)
+    backend.static_backend = StaticBackend(
+        server_args, lambda: Vocabulary(compat.token_info(tokenizer, vocab_size, end_tokens))
+    )
     return backend

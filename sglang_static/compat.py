@@ -222,6 +222,40 @@ def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     return ReasonerGrammarBackend(backend, parser, tokenizer, enable_strict_thinking=serving.enable_strict_thinking)
 
 
+def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
+    """What SGLang has xgrammar know of the tokenizer (constrained/xgrammar_backend.py, XGrammarGrammarBackend)."""
+    from xgrammar import TokenizerInfo
+
+    if hasattr(tokenizer, "init_xgrammar"):
+        return tokenizer.init_xgrammar()[0]
+    ends = list(end_tokens) if end_tokens else None
+    return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=ends)
+
+
+def json_options() -> dict[str, Any]:
+    """How SGLang has xgrammar read schemas (constrained/xgrammar_backend.py, dispatch_json)."""
+    from sglang.srt.runtime_context import get_serving
+
+    serving = get_serving()
+    return {
+        "any_whitespace": not serving.constrained_json_disable_any_whitespace,
+        "max_whitespace_cnt": serving.constrained_json_max_whitespace_cnt,
+    }
+
+
+def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], Any]) -> None:
+    """Have the request wait until its grammar has been compiled, on another thread (constrained/grammar_manager.py).
+
+    SGLang then keeps a copy of each grammar, by its key: what was kept of earlier ones under this name is forgotten.
+    """
+    backend = manager.grammar_backend
+    for key in [key for key in backend.cache if key[0] == name]:
+        del backend.cache[key]
+    request.grammar = backend.executor.submit(compiled)
+    request.grammar_key = (name, request.rid)
+    manager.grammar_queue.append(request)
+
+
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
     """The token after which the request's constraint begins, -1 where it begins at once, and None where the end of
     its reasoning is more than one token or has rules of its own (constrained/reasoner_grammar_backend.py)."""

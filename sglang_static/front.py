@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from itemset.inside.vocabulary import Vocabulary
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.asgi import while_connected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.following import Follower
+from itemset.serving.inside import Constraint, Constraints, ExpectedItems
 from itemset.serving.lists import Lists
 from itemset.serving.travel import Sender
-from itemset.serving.words import LIST
+from itemset.serving.words import BEAMS, HOLES, LIST
 from sglang_static import compat, http
+from sglang_static.inside import constraint_of, validate, with_constraint
 from sglang_static.one_request import OneRequest, Wanted
 from sglang_static.request import as_json, asked, in_place, wants_list
 
@@ -49,6 +53,13 @@ class FrontEnd:
             reserved=RESERVED,
             end_tokens=self._ends,
         )
+        self.constraints = Constraints(
+            self.checks,
+            tokenizer,
+            lambda: Vocabulary(compat.token_info(tokenizer, model.vocab_size, model.hf_eos_token_id)),
+            options=compat.json_options(),
+            validate=validate,
+        )
         self._sender = Sender(self.checks.catalogue, engines=compat.schedulers(manager.server_args))
         self.lists = Lists(compat.seats(manager.server_args), lambda: compat.unfinished(manager))
         self.one_request = OneRequest()
@@ -72,7 +83,13 @@ class FrontEnd:
                 raise RefusedError("wrong type", message)
         ranked = bool(each) and wants_list(each[0] or {}, fields)
         wanted = [asked({**self._defaults, **(params or {})}, fields, ranked=ranked) for params in each]
-        if not any(wanted):
+        inside = [
+            None if one is not None else await self._constraint({**self._defaults, **(params or {})}, http_request)
+            for params, one in zip(each, wanted, strict=True)
+        ]
+        if ranked and any(inside):
+            raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
+        if not any(wanted) and not any(inside):
             return False
         if ranked and None in wanted:
             raise RefusedError(
@@ -82,8 +99,8 @@ class FrontEnd:
             )
         made: dict[int, Any] = {}  # by the identity of its list, which prompts may share
         judged = []
-        for i, (params, one) in enumerate(zip(each, wanted, strict=True)):
-            if one is None:
+        for i, (params, one, constraint) in enumerate(zip(each, wanted, inside, strict=True)):
+            if one is None and constraint is None:
                 judged.append(params)
                 continue
             theirs = processors if isinstance(processors, list) else [processors]
@@ -93,6 +110,10 @@ class FrontEnd:
                     "custom_logit_processor is not supported with an item set, from which it could lead away: leave it "
                     "out",
                 )
+            if one is None:
+                assert constraint is not None
+                judged.append(with_constraint(params or {}, constraint))
+                continue
             if one.chooses:
                 one = await while_connected(self.checks.prepare(one), http_request)
             elif (texts := one.choice) is not None:
@@ -104,25 +125,39 @@ class FrontEnd:
         request.sampling_params = judged if isinstance(given, list) else judged[0]
         return ranked
 
-    def expected(self, reference: str, request: Any, params: Any) -> Expected:
-        """What names the item of a request's answers. request: a GenerateReqInput; params: its `SamplingParams`."""
-        return Expected(
-            self.checks.catalogue[reference],
-            frozenset({*(params.stop_token_ids or ()), *self._all_ends}),
-            compat.content_after_reasoning(self._tokenizer, request),
-            self.checks.catalogue.told(reference),
-        )
+    async def _constraint(self, params: Mapping[str, Any], http_request: Any) -> Constraint | None:
+        """The constraint with item sets in it that a prompt has. Raises as `Constraints.prepare` does."""
+        if isinstance(before := params.get(HOLES), Constraint):  # the same request comes again
+            return before
+        given = constraint_of(params)
+        return await while_connected(self.constraints.prepare(*given), http_request) if given is not None else None
 
-    def attach(self, reference: str, params: Any, prompt_tokens: int) -> None:
-        """Make a request's `SamplingParams` carry the set to the scheduler, in `custom_params`.
+    def expected(self, wanted: str | Constraint, request: Any, params: Any) -> Expected | ExpectedItems:
+        """What names the items of a request's answers. wanted: its set's reference, or its constraint with sets in it.
+        request: a GenerateReqInput; params: its `SamplingParams`."""
+        stops = frozenset({*(params.stop_token_ids or ()), *self._all_ends})
+        content, catalogue = compat.content_after_reasoning(self._tokenizer, request), self.checks.catalogue
+        if isinstance(wanted, str):
+            return Expected(catalogue[wanted], stops, content, catalogue.told(wanted))
+        return ExpectedItems(wanted, self.constraints.vocabulary, catalogue, stops, content)
 
-        Raises RefusedError where the set and the other parameters leave no way to end an item.
+    def attach(self, wanted: str | Constraint, params: Any, prompt_tokens: int) -> None:
+        """Make a request's `SamplingParams` carry the set, or a constraint with sets in it, to the scheduler, in
+        `custom_params`.
+
+        wanted: as for `expected`. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        stops = set(params.stop_token_ids or ()) | self._ends
-        self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=params.min_new_tokens, stop_tokens=stops)
+        stops, alone = set(params.stop_token_ids or ()) | self._ends, isinstance(wanted, str)
+        for reference in [wanted] if isinstance(wanted, str) else wanted.references:
+            least = params.min_new_tokens if alone else 0
+            self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=least, stop_tokens=stops)
         if not stops:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
-        params.custom_params = {**(params.custom_params or {}), **as_json(self._sender.carried(reference))}
+        if isinstance(wanted, str):
+            carried = as_json(self._sender.carried(wanted))
+        else:
+            carried = {HOLES: [wanted.spec(), [as_json(one) for one in wanted.carried(self._sender)]]}
+        params.custom_params = {**(params.custom_params or {}), **carried}
 
     def attach_list(self, reference: str, wanted: Wanted, params: Any) -> None:
         """The same for a request that is a ranked list, and was checked with it."""

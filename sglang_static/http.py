@@ -14,6 +14,7 @@ from itemset.serving import asgi, words
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.request import check_options
 from itemset.serving.words import BEAMS, CHOICE, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
+from sglang_static.inside import KINDS
 from sglang_static.request import CUSTOM
 
 PARAMS = "sampling_params"
@@ -117,7 +118,8 @@ async def _make(request: Any, body: Any) -> None:
     front_end = _front_end()
     if front_end is None or not isinstance(body, dict) or not body.get("stream"):
         return
-    if asgi.path_of(request.scope) in UNSEEN and (_fields.get() is not None):
+    constrained = any(one.get(name) for one in words.at(body, PARAMS) for name in KINDS)
+    if asgi.path_of(request.scope) in UNSEEN and (_fields.get() is not None or constrained):
         seen = SimpleNamespace(
             sampling_params=copy.deepcopy(body.get(PARAMS)), custom_logit_processor=body.get("custom_logit_processor")
         )

@@ -10,7 +10,7 @@ from itemset.serving import flags, startup
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import REFERENCE
+from itemset.serving.words import HOLES, REFERENCE
 from sglang_static import (
     answers,
     beams,  # noqa: F401 - its hooks
@@ -153,10 +153,11 @@ def _create_tokenized_object(
 ) -> Any:
     front_end = self.static_front_end
     if front_end is None:
-        from sglang_static import http
+        from sglang_static import http, inside
 
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
-        if any(place.get(REFERENCE) for place in places(given, http.fields())):  # ignored, or an unknown parameter
+        named = any(place.get(REFERENCE) for place in places(given, http.fields()))
+        if named or inside.names_sets(given):  # ignored, or an unknown parameter
             raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original(self, obj, input_text, input_ids, *args, **kwargs)
     from sglang_static.one_request import WANTED
@@ -170,10 +171,12 @@ def _create_tokenized_object(
         tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
     finally:
         obj.sampling_params = given  # the same request may be tokenized again
-    if isinstance(wanted := given.get(REFERENCE), ItemRequest):
-        reference = front_end.checks.reference(wanted)
-        front_end.attach(reference, tokenized.sampling_params, len(input_ids or ()))
-        setattr(obj, answers.EXPECTED, front_end.expected(reference, obj, tokenized.sampling_params))
+    wanted = given.get(REFERENCE) or given.get(HOLES)
+    if isinstance(wanted, ItemRequest):
+        wanted = front_end.checks.reference(wanted)
+    if wanted is not None:
+        front_end.attach(wanted, tokenized.sampling_params, len(input_ids or ()))
+        setattr(obj, answers.EXPECTED, front_end.expected(wanted, obj, tokenized.sampling_params))
     return tokenized
 
 
@@ -183,9 +186,8 @@ def _create_tokenized_object(
 )
 def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     backend = getattr(self.grammar_backend, "static_backend", None)
-    if backend is not None and backend.admit(self, req):
-        return False  # nothing to wait for
-    waits: bool = original(self, req)
+    admitted = None if backend is None else backend.admit(self, req)
+    waits: bool = original(self, req) if admitted is None else admitted
     return waits
 
 

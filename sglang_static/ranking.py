@@ -19,6 +19,7 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.search import Answer, Pass
+from itemset.serving.answer import FIELDS
 from itemset.serving.asgi import while_connected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.lists import found_some
@@ -62,14 +63,14 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
     """An OpenAI response with each answer's item in its choice: its key, in a ranked list also all its keys, its rank
     and score, and what the list took. Responses to requests without a set stay as they are."""
     infos = [result["meta_info"] for result in results or ()]
-    if not any("item" in info or "rank" in info for info in infos) or not hasattr(response, "choices"):
+    if not any(name in info for info in infos for name in (*FIELDS, "rank")) or not hasattr(response, "choices"):
         return response
     body = response.model_dump(mode="json")
     for choice, info in zip(body["choices"], infos, strict=True):
         if "rank" in info:
             choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM if name in info}
-        elif "item" in info:
-            choice["item"] = info["item"]
+        else:
+            choice.update({name: info[name] for name in FIELDS if name in info})
     return ORJSONResponse(body)
 
 

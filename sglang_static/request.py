@@ -8,9 +8,10 @@ from typing import Any
 
 from itemset import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
+from itemset.serving.inside import Constraint
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, arrived
-from itemset.serving.words import BEAMS, CHOICE, FILTERED, INDEX, REFERENCE, SELECTION
+from itemset.serving.words import BEAMS, CHOICE, FILTERED, HOLES, INDEX, REFERENCE, SELECTION
 
 CUSTOM = "custom_params"
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -37,6 +38,8 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
     """
     if isinstance(before := params.get(REFERENCE), ItemRequest):  # the same request comes again
         return before
+    if isinstance(params.get(HOLES), Constraint):
+        return None
     found = places(params, fields)
     given = {key: value for place in found for key, value in place.items()}
     others = [key for key in OTHERS if params.get(key)]
@@ -74,7 +77,7 @@ def in_place(params: Mapping[str, Any], wanted: ItemRequest) -> dict[str, Any]:
 
 
 def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key not in (REFERENCE, CHOICE, *SELECTION)}
+    return {key: value for key, value in params.items() if key not in (REFERENCE, CHOICE, HOLES, *SELECTION)}
 
 
 def as_json(carried: Carried) -> dict[str, Any]:

@@ -22,7 +22,8 @@ ALLOWED = {
     "building": "errors text trie notices item_set",
     "masking": "errors trie item_set",
     "ranking": "errors trie item_set masking",
-    "serving": "errors text trie item_set opening views published ranking",
+    "inside": "errors trie item_set opening masking",
+    "serving": "errors text trie item_set opening views published ranking inside",
     "beam": "trie item_set masking ranking",
     "huggingface": "item_set masking",
     "report": "trie item_set",
@@ -34,7 +35,7 @@ ALLOWED = {
 BESIDE_EACH_OTHER = {"building", "masking", "serving"}
 ENGINES = {"vllm", "sglang", "vllm_static", "sglang_static"}
 OF_ENGINES = {"vllm_static": {"sglang", "sglang_static"}, "sglang_static": {"vllm", "vllm_static"}}
-FOR_DEVICES = {"masking", "ranking", "beam", "huggingface"}
+FOR_DEVICES = {"masking", "ranking", "inside", "beam", "huggingface"}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The item of every answer: found where vLLM's front end finishes an output, put into the bodies of its endpoints.
 
-An output's item is `CompletionOutput.item`: {"key": ...}, or None if the answer did not end at an item's end. Outputs
-of requests without a set have no such attribute.
+An output's item is `CompletionOutput.item`: {"key": ...}, or None if the answer did not end at an item's end; if item
+sets stand in its constraint, `CompletionOutput.items` is a list of them. Other outputs have no such attribute.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from itemset.serving.answer import told_of
 from itemset.serving.hooks import IMPORTED
 from vllm_static.compat import hook
 
 EXPECTED = "expected_item"
-"""Attribute of a request's parameters: what makes an `itemset.serving.answer.Expected` of the request. Of its state in
-vLLM's output processor: that. Parameters take attributes and do not send them to the engine; copies made for `n` have
-none."""
+"""Attribute of a request's parameters: what makes what is expected of its answers (itemset.serving.answer). Of its
+state in vLLM's output processor: that. Parameters take attributes and do not send them to the engine; copies made for
+`n` have none."""
 
 
 @hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")
@@ -40,7 +41,8 @@ def new_completion_output(
     if expected is not None and finish_reason is not None:
         # By a stop string, or aborted.
         cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
-        output.item = None if cut else expected.item(self.detokenizer.output_token_ids)
+        for name, value in expected.told(self.detokenizer.output_token_ids, cut=cut).items():
+            setattr(output, name, value)
     return output
 
 
@@ -49,8 +51,8 @@ def merge(original: Callable[..., Any], self: Any, next_output: Any, aggregate: 
     original(self, next_output, aggregate)
     for done in next_output.outputs:
         for output in self.outputs:
-            if hasattr(done, "item") and output.index == done.index:
-                output.item = done.item
+            for name, value in told_of(done).items() if output.index == done.index else ():
+                setattr(output, name, value)
 
 
 @hook(
@@ -122,8 +124,8 @@ async def responses_response(
     response = await original(self, request, sampling_params, result_generator, context, *args, **kw)
     outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
     for output in outputs[:1]:
-        if hasattr(output, "item") and hasattr(response, "output"):
-            response.item = output.item
+        for name, value in told_of(output).items() if hasattr(response, "output") else ():
+            setattr(response, name, value)
     return response
 
 
@@ -172,7 +174,7 @@ async def chat_stream(
 
 
 def _items(outputs: list[Any]) -> list[tuple[int, Any]]:
-    return [(output.index, output.item) for output in outputs if hasattr(output, "item")]
+    return [(output.index, told) for output in outputs if (told := told_of(output))]
 
 
 async def _noted(results: AsyncIterator[Any], note: Callable[[Any], None]) -> AsyncGenerator[Any, None]:
@@ -196,6 +198,7 @@ async def _with_items(events: AsyncIterator[str], items: dict[int, Any]) -> Asyn
 def _add(response: Any, outputs: list[Any]) -> None:
     """Put each answer's item into its choice; a ranked list's says more of it."""
     for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
-        for name in ("item", "ranked"):
-            if hasattr(output, name):
-                choice.item = getattr(output, name)
+        for name, value in told_of(output).items():
+            setattr(choice, name, value)
+        if hasattr(output, "ranked"):
+            choice.item = output.ranked

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +25,12 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens, warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
+from itemset.serving.inside import ENVELOPE, Grammars
 from itemset.serving.travel import arrived, tables
-from itemset.serving.words import FILTERED, INDEX, LIST, PLACE, REFERENCE
+from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE
 from vllm_static import compat
 from vllm_static.device import DevicePath
+from vllm_static.inside import HoleGrammar, vocabulary_of
 from vllm_static.metrics import Figures, label
 from vllm_static.preparing import CorePreparer
 
@@ -80,6 +84,7 @@ class StaticBackend(StructuredOutputBackend):
         if compat.on_device_path(vllm_config):
             self._device = DevicePath(config, self._catalogue)
         self.preparer = CorePreparer(self._catalogue, self._device)
+        self._grammars = Grammars(partial(vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
@@ -91,7 +96,10 @@ class StaticBackend(StructuredOutputBackend):
         The index travels on to the workers only on the device path, whose arenas may have forgotten it.
         """
         params = request.sampling_params
-        reference = (params.extra_args or {}).get(REFERENCE) if params is not None else None
+        extra = (params.extra_args or {}) if params is not None else {}
+        if HOLES in extra:
+            self._take_holes(request, extra)
+        reference = extra.get(REFERENCE)
         if reference is None:
             return False
         if (kept := arrived(self._catalogue, params.extra_args)) is not None:
@@ -102,6 +110,15 @@ class StaticBackend(StructuredOutputBackend):
         self._figures.by_path["host"] += LIST not in params.extra_args
         params.extra_args = {key: value for key, value in params.extra_args.items() if key not in (INDEX, FILTERED)}
         return False
+
+    def _take_holes(self, request: Any, extra: dict[str, Any]) -> None:
+        """Take over the sets of the request's constraint, which it holds from now on: no worker needs them."""
+        request.item_set_holes = [
+            arrived(self._catalogue, one) or self._catalogue[one[REFERENCE]] for one in extra[HOLES]
+        ]
+        request.sampling_params = copy.copy(request.sampling_params)
+        request.sampling_params.extra_args = {key: value for key, value in extra.items() if key != HOLES}
+        self._figures.by_path["host"] += 1
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -130,6 +147,9 @@ class StaticBackend(StructuredOutputBackend):
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
+        if grammar_spec.startswith(ENVELOPE):
+            stops = stop_token_ids or {self.tokenizer.eos_token_id}
+            return HoleGrammar(self._grammars.maker(grammar_spec, self._catalogue.__getitem__, stops)())
         if request_type != StructuredOutputOptions.CHOICE:
             return self._xgrammar_backend().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
         references = json.loads(grammar_spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,11 +17,13 @@ from itemset.serving.answer import Expected
 from itemset.serving.catalogue import INLINE, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.following import Follower
+from itemset.serving.inside import Constraint, Constraints, ExpectedItems
 from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Sender
-from itemset.serving.words import BEAMS, SELECTION
+from itemset.serving.words import BEAMS, HOLES, SELECTION
 from vllm_static import compat, metrics
+from vllm_static.inside import constraint_of, engine_constraint, json_options, validate, vocabulary_of
 from vllm_static.one_request import ListParams, OneRequest
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -44,6 +47,13 @@ class FrontEnd:
             end_tokens=_end_tokens(vllm_config, tokenizer),
             on_encoded=metrics.ENCODED.inc,
         )
+        self.constraints = Constraints(
+            self.checks,
+            tokenizer,
+            partial(vocabulary_of, vllm_config, tokenizer),
+            options=json_options(vllm_config),
+            validate=validate,
+        )
         self._sender = Sender(self.checks.catalogue, engines=vllm_config.parallel_config.data_parallel_size)
         self.config, self.vllm_config, self._tokenizer = config, vllm_config, tokenizer
         self.follower: Follower | None = None
@@ -64,17 +74,32 @@ class FrontEnd:
                 vllm_config.speculative_config.method,
             )
 
-    def attach(self, reference: str, params: SamplingParams, prompt_tokens: int) -> None:
-        """Make `params`, the request's own, carry the set to the engine.
+    def constraint(self, params: SamplingParams) -> Constraint | None:
+        """The constraint with item sets in it that a request has, made unless it was before. Raises as
+        `Constraints.get` does."""
+        structured = params.structured_outputs
+        if structured is not None and isinstance(structured.grammar, Constraint):
+            return structured.grammar
+        given = constraint_of(params)
+        return None if given is None else self.constraints.get(*given)
 
-        Raises RefusedError where the set and the other parameters leave no way to end an item.
+    def attach(
+        self, wanted: str | Constraint, params: SamplingParams, prompt_tokens: int
+    ) -> Callable[[Any], Expected | ExpectedItems]:
+        """Make `params`, the request's own, carry the set, or a constraint with sets in it, to the engine.
+
+        wanted: a set's reference, or the constraint. Returns a function of an EngineCoreRequest: what names the items
+        of its answers. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        self.checks.request(
-            reference,
-            prompt_tokens=prompt_tokens,
-            min_tokens=params.min_tokens,
-            stop_tokens=params.all_stop_token_ids,
-        )
+        alone = isinstance(wanted, str)
+        for reference in [wanted] if isinstance(wanted, str) else wanted.references:
+            self.checks.request(
+                reference,
+                prompt_tokens=prompt_tokens,
+                min_tokens=params.min_tokens if alone else 0,
+                stop_tokens=params.all_stop_token_ids,
+            )
+            metrics.REQUESTS.labels(metrics.label(reference)).inc()
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
                 raise RefusedError(
@@ -84,21 +109,20 @@ class FrontEnd:
                     parameter,
                 )
         extra = {key: value for key, value in (params.extra_args or {}).items() if key not in SELECTION}
-        params.extra_args = {**extra, **self._sender.carried(reference)}
-        params.structured_outputs = StructuredOutputsParams(choice=[reference])
+        if isinstance(wanted, str):
+            params.extra_args = {**extra, **self._sender.carried(wanted)}
+            params.structured_outputs = StructuredOutputsParams(choice=[wanted])
+            item_set, of_set = self.checks.catalogue[wanted], self.checks.catalogue.told(wanted)
+            return partial(self._expected, partial(Expected, item_set, of_set=of_set))
+        params.extra_args = {**extra, HOLES: wanted.carried(self._sender)}
+        params.structured_outputs = engine_constraint(wanted)
+        made = partial(ExpectedItems, wanted, self.constraints.vocabulary, self.checks.catalogue)
+        return partial(self._expected, made)
 
-    def expecting(self, reference: str) -> Callable[[Any], Expected]:
-        """A function of an EngineCoreRequest: what names the item of its answers.
-
-        To be called when vLLM has completed the request: whether it begins with reasoning is told last.
-        """
-        item_set, of_set = self.checks.catalogue[reference], self.checks.catalogue.told(reference)
-
-        def expected(request: Any) -> Expected:
-            content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
-            return Expected(item_set, frozenset(request.sampling_params.all_stop_token_ids), content, of_set)
-
-        return expected
+    def _expected(self, expected: Callable[..., Expected | ExpectedItems], request: Any) -> Expected | ExpectedItems:
+        """To be called when vLLM has completed the request: whether it begins with reasoning is told last."""
+        content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
+        return expected(frozenset(request.sampling_params.all_stop_token_ids), content)
 
     def ranked(
         self, asked: ItemRequest, *, prompt_tokens: int, max_tokens: int, end_token: int

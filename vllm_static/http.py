@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from itemset.errors import ItemSetError, shown
 from itemset.serving import asgi, words
 from itemset.serving.catalogue import InlineSet, RefusedError
+from itemset.serving.inside import EBNF, JSON, TAG
 from itemset.serving.request import ItemRequest
 from itemset.serving.words import BEAMS, CHOICE, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from vllm_static import metrics
@@ -88,6 +89,11 @@ async def _make(request: Any, body: Any) -> None:
     front_end = _front_end(request.scope["app"])
     if front_end is None or not isinstance(body, dict) or asgi.path_of(request.scope) not in MAKING:
         return
+    for kind, spec in _constraints(body) if body.get("stream") else ():
+        try:
+            await asgi.while_connected(front_end.constraints.prepare(kind, spec), request)
+        except ItemSetError as error:
+            raise _refused(error) from error
     given = {**(xargs if isinstance(xargs := body.get(XARGS), dict) else {}), **body}
     structured = body.get(STRUCTURED)
     choice = structured.get(CHOICE) if isinstance(structured, dict) else None
@@ -107,6 +113,29 @@ async def _make(request: Any, body: Any) -> None:
             _made.set(made.choice if isinstance(made.choice, InlineSet) else None)
         except ItemSetError as error:
             _made.set(error)
+
+
+def _constraints(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The constraints that a body brings, in which sets may stand. Those that vLLM makes of tools are refused later."""
+    formats = [body.get("response_format"), *(one.get("format") for one in words.at(body, "text"))]
+    for given in formats:
+        if isinstance(given, dict) and given.get("type") == "structural_tag":
+            yield TAG, given
+        elif isinstance(given, dict):
+            for place in (given, *words.at(given, "json_schema")):
+                if isinstance(place.get("schema"), dict):
+                    yield JSON, place["schema"]
+    for structured in words.at(body, STRUCTURED):
+        for name, kind in (("json", JSON), ("structural_tag", TAG), ("grammar", EBNF)):
+            if isinstance(structured.get(name), str | dict):
+                yield kind, structured[name]
+
+
+def _refused(error: ItemSetError) -> RefusedError:
+    """The error, counted, as what a body is refused with."""
+    refused = error if isinstance(error, RefusedError) else RefusedError("bad items", str(error))
+    metrics.REFUSED.labels(refused.reason).inc()
+    return refused
 
 
 def _take_choice(body: dict[str, Any]) -> None:

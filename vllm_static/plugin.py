@@ -138,26 +138,43 @@ def _process_inputs(
 ) -> Any:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_static.request import asked
+    from vllm_static.request import asked, names_sets
 
-    front_end, reference = self.static_front_end, None
+    front_end, wanted = self.static_front_end, None
     if isinstance(params, SamplingParams):
         with _refusals(params):
-            if not front_end and (params.extra_args or {}).get(REFERENCE) is not None:  # it would be ignored
+            if not front_end and names_sets(params):  # it would be ignored
                 raise ItemSetError(
                     "this engine has no item sets: start it with --structured-outputs-config.backend static and "
                     "--item-set"
                 )
             if front_end and (wanted := asked(params)) is not None:
-                reference = front_end.checks.reference(wanted)
+                wanted = front_end.checks.reference(wanted)
+            elif front_end and (wanted := front_end.constraint(params)) is not None:
+                from vllm_static.inside import with_constraint
+
+                params = with_constraint(params, wanted)
     request = original(self, request_id, prompt, params, *args, **kwargs)
-    if reference is not None:
+    if wanted is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with _refusals(params):
-            front_end.attach(reference, request.sampling_params, prompt_tokens)
-            setattr(request.sampling_params, answers.EXPECTED, front_end.expecting(reference))
-        metrics.REQUESTS.labels(metrics.label(reference)).inc()
+            expecting = front_end.attach(wanted, request.sampling_params, prompt_tokens)
+            setattr(request.sampling_params, answers.EXPECTED, expecting)
     return request
+
+
+@hook(
+    "vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar",
+    why="vLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked",
+    when=IMPORTED,
+)
+def _validate_xgrammar_grammar(original: Callable[..., Any], params: Any) -> None:
+    from itemset.serving.inside import TAG, holds_sets
+    from vllm_static.inside import constraint_of
+
+    given = constraint_of(params)
+    if given is None or given[0] != TAG or not holds_sets(*given):
+        original(params)
 
 
 @hook("vllm.v1.engine.async_llm:AsyncLLM.__init__", why="published sets are followed while the engine runs")
@@ -190,6 +207,7 @@ async def _add_request(
     front_end = self.input_processor.static_front_end
     if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
         from vllm_static.following import follow
+        from vllm_static.inside import constraint_of, with_constraint
         from vllm_static.request import asked, with_set
 
         follow(self)  # where there was no event loop before
@@ -198,6 +216,9 @@ async def _add_request(
             wanted = asked(params)
             if wanted is not None and (wanted.chooses or wanted.choice is not None):
                 params = with_set(params, await front_end.checks.prepare(wanted))
+            given = constraint_of(params) if wanted is None else None
+            if given is not None and (constraint := await front_end.constraints.prepare(*given)) is not None:
+                params = with_constraint(params, constraint)
     return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
@@ -211,7 +232,7 @@ def _validate_structured_outputs(
     config, structured = structured_outputs_config, self.structured_outputs
     if config is None or structured is None or config.backend != BACKEND:
         original(self, model_config, config, tokenizer)
-    elif structured.choice is None:
+    elif structured.choice is None and isinstance(structured.grammar, str | None):
         original(self, model_config, compat.xgrammar_config(config), tokenizer)
     elif model_config.is_diffusion:
         from vllm.exceptions import VLLMValidationError

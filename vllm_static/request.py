@@ -42,6 +42,15 @@ def asked_by(
     )
 
 
+def names_sets(params: SamplingParams) -> bool:
+    """Whether a request names a set, or one stands in its constraint."""
+    from itemset.serving.inside import holds_sets
+    from vllm_static.inside import constraint_of
+
+    given = constraint_of(params)
+    return (params.extra_args or {}).get(REFERENCE) is not None or (given is not None and holds_sets(*given))
+
+
 def with_set(params: SamplingParams, wanted: ItemRequest) -> SamplingParams:
     """The same parameters, in which a request's set, made, stands in place of what it was made of."""
     own, extra = copy.copy(params), dict(params.extra_args or {})

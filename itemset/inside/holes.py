@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from itemset.inside.vocabulary import Bridges
-from itemset.item_set import ItemSet
+from itemset.item_set import ItemSet, build
 from itemset.masking.host import Walk
+from itemset.opening import from_bytes
 from itemset.trie.numbering import numbers_of
 from itemset.trie.rows import as_rows
 from itemset.trie.tables import Tables
@@ -34,7 +36,7 @@ class Items(Walk):
         dead = dead_of(self._tables, whole.trie.tables, whole._terminal_rank, numbers)
         return Items(self.item_set, self._tables._replace(dead=dead))
 
-    def closing(self, state: int, bridges: Bridges, row: np.ndarray) -> list[int]:
+    def closing(self, state: int, bridges: Bridges, row: NDArray[np.int32]) -> list[int]:
         """Return the tokens after which an item ends and that a bridge may begin with.
 
         row: the tokens that may follow, as `fill` sets them.
@@ -54,6 +56,13 @@ class Items(Walk):
                 self._closing.clear()
             self._closing[key] = known
         return known
+
+
+def warm_up() -> None:
+    """Load what giving an item takes, for both widths of token ids: no request should wait for it."""
+    for first in (0, 1 << 16):
+        items = Items(from_bytes(build([[first, 1], [first, 2], [3]]).to_bytes()))  # as a served set: read-only
+        items.without((first, 1)).without((first, 2)).step(0, 3)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Marked:
-    """A grammar as xgrammar prints it, with marks in it. hole_of: of each mark its number in `holes`."""
+    """A grammar as xgrammar prints it, with marks in it.
 
+    spec: what it was made of, with marks in place of the sets. hole_of: of each mark its number in `holes`.
+    """
+
+    spec: str
     grammar: str
     holes: list[Place]
     hole_of: Mapping[str, int]
@@ -123,7 +127,8 @@ class Marker:
         marked = self._whole_schema(schema, "$")
         if not self._places:
             return None
-        return self._placed(xgrammar.Grammar.from_json_schema(json.dumps(marked), **options), schema)
+        spec = json.dumps(marked)
+        return self._placed(spec, xgrammar.Grammar.from_json_schema(spec, **options), schema)
 
     def tag(self, given: Any) -> Marked | None:
         """Mark a structural tag, of the present form or of the older one with `structures`."""
@@ -140,16 +145,18 @@ class Marker:
             if not self._places:
                 return None
             new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
-            return self._placed(xgrammar.Grammar.from_structural_tag(new), tag)
+            new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
+            return self._placed(new.model_dump_json(), xgrammar.Grammar.from_structural_tag(new), tag)
         marked = self._tag(tag, "$")
         if not self._places:
             return None
-        return self._placed(xgrammar.Grammar.from_structural_tag(json.dumps(marked)), tag)
+        spec = json.dumps(marked)
+        return self._placed(spec, xgrammar.Grammar.from_structural_tag(spec), tag)
 
     def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
         """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
         marked = "".join(self._elements(given))
-        return self._placed(parse(marked), None) if self._places else None
+        return self._placed(marked, parse(marked), None) if self._places else None
 
     @staticmethod
     def _parsed(given: Any) -> Any:
@@ -313,7 +320,7 @@ class Marker:
 
     # What xgrammar made of it
 
-    def _placed(self, grammar: xgrammar.Grammar, given: Any) -> Marked:
+    def _placed(self, spec: str, grammar: xgrammar.Grammar, given: Any) -> Marked:
         text, holes, hole_of = str(grammar), list[Place](), dict[str, int]()
         numbers: dict[Any, int] = {}
         for mark, place in self._places.items():
@@ -334,7 +341,7 @@ class Marker:
             hole_of[mark] = numbers[key]
         if len(holes) > HOLES:
             raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
-        return Marked(text, holes, hole_of)
+        return Marked(spec, text, holes, hole_of)
 
     @staticmethod
     def _refuse_if_referenced(place: Place, given: Any) -> None:

@@ -120,7 +120,9 @@ class Checks:
         RefusedError, or ItemSetError for what is wrong with an item.
         """
         if asked.choice is not None:
-            return (asked.choice if isinstance(asked.choice, InlineSet) else self._inline.get(asked.choice)).reference
+            if isinstance(asked.choice, InlineSet):
+                return asked.choice.reference
+            return self._inline.get(asked.choice, asked.escape).reference
         reference = self.catalogue.reference(self._name(asked))
         return self._chosen.get(asked, reference).reference if asked.chooses else reference
 
@@ -149,7 +151,7 @@ class Checks:
             return replace(asked, choice=await self._chosen.prepare(asked, reference))
         if asked.choice is None or isinstance(asked.choice, InlineSet):
             return self.pinned(asked)
-        return replace(asked, choice=await self._inline.prepare(asked.choice))
+        return replace(asked, choice=await self._inline.prepare(asked.choice, asked.escape))
 
     def ranked(
         self,

@@ -8,6 +8,14 @@ from typing import Any
 
 from itemset.item_set import ItemSet
 
+FIELDS = ("item", "items")
+"""What an answer says of items: which it is, or which it holds."""
+
+
+def told_of(output: Any) -> dict[str, Any]:
+    """Those of the fields that an engine's output has."""
+    return {name: getattr(output, name) for name in FIELDS if hasattr(output, name)}
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -21,6 +29,10 @@ class Expected:
     stop_tokens: frozenset[int]
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
     of_set: Mapping[str, str] = field(default_factory=dict)
+
+    def told(self, tokens: Sequence[int], *, cut: bool) -> dict[str, Any]:
+        """What an answer says: its item. cut: whether it ended before its end, by a stop string or aborted."""
+        return {"item": None if cut else self.item(tokens)}
 
     def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
         """What an answer says of its item, {"key": ...} and more; None if it ended elsewhere.

@@ -71,9 +71,9 @@ def path_of(scope: Mapping[str, Any]) -> str:
 
 
 def with_items(event: str, items: Mapping[int, Any]) -> str:
-    """A server-sent event of an OpenAI stream, with the item of each of its choices that ends here: `item`.
+    """A server-sent event of an OpenAI stream, with what each of its choices that ends here says of items.
 
-    items: by choice index, of those that have ended. Events before the end are not parsed.
+    items: fields by choice index, of those that have ended. Events before the end are not parsed.
     """
     head, _, data = event.partition("data: ")
     if not items or '"finish_reason":' not in data:
@@ -82,5 +82,5 @@ def with_items(event: str, items: Mapping[int, Any]) -> str:
     ended = [choice for choice in chunk.get("choices") or () if choice.get("finish_reason") is not None]
     for choice in ended:
         if choice.get("index") in items:
-            choice["item"] = items[choice["index"]]
+            choice.update(items[choice["index"]])
     return f"{head}data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event

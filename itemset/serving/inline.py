@@ -16,7 +16,7 @@ from itemset.item_set import build
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.encoding import Encoder, Steps
-from itemset.text import BATCH, encode, named
+from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
 
 if TYPE_CHECKING:
@@ -57,30 +57,30 @@ class InlineTexts:
         self._reader = ThreadPoolExecutor(1, "inline-texts")
         _warm_up()
 
-    def get(self, choice: Any) -> InlineSet:
+    def get(self, choice: Any, escape: Escape | None = None) -> InlineSet:
         """The set of these texts, which is encoded and built unless it is known. Waits for that.
 
-        Raises RefusedError, or ItemSetError for what is wrong with an item.
+        escape: as for `itemset.build_text`. Raises RefusedError, or ItemSetError for what is wrong with an item.
         """
         texts = self._copied(choice)
-        future = self._ask(texts, *self._read(texts))
+        future = self._ask(texts, escape, *self._read(texts, escape))
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
-    async def prepare(self, choice: Any) -> InlineSet:
+    async def prepare(self, choice: Any, escape: Escape | None = None) -> InlineSet:
         """The same for an event loop, of which it takes about a millisecond: a large list is read on another thread.
 
         If it is cancelled, and nobody else waits for an equal list, encoding stops.
         """
         texts = self._copied(choice)
         if len(texts) <= FEW_TEXTS and sum(len(text) for text in texts if type(text) is str) <= FEW_CHARACTERS:
-            found = self._read(texts)
+            found = self._read(texts, escape)
         else:
-            found = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts)
-        return await asyncio.wrap_future(self._ask(texts, *found))
+            found = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, escape)
+        return await asyncio.wrap_future(self._ask(texts, escape, *found))
 
     def _copied(self, choice: Any) -> list[Any]:
         """The list, which nobody can change any more."""
@@ -94,7 +94,7 @@ class InlineTexts:
             )
         return choice.copy()
 
-    def _read(self, texts: list[Any]) -> tuple[str, int]:
+    def _read(self, texts: list[Any], escape: Escape | None) -> tuple[str, int]:
         """The reference of a list, and what it costs to encode, in `_encode`'s unit.
 
         It works in parts, so that it keeps no other thread waiting for more than a few milliseconds. Raises
@@ -129,17 +129,18 @@ class InlineTexts:
             digest.update(lengths.tobytes())
         for _, part in parts:
             digest.update("".join(part).encode("utf-8", "surrogatepass"))
+        digest.update((escape or "").encode())
         return INLINE + digest.hexdigest(), characters + TEXT_COST * len(texts)
 
-    def _ask(self, texts: list[str], reference: str, cost: int) -> Future[InlineSet]:
-        return self._encoder.ask(reference, cost, lambda: self._encode(reference, texts))
+    def _ask(self, texts: list[str], escape: Escape | None, reference: str, cost: int) -> Future[InlineSet]:
+        return self._encoder.ask(reference, cost, lambda: self._encode(reference, texts, escape))
 
-    def _encode(self, reference: str, texts: list[str]) -> Steps:
+    def _encode(self, reference: str, texts: list[str], escape: Escape | None) -> Steps:
         """Encode the texts slice by slice, and build their set. Raises ItemSetError that names the first bad item."""
         tokens: list[NDArray[np.int32]] = []
         lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         for start, part in _slices(texts):
-            found, offsets = encode(part, self._tokenizer, before=start, name=NAME)
+            found, offsets = encode(part, self._tokenizer, before=start, name=NAME, escape=escape)
             tokens.append(found)
             lengths.append(np.diff(offsets))
             self._on_encoded(len(part))

@@ -10,6 +10,7 @@ from typing import Any
 from itemset.errors import shown
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.words import BEAMS, COMPARED, ELSEWHERE, FILTER, INTERNAL, OPTIONS, REFERENCE, SELECTION, nearest
+from itemset.text import Escape
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
     left of the registered one. item_filter, exclude_keys, only_keys: what chooses among its items, see `views.view`.
+    escape: how the texts of an inline set stand in an answer, see `itemset.build_text`.
     """
 
     item_set: str | None = None
@@ -60,6 +62,7 @@ class ItemRequest:
     item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
     exclude_keys: list[Any] | None = field(default=None, repr=False)
     only_keys: list[Any] | None = field(default=None, repr=False)
+    escape: Escape | None = None
 
     @property
     def chooses(self) -> bool:

@@ -23,9 +23,16 @@ BEAMS = "use_beam_search"
 """vLLM's word for a ranked list, on OpenAI endpoints of both engines."""
 OPTIONS = ("width", "exact", "renormalised", "max_passes")
 """What a request for a ranked list may give beside its set: see `itemset.serving.request.ListOptions`."""
-INDEX, FILTERED, PLACE, LIST = INTERNAL = ("item_set_index", "item_set_filter", "item_set_place", "item_set_list")
+INDEX, FILTERED, PLACE, LIST, HOLES = INTERNAL = (
+    "item_set_index",
+    "item_set_filter",
+    "item_set_place",
+    "item_set_list",
+    "item_set_holes",
+)
 """Keys under which a request inside the engine carries an inline set's index file, the filter that its set is or stands
-on, its set's place on the devices, and the ranked list that it is. They are no words of requests."""
+on, its set's place on the devices, the ranked list that it is, and what it carries of the sets in its constraint. They
+are no words of requests."""
 
 WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION)
 EDITS = 2

@@ -1,0 +1,321 @@
+"""Item sets inside other grammars: found in a request's constraint, looked up, checked, and carried to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.inside.answer import items_of, json_paths, text_of
+from itemset.inside.composite import Composite, Found
+from itemset.inside.holes import Hole, Items, warm_up
+from itemset.inside.marks import Marked, Marker, Place, mentions
+from itemset.inside.vocabulary import Vocabulary
+from itemset.item_set import ItemSet
+from itemset.serving.admission import Checks
+from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
+from itemset.serving.request import ItemRequest
+from itemset.serving.travel import Carried, Sender
+from itemset.text import Escape, continues
+
+ENVELOPE = "\0item_set_holes:"
+"""Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
+
+JSON, TAG, EBNF, LARK = KINDS = ("json", "structural_tag", "ebnf", "lark")
+
+_MARKED = 256  # constraints whose marks are kept
+_THREADS = 2
+
+
+def holds_sets(kind: str, spec: Any) -> bool:
+    """Whether item sets stand in a constraint, rightly or not."""
+    if not mentions(spec):
+        return False
+    try:
+        return _marked(Marker(lambda place: 1 << 30), kind, spec, {}) is not None
+    except ItemSetError:
+        return True
+    except Exception:  # no constraint, as its engine will say
+        return False
+
+
+def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) -> Marked | None:
+    if kind == JSON:
+        return marker.schema(spec, **options)
+    if kind == TAG:
+        return marker.tag(spec)
+    return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
+
+
+@dataclass(frozen=True, eq=False)
+class SetHole:
+    """A hole and the set in it.
+
+    kept: the set that came with the request or was chosen for it, held as long as the request needs it.
+    """
+
+    place: Place
+    closers: bytes
+    reference: str
+    item_set: ItemSet = field(repr=False)
+    kept: InlineSet | None = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Constraint:
+    """A request's constraint with holes. In the request it stands in place of what it was made of.
+
+    kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process, in time.
+    """
+
+    kind: str
+    grammar: str
+    holes: Sequence[SetHole]
+    compiled: Future[xgrammar.CompiledGrammar] = field(repr=False)
+
+    def __deepcopy__(self, memo: Any) -> Constraint:
+        """Engines copy a request's parameters; this is immutable."""
+        return self
+
+    @property
+    def references(self) -> list[str]:
+        return list(dict.fromkeys(hole.reference for hole in self.holes))
+
+    def spec(self) -> str:
+        """Return what `Grammars` reads in the engine."""
+        holes = [
+            [hole.reference, hole.closers.decode("latin-1"), hole.place.group, hole.place.begins] for hole in self.holes
+        ]
+        return ENVELOPE + json.dumps([self.grammar, holes])
+
+    def carried(self, sender: Sender) -> list[Carried]:
+        """Return what the request carries of its sets."""
+        return [sender.carried(reference) for reference in self.references]
+
+
+class Constraints:
+    """Those of one front end. Safe for threads."""
+
+    def __init__(
+        self,
+        checks: Checks,
+        tokenizer: Any,
+        vocabulary: Callable[[], Vocabulary],
+        *,
+        options: Mapping[str, Any],
+        validate: Callable[[str, str], None] = lambda kind, spec: None,
+    ) -> None:
+        """vocabulary: makes the model's, once it is asked for. options: of `xgrammar.Grammar.from_json_schema`.
+        validate: what the engine itself says of a constraint (its kind, and its text with constants in place of the
+        sets); raises what it likes."""
+        self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
+        self._make, self._lock = vocabulary, threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._marked: OrderedDict[str, tuple[Marked, dict[str, int]]] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
+        warm_up()
+        self._unsafe: NDArray[np.bool_] | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make()
+            return self._vocabulary
+
+    def get(self, kind: str, spec: Any) -> Constraint | None:
+        """Return the constraint, None if no item set stands in it. Waits for all of it.
+
+        Raises RefusedError for what cannot hold, and as `Checks.reference` does.
+        """
+        if not mentions(spec) or (marked := self._mark(kind, spec)) is None:
+            return None
+        return self._assembled(kind, marked, [self._checks.reference(self._asked(place)) for place in marked.holes])
+
+    async def prepare(self, kind: str, spec: Any) -> Constraint | None:
+        """Do `get` beside the event loop."""
+        if not mentions(spec):
+            return None
+        loop = asyncio.get_running_loop()
+        marked = await loop.run_in_executor(self._threads, self._mark, kind, spec)
+        if marked is None:
+            return None
+        held = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
+        references = [self._checks.reference(one) for one in held]
+        return await loop.run_in_executor(self._threads, self._assembled, kind, marked, references)
+
+    def _mark(self, kind: str, spec: Any) -> Marked | None:
+        """Find and mark the places, unless that was done not long ago and the sets' sizes are the same."""
+        key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}"
+        with self._lock:
+            marked, sizes = self._marked.get(key, (None, {}))
+        if marked is None or any(self._size(json.loads(asks)) != size for asks, size in sizes.items()):
+            sizes = {}
+            marked = self._marked_anew(kind, spec, sizes)
+            if marked is not None:
+                with self._lock:
+                    self._marked[key] = marked, sizes
+                    while len(self._marked) > _MARKED:
+                        self._marked.popitem(last=False)
+        return marked
+
+    def _marked_anew(self, kind: str, spec: Any, sizes: dict[str, int]) -> Marked | None:
+        def size_of(place: Place) -> int:
+            asks = json.dumps([place.named, dict(place.selection)])
+            sizes[asks] = self._size(json.loads(asks))
+            return sizes[asks]
+
+        try:
+            marked = _marked(Marker(size_of), kind, spec, self._options)
+            if marked is not None:
+                self._validate(kind, marked.spec)
+                xgrammar.Grammar.from_ebnf(marked.ebnf(0))
+        except RefusedError:
+            raise
+        except ItemSetError as error:
+            raise RefusedError("item set inside", str(error)) from error
+        except Exception as error:  # xgrammar's own, and the engine's
+            raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
+        return marked
+
+    def _size(self, asked: list[Any]) -> int:
+        named, selection = asked
+        if isinstance(named, list):
+            return len({str(text) for text in named})
+        return len(self._checks.catalogue[self._checks.reference(ItemRequest(named, **selection))])
+
+    def _asked(self, place: Place) -> ItemRequest:
+        if isinstance(place.named, str):
+            return ItemRequest(place.named, **place.selection)
+        escape: Escape = "json" if place.quoted else "text"
+        return ItemRequest(choice=list(place.named), escape=escape)
+
+    def _assembled(self, kind: str, marked: Marked, references: list[str]) -> Constraint:
+        catalogue, holes = self._checks.catalogue, list[SetHole]()
+        for place, closers, reference in zip(marked.holes, marked.closers(), references, strict=True):
+            item_set = catalogue[reference]
+            if isinstance(place.named, str):
+                self._check_texts(place, item_set)
+            holes.append(SetHole(place, closers, reference, item_set, catalogue.inline(reference)))
+        vocabulary = self.vocabulary
+        grammar = marked.ebnf(vocabulary.first)
+        # Only the answer's end needs it here: the engine compiles its own at the same time.
+        return Constraint(kind, grammar, holes, self._threads.submit(vocabulary.compile, grammar))
+
+    def _check_texts(self, place: Place, item_set: ItemSet) -> None:
+        """Raises RefusedError for a set whose texts are not as they must be where it stands."""
+        unsafe = self._to_be_escaped(item_set.whole)
+        how = "json" if place.quoted else "text"
+        if place.quoted and unsafe and item_set.whole.escape != "json":
+            why = "has items with a quote, a backslash or a control character, which a JSON string must escape"
+        elif not place.quoted and unsafe and item_set.whole.escape == "json":
+            why = "has items that are escaped for JSON strings, and stands in none"
+        elif item_set.whole.escape is None and item_set.tokenizer is not None and not self._continues:
+            why = "has items as the model's tokenizer encodes them at the beginning of a text, after a space"
+        else:
+            return
+        raise RefusedError(
+            "item set inside", f"{place.path}: the item set {place.named!r} {why}: build it with --escape {how}"
+        )
+
+    def _to_be_escaped(self, item_set: ItemSet) -> bool:
+        if self._unsafe is None:
+            harmful = {*range(32), ord('"'), ord("\\")}
+            self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.bytes])
+        return bool(self._unsafe[item_set.token_ids[item_set.token_ids < len(self._unsafe)]].any())
+
+    @property
+    def _continues(self) -> bool:
+        return continues(self._tokenizer)
+
+
+@dataclass(frozen=True)
+class ExpectedItems:
+    """What a front end keeps of a request whose constraint has holes, and reads the answer's tokens with.
+
+    The rest is as for `answer.Expected`.
+    """
+
+    constraint: Constraint
+    vocabulary: Vocabulary
+    catalogue: Catalogue
+    stop_tokens: frozenset[int]
+    content: Callable[[Sequence[int]], Sequence[int]] | None = None
+
+    def told(self, tokens: Sequence[int], *, cut: bool) -> dict[str, Any]:
+        """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
+        tokens = tokens if self.content is None else self.content(tokens)
+        bridges = self.vocabulary.bridges
+        holes = [
+            Hole(Items(hole.item_set), bridges(hole.closers) if hole.closers else None, *_group(hole))
+            for hole in self.constraint.holes
+        ]
+        composite = Composite(self.vocabulary, self.constraint.compiled.result(), holes, self.stop_tokens)
+        found, text = items_of(composite, tokens), text_of(self.vocabulary, tokens)
+        paths = json_paths(text) if self.constraint.kind == JSON else {}
+        return {"items": [self._item(one, text, paths.get(one.begin)) for one in found]}
+
+    def _item(self, found: Found, text: bytes, path: str | None) -> dict[str, Any]:
+        hole = self.constraint.holes[found.hole]
+        keys = hole.item_set.keys_of([found.tokens])[0]
+        shown = text[found.begin : found.end].decode("utf-8", "replace")
+        if hole.place.quoted:
+            shown = json.loads(f'"{shown}"', strict=False)
+        where = {} if path is None else {"path": path}
+        named = {} if hole.reference.startswith(INLINE) else {"set": name_of(hole.reference)}
+        told = self.catalogue.told(hole.reference)
+        return {**where, "text": shown, **named, "key": keys[0], "keys": keys, **told}
+
+
+def _group(hole: SetHole) -> tuple[int | None, bool]:
+    return hole.place.group, hole.place.begins
+
+
+class Grammars:
+    """Makes the grammars of one engine core or scheduler. Safe for threads."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._make, self._lock = vocabulary, threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
+        warm_up()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make()
+            return self._vocabulary
+
+    def maker(
+        self, spec: str, sets: Callable[[str], ItemSet], stop_token_ids: Iterable[int]
+    ) -> Callable[[], Composite]:
+        """Compile a constraint, and return what makes a request's grammar of it.
+
+        spec: `Constraint.spec()`. sets: by reference. Raises RuntimeError as xgrammar does, and as `sets` does.
+        """
+        vocabulary, (grammar, given) = self.vocabulary, json.loads(spec.removeprefix(ENVELOPE))
+        compiled = vocabulary.compile(grammar)
+        holes = []
+        for reference, closers, group, begins in given:
+            bridges = vocabulary.bridges(closers.encode("latin-1")) if closers else None
+            holes.append(Hole(self._of(reference, sets), bridges, group, begins))
+        stops = list(stop_token_ids)
+        return lambda: Composite(vocabulary, compiled, holes, stops)
+
+    def _of(self, reference: str, sets: Callable[[str], ItemSet]) -> Items:
+        with self._lock:
+            if (items := self._items.get(reference)) is None:
+                self._items[reference] = items = Items(sets(reference))
+            return items

@@ -1,0 +1,80 @@
+"""Item sets inside SGLang's other grammars: JSON schemas, structural tags and EBNF with holes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+from itemset.inside.composite import Composite
+from itemset.serving.inside import EBNF, JSON, TAG, Constraint, holds_sets
+from itemset.serving.words import HOLES
+
+KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
+"""The constraints, in `sampling_params`, in which item sets can stand."""
+
+
+def constraint_of(params: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The kind and the text of the constraint of one prompt; None if there is none in which sets can stand."""
+    return next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
+
+
+def names_sets(params: Mapping[str, Any]) -> bool:
+    """Whether a set stands in the constraint of one prompt."""
+    given = constraint_of(params)
+    return given is not None and holds_sets(*given)
+
+
+def with_constraint(params: Mapping[str, Any], constraint: Constraint) -> dict[str, Any]:
+    """The same parameters, with the constraint in place of what it was made of."""
+    return {**{key: value for key, value in params.items() if key not in KINDS}, HOLES: constraint}
+
+
+def validate(kind: str, spec: str) -> None:
+    """Raises ValueError for what SGLang refuses with xgrammar (constrained/xgrammar_backend.py, dispatch_json)."""
+    if kind == JSON:
+        from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
+
+        validate_xgrammar_json_schema(json.loads(spec))
+
+
+class HoleGrammar(BaseGrammarObject):
+    """One request's grammar with holes as SGLang's contract wants it (constrained/base_grammar_backend.py).
+
+    Its mask is xgrammar's bitmask: see `backend.StaticGrammar`.
+    """
+
+    allocate_vocab_mask = XGrammarGrammar.allocate_vocab_mask
+    move_vocab_mask = staticmethod(XGrammarGrammar.move_vocab_mask)
+    apply_vocab_mask = XGrammarGrammar.apply_vocab_mask
+
+    def __init__(self, make: Callable[[], Composite]) -> None:
+        super().__init__()
+        self._make, self._composite = make, make()
+
+    def accept_token(self, token: int) -> None:
+        """Raises ValueError for a token that leaves the grammar."""
+        if self._composite.is_terminated:
+            return
+        if not self._composite.accept(token):
+            raise ValueError(f"the token {token} leaves the grammar")
+        self.current_token = token
+
+    def rollback(self, k: int) -> None:
+        self._composite.rollback(k)
+
+    def is_terminated(self) -> bool:
+        return self._composite.is_terminated
+
+    def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
+        self._composite.fill_bitmask(vocab_mask[idx].numpy())
+
+    def copy(self) -> HoleGrammar:
+        return HoleGrammar(self._make)
+
+    def try_jump_forward(self, tokenizer: Any) -> None:
+        """SGLang 0.5 asks no grammar any more."""

@@ -1,0 +1,126 @@
+"""Answers that hold items, for the tests with real engines: constraints, and what every answer must satisfy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import itemset
+
+TITLES = [
+    *("Alien", "Aliens", "Alien 3", "The Godfather", "The Godfather: Part II", "Up", "Upside", "Amélie", "千と千尋"),
+    *("M", "M*A*S*H", "(500) Days", "2001", "2001: A Space Odyssey", "Who?", "Who? Me?", "<film>", "]", "null"),
+]
+KEYS = [f"title {i}" for i in range(len(TITLES))]
+QUOTED = ['He said "No"', "Back\\slash", "Tab\there", "plain"]
+
+FILM = {"type": "string", "item_set": "titles"}
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+COLOURS = ["red", "grün", 'the "blue"']
+OBJECT = {"type": "object", "properties": {"film": FILM, "n": DIGIT}, "required": ["film", "n"]}
+SLATE = {"type": "array", "items": FILM, "uniqueItems": True, "minItems": 3, "maxItems": 5}
+SCHEMAS: dict[str, Any] = {
+    "object": OBJECT,
+    "slate": SLATE,
+    "optional": {"type": "object", "properties": {"film": FILM, "other": {"anyOf": [FILM, {"type": "null"}]}}},
+    "referenced": {
+        "$defs": {"film": FILM},
+        "type": "array",
+        "items": {"$ref": "#/$defs/film"},
+        "minItems": 2,
+        "maxItems": 2,
+    },
+    "or a constant": {"type": "array", "items": {"anyOf": [FILM, {"const": "unknown"}]}, "minItems": 2, "maxItems": 3},
+    "inline": {"type": "object", "properties": {"c": {"type": "string", "item_set": COLOURS}}, "required": ["c"]},
+    "quoted": {"type": "object", "properties": {"q": {"type": "string", "item_set": "quoted"}}, "required": ["q"]},
+    "some": {
+        "type": "array",
+        "items": FILM | {"exclude_keys": KEYS[:15]},
+        "uniqueItems": True,
+        "minItems": 4,
+        "maxItems": 9,
+    },
+    "called so": {"type": "object", "properties": {"item_set": FILM, "if": FILM}, "required": ["item_set", "if"]},
+}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "const_string", "value": "see "},
+            {"type": "tag", "begin": "<f>", "content": {"type": "item_set", "item_set": "titles"}, "end": "</f>"},
+            {"type": "regex", "pattern": "[a-c]{2}"},
+        ],
+    },
+}
+EBNF = 'root ::= "[" ItemSet("titles") ("; " [x-z])? "]"'
+BAD = {
+    "$.properties.film: format": {"type": "object", "properties": {"film": FILM | {"format": "date"}}},
+    "no item set is called": {"type": "string", "item_set": "title"},
+    "$.not": {"type": "string", "not": FILM},
+    "does not hold there": {"allOf": [FILM, {"type": "string"}]},
+    "uniqueItems": {"$defs": {"f": FILM}, "type": "array", "items": {"$ref": "#/$defs/f"}, "uniqueItems": True},
+    "minItems=20": SLATE | {"minItems": 20, "maxItems": 20},
+    "its type cannot be": {"type": "integer", "item_set": "titles"},
+}
+"""Refused, each with a sentence that holds its key."""
+
+
+def sets(directory: Path, tokenizer: Any) -> dict[str, str]:
+    """Files of the sets `titles` and `quoted`, by name."""
+    itemset.build_text(TITLES, tokenizer, keys=KEYS).save(directory / "titles.itemset")
+    itemset.build_text(QUOTED, tokenizer, escape="json").save(directory / "quoted.itemset")
+    return {name: str(directory / f"{name}.itemset") for name in ("titles", "quoted")}
+
+
+def check_json(name: str, text: str, items: Sequence[dict[str, Any]]) -> None:
+    """Whether an answer to a schema of SCHEMAS is what it must be, and its items are told."""
+    answer = json.loads(text)
+    strings = dict(_strings(answer, "$"))
+    assert {item["path"] for item in items} == {path for path in strings if strings[path] not in ("unknown", None)}
+    for item in items:
+        assert item["text"] == strings[item["path"]]
+        allowed = {"inline": COLOURS, "quoted": QUOTED}.get(name, TITLES)
+        at = allowed.index(item["text"])
+        assert item.get("set") == {"inline": None, "quoted": "quoted"}.get(name, "titles")
+        assert item["key"] == (at if allowed is not TITLES else KEYS[at])
+        assert item["keys"] == [item["key"]]
+    if name in ("slate", "some"):
+        assert len(set(answer)) == len(answer) >= SCHEMAS[name]["minItems"]
+    if name == "some":
+        assert not set(answer) & set(TITLES[:15])
+        assert len(answer) == 4
+
+
+def check_tag(text: str, items: Sequence[dict[str, Any]]) -> None:
+    (title,) = re.fullmatch("see <f>(.*)</f>[a-c]{2}", text).groups()
+    assert items == [{"text": title, "set": "titles", "key": (key := KEYS[TITLES.index(title)]), "keys": [key]}]
+
+
+def check_ebnf(text: str, items: Sequence[dict[str, Any]]) -> None:
+    assert re.fullmatch(r"\[(.*?)(; [x-z])?\]", text, re.DOTALL), text
+    assert text[1:].startswith(items[0]["text"])
+    assert items[0]["text"] in TITLES
+
+
+CASES: dict[str, tuple[str, Any, Callable[[str, Any], None]]] = {
+    **{
+        name: ("json", schema, lambda text, items, name=name: check_json(name, text, items))
+        for name, schema in SCHEMAS.items()
+    },
+    "tag": ("structural_tag", json.dumps(TAG), check_tag),
+    "ebnf": ("grammar", EBNF, check_ebnf),
+}
+"""By name: the kind of the constraint as vLLM calls it, the constraint, and what checks an answer's text and items."""
+
+
+def _strings(value: Any, path: str) -> list[tuple[str, Any]]:
+    """The strings and nulls in a JSON value, by their paths."""
+    if isinstance(value, dict):
+        return [one for key, inner in value.items() for one in _strings(inner, f"{path}.{key}")]
+    if isinstance(value, list):
+        return [one for i, inner in enumerate(value) for one in _strings(inner, f"{path}[{i}]")]
+    return [(path, value)] if isinstance(value, str | None) else []

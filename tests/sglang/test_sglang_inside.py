@@ -1,0 +1,132 @@
+"""Items inside answers on the real SGLang: JSON fields, tags, grammars, slates; offline on both paths, and by HTTP."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from inside import BAD, CASES, OBJECT, SCHEMAS, SLATE, TITLES, check_json, sets
+from models import tiny_tokenizer
+from sglang_engines import NGRAM
+
+WORDS = {"json": "json_schema", "structural_tag": "structural_tag", "grammar": "ebnf"}
+COMPACT = {"constrained_json_disable_any_whitespace": True}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return {"item_sets": sets(tmp_path_factory.mktemp("inside"), tiny_tokenizer())}
+
+
+@pytest.fixture
+def engine(engines, tiny_model, files, path):
+    return engines(tiny_model, grammar_backend="static", **files, item_set_path=path, **COMPACT)
+
+
+def asking(name: str, **more: Any) -> dict[str, Any]:
+    kind, constraint, _ = CASES[name]
+    text = constraint if isinstance(constraint, str) else json.dumps(constraint)
+    return {"max_new_tokens": 150, "temperature": 1, WORDS[kind]: text, **more}
+
+
+def check(names: list[str], outputs: list[Any]) -> None:
+    ended = 0
+    for name, output in zip(names, outputs, strict=True):
+        if output["meta_info"]["finish_reason"]["type"] == "stop":
+            CASES[name][2](output["text"], output["meta_info"]["items"])
+            ended += 1
+    assert ended > len(names) * 2 / 3
+
+
+def test_answers_hold_items(engine):
+    names = [name for name in CASES for _ in range(4)]
+    check(names, engine.generate([f"p {i}" for i in range(len(names))], [asking(name) for name in names]))
+
+
+def test_beside_sets_and_other_grammars(engine):
+    plain = {"max_new_tokens": 20, "regex": "[a-c]{4}"}
+    item = {"max_new_tokens": 40, "temperature": 1, "item_set": "titles"}
+    params = [asking("object"), plain, item, asking("slate")] * 4
+    outputs = engine.generate([f"q {i}" for i in range(16)], params)
+    check(["object", "slate"] * 4, [output for i, output in enumerate(outputs) if i % 4 in (0, 3)])
+    for output in outputs[1::4]:
+        assert set(output["text"]) <= set("abc")
+        assert "items" not in output["meta_info"]
+    for output in outputs[2::4]:
+        assert output["text"] in TITLES
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_what_would_not_hold_is_refused(engine, sentence):
+    with pytest.raises(ValueError, match=r"item_set|item set|minItems|uniqueItems") as raised:
+        engine.generate("p", {"json_schema": json.dumps(BAD[sentence])})
+    assert sentence in str(raised.value)
+
+
+def test_with_speculation_the_answers_are_the_same(engines, tiny_model, files):
+    options = {"grammar_backend": "static", **files, **COMPACT}
+    plain, drafting = engines(tiny_model, **options), engines(tiny_model, **options, **NGRAM)
+    names = [name for name in CASES for _ in range(2)]
+    prompts = [f"[{', '.join(TITLES[:4])}] {i}" for i in range(len(names))]
+    params = [asking(name, temperature=0, max_new_tokens=80) for name in names]
+    expected, drafted = (one.generate(prompts, params) for one in (plain, drafting))
+    for name, one, other in zip(names, expected, drafted, strict=True):
+        assert one["text"] == other["text"], name
+        assert one["meta_info"]["items"] == other["meta_info"]["items"]
+
+
+@pytest.fixture
+def server(servers, tiny_model, files):
+    flags = [f"{name}={path}" for name, path in files["item_sets"].items()]
+    compact = "--constrained-json-disable-any-whitespace"
+    return servers(tiny_model, arguments=("--grammar-backend", "static", compact, "--item-set", *flags))
+
+
+def test_over_http(server):
+    def ask(name: str) -> dict[str, Any]:
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
+        body = {"model": "tiny", "prompt": "p", "max_tokens": 150, "response_format": schema}
+        status, answer = server.post("/v1/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0]
+
+    with ThreadPoolExecutor(16) as pool:
+        choices = list(pool.map(ask, SCHEMAS))
+    for name, choice in zip(SCHEMAS, choices, strict=True):
+        if choice["finish_reason"] == "stop":
+            check_json(name, choice["text"], choice["items"])
+    assert sum(choice["finish_reason"] == "stop" for choice in choices) > len(choices) / 2
+
+
+def test_chat_tools_and_streams(server):
+    messages = [{"role": "user", "content": "a film"}]
+    chat = {"model": "tiny", "messages": messages, "max_tokens": 150, "temperature": 1}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
+    events = server.events("/v1/chat/completions", chat | {"stream": True, "response_format": schema})
+    choices = [choice for event in events if isinstance(event, dict) for choice in event["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    (last,) = [choice for choice in choices if choice.get("finish_reason")]
+    if last["finish_reason"] == "stop":
+        check_json("object", text, last["items"])
+    parameters = {"type": "object", "properties": {"films": SLATE}, "required": ["films"]}
+    tool = {"type": "function", "function": {"name": "show", "parameters": parameters}}
+    named = {"type": "function", "function": {"name": "show"}}
+    status, answer = server.post("/v1/chat/completions", chat | {"tools": [tool], "tool_choice": named})
+    assert status == 200, answer
+    films = [item["text"] for item in answer["choices"][0]["items"]]
+    assert set(films) <= set(TITLES)
+    assert len(set(films)) == len(films)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_over_http(server, stream):
+    for sentence, schema in BAD.items():
+        formats = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"model": "tiny", "prompt": "p", "stream": stream, "response_format": formats}
+        status, answer = server.post("/v1/completions", body)
+        assert (status, sentence in json.dumps(answer)) == (400, True), answer
+        body = {"text": "p", "stream": stream, "sampling_params": {"json_schema": json.dumps(schema)}}
+        status, answer = server.post("/generate", body)
+        assert (status, sentence in json.dumps(answer)) == (400, True), answer

@@ -1,0 +1,151 @@
+"""Items inside answers on the real vLLM: JSON fields, tags, grammars, slates; offline on both runners, and by HTTP."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from inside import BAD, CASES, OBJECT, SCHEMAS, SLATE, TITLES, check_json, sets
+from models import tiny_tokenizer
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+COMPACT = {"backend": "static", "disable_any_whitespace": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    return {"item_sets": sets(tmp_path_factory.mktemp("inside"), tiny_tokenizer())}
+
+
+@pytest.fixture
+def engine(runner, engines, tiny_model, options):
+    return engines(runner, tiny_model, structured_outputs_config=COMPACT, additional_config=options)
+
+
+def asking(name: str, **more: Any) -> SamplingParams:
+    kind, constraint, _ = CASES[name]
+    structured = StructuredOutputsParams(**{kind: constraint})
+    return SamplingParams(**{"max_tokens": 150, "temperature": 1, "structured_outputs": structured} | more)
+
+
+def check(names: list[str], outputs: list[Any]) -> None:
+    ended = 0
+    for name, output in zip(names, outputs, strict=True):
+        for one in output.outputs:
+            if one.finish_reason == "stop":
+                CASES[name][2](one.text, one.items)
+                ended += 1
+    assert ended > len(names) * 2 / 3
+
+
+def test_answers_hold_items(engine):
+    names = [name for name in CASES for _ in range(4)]
+    check(names, engine.generate([f"p {i}" for i in range(len(names))], [asking(name) for name in names]))
+
+
+def test_beside_sets_and_other_grammars(engine):
+    """In one batch, on the device path as well: each as if it were alone."""
+    plain = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[a-c]{4}"))
+    item = SamplingParams(max_tokens=40, temperature=1, extra_args={"item_set": "titles"})
+    params = [asking("object"), plain, item, asking("slate", n=3)] * 4
+    outputs = engine.generate([f"q {i}" for i in range(16)], params)
+    check(["object", "slate"] * 4, [output for i, output in enumerate(outputs) if i % 4 in (0, 3)])
+    for output in outputs[1::4]:
+        assert set(output.outputs[0].text) <= set("abc")
+        assert not hasattr(output.outputs[0], "items")
+    for output in outputs[2::4]:
+        assert output.outputs[0].text in TITLES
+        assert output.outputs[0].item["key"].startswith("title")
+
+
+def test_with_speculation_the_answers_are_the_same(runner, engines, tiny_model, options, engine):
+    """Drafts are judged across the borders of items, and rolled back there."""
+    arguments = {"structured_outputs_config": COMPACT, "additional_config": options}
+    drafting = engines(runner, tiny_model, speculative_config=NGRAM, **arguments)
+    names = [name for name in CASES for _ in range(2)]
+    prompts = [f"[{', '.join(TITLES[:4])}] {i}" for i in range(len(names))]
+    params = [asking(name, temperature=0) for name in names]
+    expected, drafted = (one.generate(prompts, params) for one in (engine, drafting))
+    for name, one, other in zip(names, expected, drafted, strict=True):
+        assert one.outputs[0].text == other.outputs[0].text
+        assert one.outputs[0].items == other.outputs[0].items, name
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_what_would_not_hold_is_refused(engine, sentence):
+    structured = StructuredOutputsParams(json=BAD[sentence])
+    with pytest.raises(ValueError, match="parameter=structured_outputs") as raised:
+        engine.generate(["p"], SamplingParams(structured_outputs=structured))
+    assert sentence in str(raised.value)
+
+
+def test_without_our_backend_an_item_set_is_no_string(engines, tiny_model):
+    with pytest.raises(ValueError, match="this engine has no item sets"):
+        engines("v1", tiny_model).generate(["p"], asking("object"))
+
+
+@pytest.fixture
+def server(servers, tiny_model, options):
+    flags = [f"{name}={path}" for name, path in options["item_sets"].items()]
+    backend = ("--structured-outputs-config.disable_any_whitespace", "true", "--guided-decoding-backend", "static")
+    return servers("v2", tiny_model, arguments=(*backend, "--item-set", *flags))
+
+
+def completed(server: Any, **body: Any) -> dict[str, Any]:
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 150, **body})
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+def test_over_http(server):
+    def formatted(name: str) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
+
+    def ask(name: str) -> dict[str, Any]:
+        kind, constraint, _ = CASES[name]
+        return completed(server, structured_outputs={kind: constraint}, temperature=1)
+
+    names = [*CASES] * 2
+    with ThreadPoolExecutor(16) as pool:
+        choices = list(pool.map(ask, names))
+        asked = list(pool.map(lambda name: completed(server, response_format=formatted(name)), SCHEMAS))
+    for name, choice in zip([*names, *SCHEMAS], [*choices, *asked], strict=True):
+        if choice["finish_reason"] == "stop":
+            CASES[name][2](choice["text"], choice["items"])
+    assert sum(choice["finish_reason"] == "stop" for choice in choices) > len(choices) / 2
+
+
+def test_chat_tools_and_streams(server):
+    messages = [{"role": "user", "content": "a film"}]
+    chat = {"model": "tiny", "messages": messages, "max_tokens": 150, "temperature": 1}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
+    events = server.events("/v1/chat/completions", chat | {"stream": True, "response_format": schema})
+    choices = [choice for event in events if isinstance(event, dict) for choice in event["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    (last,) = [choice for choice in choices if choice.get("finish_reason")]
+    if last["finish_reason"] == "stop":
+        check_json("object", text, last["items"])
+    assert isinstance(last["items"], list)
+    parameters = {"type": "object", "properties": {"films": SLATE}, "required": ["films"]}
+    tool = {"type": "function", "function": {"name": "show", "parameters": parameters}}
+    named = {"type": "function", "function": {"name": "show"}}
+    status, answer = server.post("/v1/chat/completions", chat | {"tools": [tool], "tool_choice": named})
+    assert status == 200, answer
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    films = json.loads(call["function"]["arguments"])["films"]
+    assert [item["text"] for item in answer["choices"][0]["items"]] == films
+    assert set(films) <= set(TITLES)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_over_http(server, stream):
+    for sentence, schema in BAD.items():
+        formats = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        for body in ({"structured_outputs": {"json": schema}}, {"response_format": formats}):
+            given = {"model": "tiny", "prompt": "p", "stream": stream, **body}
+            status, answer = server.post("/v1/completions", given)
+            assert (status, sentence in json.dumps(answer)) == (400, True), answer

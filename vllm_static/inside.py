@@ -1,0 +1,104 @@
+"""Item sets inside vLLM's other structured outputs: JSON schemas, structural tags and grammars with holes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from itemset.inside.composite import Composite
+from itemset.inside.vocabulary import Vocabulary
+from itemset.serving.inside import EBNF, JSON, LARK, TAG, Constraint
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+
+def constraint_of(params: Any) -> tuple[str, Any] | None:
+    """The kind and the text of a request's constraint, if item sets can stand in such; None if there is none."""
+    structured = getattr(params, "structured_outputs", None)
+    if structured is None or isinstance(structured.grammar, Constraint):
+        return None
+    if structured.json is not None:
+        return JSON, structured.json
+    if structured.structural_tag is not None:
+        return TAG, structured.structural_tag
+    if isinstance(structured.grammar, str):
+        from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+        return LARK if grammar_is_likely_lark(structured.grammar) else EBNF, structured.grammar
+    return None
+
+
+def with_constraint(params: SamplingParams, constraint: Constraint) -> SamplingParams:
+    """The same parameters, with the constraint in place of what it was made of."""
+    own = copy.copy(params)
+    own.structured_outputs = structured = copy.copy(params.structured_outputs)
+    structured.json = structured.structural_tag = None
+    structured.grammar = constraint
+    return own
+
+
+def engine_constraint(constraint: Constraint) -> StructuredOutputsParams:
+    """What the engine core gets: `StaticBackend.compile_grammar` reads it."""
+    return StructuredOutputsParams(grammar=constraint.spec())
+
+
+def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Vocabulary:
+    """The model's vocabulary as vLLM's own backend has xgrammar see it."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    backend = XgrammarBackend(vllm_config, tokenizer, vllm_config.model_config.get_vocab_size())
+    return Vocabulary(backend.compiler.compile_grammar('root ::= ""').tokenizer_info)  # which the compiler hides
+
+
+def json_options(vllm_config: Any) -> dict[str, Any]:
+    """How vLLM has xgrammar read schemas (v1/structured_output/backend_xgrammar.py, compile_grammar)."""
+    tight = vllm_config.structured_outputs_config.disable_any_whitespace
+    return {"any_whitespace": not tight, "separators": (",", ":") if tight else None}
+
+
+def validate(kind: str, spec: str) -> None:
+    """Raises VLLMValidationError for what vLLM refuses with xgrammar."""
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+    name = {JSON: "json", TAG: "structural_tag"}.get(kind, "grammar")
+    validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(**{name: spec})))
+
+
+class HoleGrammar(StructuredOutputGrammar):
+    """One request's grammar with holes as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
+
+    def __init__(self, composite: Composite) -> None:
+        self._composite, self._terminated = composite, False
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """As xgrammar's: what comes after the end is ignored."""
+        for token in tokens:
+            if self._terminated:
+                return True
+            if not self._composite.accept(token):
+                logger.error("Request %s: the token %s leaves its grammar.", request_id, token)
+                return False
+            self._terminated = self._composite.is_terminated
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return [] if self._terminated else self._composite.allowed_prefix(tokens)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._composite.rollback(num_tokens)
+        self._terminated = self._composite.is_terminated
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        self._composite.fill_bitmask(bitmask[batch_index].numpy())
+
+    def is_terminated(self) -> bool:
+        return self._terminated
+
+    def reset(self) -> None:
+        self._composite.reset()
+        self._terminated = False

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import functools
 import json
-import shutil
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from models import cached, tiny_tokenizer
 
-RECIPE = 1  # as in models.py
+Piece = TypeVar("Piece", str, bytes)
+
+RECIPE = 2  # as in models.py
 TEKKEN_TOKENS = 43_000  # the most frequent ones; `"The` is the 42,948th
 
 
@@ -40,13 +42,34 @@ def _data() -> Path:
     return Path(found.origin).parent / "data"
 
 
+def _merges(tokens: Sequence[Piece]) -> list[tuple[Piece, Piece]]:
+    """The merges of a BPE of which only the tokens are known, by their ranks."""
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    found = []
+    for token in tokens:
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(left, right) for left, right in pairs if left in ranks and right in ranks]
+        found += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return found
+
+
 def _llama(folder: Path) -> None:
     """Mistral's first one, which is of Llama's kind: a mark before each word, and bytes for rare characters."""
-    from transformers import LlamaTokenizer
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
 
-    folder.mkdir(parents=True)
-    shutil.copy(_data() / "tokenizer.model.v1", folder / "tokenizer.model")
-    LlamaTokenizer.from_pretrained(str(folder)).save_pretrained(str(folder))
+    given = SentencePieceProcessor(model_file=str(_data() / "tokenizer.model.v1"))
+    tokens = [given.id_to_piece(token) for token in range(given.vocab_size())]
+    vocabulary = {token: rank for rank, token in enumerate(tokens)}
+    merges = _merges([token for token in tokens if not given.is_byte(vocabulary[token])])
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(spaces)
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    wrapped.save_pretrained(str(folder))
 
 
 def _tekken(folder: Path) -> None:
@@ -58,12 +81,7 @@ def _tekken(folder: Path) -> None:
     letters = bytes_to_unicode()
     tokens = [base64.b64decode(one["token_bytes"]) for one in given["vocab"][:TEKKEN_TOKENS]]
     names = {token: "".join(letters[byte] for byte in token) for token in tokens}
-    merges = [
-        (names[token[:cut]], names[token[cut:]])
-        for token in tokens
-        for cut in range(1, len(token))
-        if token[:cut] in names and token[cut:] in names
-    ]
+    merges = [(names[left], names[right]) for left, right in _merges(tokens)]
     model = models.BPE({name: rank for rank, name in enumerate(names.values())}, merges, ignore_merges=True)
     made = Tokenizer(model)
     made.pre_tokenizer = pre_tokenizers.Sequence(

@@ -147,7 +147,10 @@ class Composite:
             return False
         before, after = self._history[-1], list[_Thread]()
         for thread in before:
-            if thread.hole < 0:
+            if thread.hole < 0 and not self._open(thread):
+                if thread.matcher.accept(token):
+                    after.append(_Thread(thread.matcher, thread.given, thread.found))
+            elif thread.hole < 0:
                 self._from_outside(thread, token, after)
             else:
                 self._from_inside(thread, token, after)
@@ -184,13 +187,17 @@ class Composite:
     def _from_outside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
         entered = []
         for hole, items in self._open(thread):
-            self._bridge(thread, hole, items, 0, (), self._read[-1], token, after)
+            bridges = self._holes[hole].bridges
+            if bridges is not None and token in bridges.by_token:
+                self._bridge(thread, hole, items, 0, (), self._read[-1], token, after)
             if (state := items.step(0, token)) != DEAD:
                 entered.append((hole, items, state))
         # The thread's own matcher goes to one reading. One that stays where it is, inside a hole, may share none that
         # moves: then both have forks.
-        matcher = thread.matcher.fork() if entered else thread.matcher
-        if matcher.accept(token):
+        matcher: _Matcher | None = thread.matcher
+        if entered and matcher is not None:
+            matcher = matcher.fork() if matcher.takes(token) else None
+        if matcher is not None and matcher.accept(token):
             after.append(_Thread(matcher, thread.given, thread.found))
         own = [thread.matcher, *(thread.matcher.fork() for _ in entered[1:])]
         for stays, (hole, items, state) in zip(own, entered, strict=False):
@@ -198,9 +205,10 @@ class Composite:
             self._land(_Thread(stays, thread.given, thread.found, hole, items, state, (token,), begin), token, after)
 
     def _from_inside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
-        items = thread.items
+        items, bridges = thread.items, self._holes[thread.hole].bridges
         assert items is not None
-        self._bridge(thread, thread.hole, items, thread.state, thread.path, thread.begin, token, after)
+        if bridges is not None and token in bridges.by_token:
+            self._bridge(thread, thread.hole, items, thread.state, thread.path, thread.begin, token, after)
         if (state := items.step(thread.state, token)) != DEAD:
             path = (*thread.path, token)
             moved = _Thread(thread.matcher, thread.given, thread.found, thread.hole, items, state, path, thread.begin)
@@ -268,23 +276,39 @@ class Composite:
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""
-        row[:] = 0
         words = min(len(row), self._vocabulary.model_words)
+        if len(row) > words:
+            row[words:] = 0
+            row = row[:words]
+        outside = self._outside if words == len(self._outside) else self._outside[:words]
+        empty = True  # the first reading sets the row, the others add to it
         for thread in self._history[-1]:
             if thread.hole >= 0:
                 assert thread.items is not None
-                self._fill_inside(thread, thread.hole, thread.items, thread.state, row[:words])
+                self._fill_inside(thread, thread.hole, thread.items, thread.state, row, empty)
+                empty = False
             elif not thread.matcher.matcher.is_terminated():
                 thread.matcher.matcher.fill_next_token_bitmask(self._wide)
-                row[:words] |= self._outside[:words]
+                if empty:
+                    np.copyto(row, outside)
+                else:
+                    np.bitwise_or(row, outside, out=row)
+                empty = False
                 for hole, items in self._open(thread):
-                    self._fill_inside(thread, hole, items, 0, row[:words])
+                    self._fill_inside(thread, hole, items, 0, row, empty)
+        if empty:
+            row[:] = 0
 
-    def _fill_inside(self, thread: _Thread, hole: int, items: Items, state: int, row: NDArray[np.int32]) -> None:
-        items.fill(state, self._inside)
-        row |= self._inside[: len(row)]
+    def _fill_inside(
+        self, thread: _Thread, hole: int, items: Items, state: int, row: NDArray[np.int32], empty: bool
+    ) -> None:
+        """empty: nothing of the row has been set."""
+        inside = row if empty and len(row) == len(self._inside) else self._inside
+        items.fill(state, inside)
+        if inside is not row:
+            np.bitwise_or(0 if empty else row, inside[: len(row)], out=row)
         bridges = self._holes[hole].bridges
-        closing = items.closing(state, bridges, self._inside) if bridges is not None else ()
+        closing = items.closing(state, bridges, inside) if bridges is not None else ()
         if not closing or bridges is None:
             return
         matcher, taken, bits = thread.matcher.matcher, dict[bytes, bool](), row.view(np.uint32)
@@ -292,10 +316,11 @@ class Composite:
             return
         for last in closing:
             for token, rest in bridges.by_last[last]:
-                if rest not in taken:
-                    taken[rest] = matcher.accept_string(rest)
-                    if taken[rest]:
+                if (known := taken.get(rest)) is None:
+                    known = taken.get(rest[:-1], True)  # shorter ones come first
+                    if known and (known := matcher.accept_string(rest)):
                         matcher.rollback(1)
-                if taken[rest]:
+                    taken[rest] = known
+                if known:
                     bits[token >> 5] |= np.uint32(1 << (token & 31))
         matcher.rollback(1)

@@ -12,7 +12,7 @@ from itemset.item_set import ItemSet, build
 from itemset.masking.host import Walk
 from itemset.opening import from_bytes
 from itemset.trie.numbering import numbers_of
-from itemset.trie.rows import as_rows
+from itemset.trie.rows import Rows
 from itemset.trie.tables import Tables
 from itemset.trie.view import dead_of
 from itemset.trie.walk import DEAD
@@ -32,7 +32,9 @@ class Items(Walk):
     def without(self, tokens: tuple[int, ...]) -> Items:
         """Return what is left after this item."""
         whole = self.item_set.whole
-        numbers = numbers_of(whole.trie.tables, whole._terminal_rank, as_rows([tokens]))
+        numbers = numbers_of(
+            whole.trie.tables, whole._terminal_rank, Rows(np.array(tokens, np.uint32), width=len(tokens))
+        )
         dead = dead_of(self._tables, whole.trie.tables, whole._terminal_rank, numbers)
         return Items(self.item_set, self._tables._replace(dead=dead))
 

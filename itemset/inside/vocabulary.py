@@ -24,7 +24,8 @@ _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:
 class Bridges:
     """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
 
-    by_last: of each token that may be the item's last, the bridges with the text after it. by_token: of each bridge,
+    by_last: of each token that may be the item's last, the bridges with the text after it, the shortest first.
+    by_token: of each bridge,
     its last tokens with the text after them. last: a bit for each key of `by_last`, [ceil(vocabulary / 32)] uint32.
     """
 
@@ -88,4 +89,6 @@ class Vocabulary:
                     found.by_last.setdefault(last, []).append((token, text[at:]))
                     found.by_token.setdefault(token, []).append((last, text[at:]))
                     found.last[last >> 5] |= np.uint32(1 << (last & 31))
+        for bridges in found.by_last.values():
+            bridges.sort(key=lambda bridge: len(bridge[1]))
         return found

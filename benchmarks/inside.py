@@ -69,8 +69,9 @@ def replaced(node: Any, value: dict[str, Any]) -> Any:
 class Static:
     """Our grammars. A registered set is open before requests come."""
 
-    def __init__(self, info: Any, tokenizer: Any, items: list[str]) -> None:
-        self.vocabulary, start = Vocabulary(info), time.perf_counter()
+    def __init__(self, vocabulary: Vocabulary, tokenizer: Any, items: list[str]) -> None:
+        """vocabulary: a process has one."""
+        self.vocabulary, start = vocabulary, time.perf_counter()
         self.films = itemset.build_text(items, tokenizer, escape="json")
         self.build_ms = (time.perf_counter() - start) * 1e3
         self.items = Items(self.films)
@@ -135,6 +136,7 @@ def measure(way: str, count: int, shape: str, samples: int, model: str) -> dict[
     tokenizer, items = load_tokenizer(model), titles(count)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
     row, mask = np.zeros(-(-info.vocab_size // 32), np.int32), xgrammar.allocate_token_bitmask(1, info.vocab_size)
+    vocabulary = Vocabulary(info)
     texts = answers(shape, samples, items, tokenizer)
 
     def first_mask(ways: Any) -> tuple[float, Callable[[], Any]]:
@@ -147,7 +149,7 @@ def measure(way: str, count: int, shape: str, samples: int, model: str) -> dict[
 
     def of(way: str, items: list[str]) -> Any:
         if way == "static":
-            return Static(info, tokenizer, items)
+            return Static(vocabulary, tokenizer, items)
         return Plain(info, {"enum": items} if way == "enum" else {"type": "string"})
 
     first_mask(of(way, titles(20)))  # what is loaded once a process

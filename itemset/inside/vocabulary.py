@@ -25,8 +25,8 @@ class Bridges:
     """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
 
     by_last: of each token that may be the item's last, the bridges with the text after it, the shortest first.
-    by_token: of each bridge,
-    its last tokens with the text after them. last: a bit for each key of `by_last`, [ceil(vocabulary / 32)] uint32.
+    by_token: of each bridge, its last tokens with the text after them. last: a bit for each key of `by_last`,
+        [ceil(vocabulary / 32)] uint32.
     """
 
     last: NDArray[np.uint32]

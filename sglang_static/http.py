@@ -12,6 +12,7 @@ from typing import Any
 
 from itemset.serving import asgi, drawing, words
 from itemset.serving.catalogue import RefusedError
+from itemset.serving.inside import refuse_loose_tools
 from itemset.serving.request import check_options
 from itemset.serving.words import BEAMS, CHOICE, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from sglang_static.inside import KINDS
@@ -89,6 +90,9 @@ def _judge(scope: Any, body: Any) -> None:
     SURFACE.check(path, body, ours=ours)
     if path not in SERVED or not isinstance(body, dict):
         return
+    if isinstance(tools := body.get("tools"), list) and body.get("tool_choice") != "none":
+        forced = body.get("tool_choice") not in (None, "auto")
+        refuse_loose_tools(tools, lambda strict: forced or strict)
     structured = body.get(STRUCTURED)
     if ours:
         if isinstance(structured, dict) and set(structured) - {CHOICE}:

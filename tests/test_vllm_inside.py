@@ -134,9 +134,15 @@ def test_chat_tools_and_streams(server):
         check_json("object", text, last["items"])
     assert isinstance(last["items"], list)
     parameters = {"type": "object", "properties": {"films": SLATE}, "required": ["films"]}
-    tool = {"type": "function", "function": {"name": "show", "parameters": parameters}}
+    function = {"name": "show", "parameters": parameters}
     named = {"type": "function", "function": {"name": "show"}}
-    status, answer = server.post("/v1/chat/completions", chat | {"tools": [tool], "tool_choice": named})
+    for choice in (named, "required", "auto"):  # vLLM holds no parameters of tools that are not strict
+        loose = chat | {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        status, answer = server.post("/v1/chat/completions", loose)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert '"strict": true' in answer["error"]["message"]
+    strict = [{"type": "function", "function": function | {"strict": True}}]
+    status, answer = server.post("/v1/chat/completions", chat | {"tools": strict, "tool_choice": named})
     assert status == 200, answer
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     films = json.loads(call["function"]["arguments"])["films"]

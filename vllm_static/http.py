@@ -12,10 +12,11 @@ from vllm.sampling_params import SamplingParams
 from itemset.errors import ItemSetError, shown
 from itemset.serving import asgi, drawing, words
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.inside import EBNF, JSON, TAG
+from itemset.serving.inside import EBNF, JSON, TAG, holds_sets, refuse_loose_tools
 from itemset.serving.request import ItemRequest
 from itemset.serving.words import BEAMS, CHOICE, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from vllm_static import metrics
+from vllm_static.inside import constraint_of
 from vllm_static.request import asked_by
 
 XARGS = "vllm_xargs"
@@ -173,8 +174,16 @@ def _front_end(app: Any) -> Any:
 def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     """Carry the fields of an OpenAI request over to its sampling parameters.
 
-    Raises RefusedError as `ItemRequest.of` does, and for a list that the endpoint does not give.
+    Raises RefusedError as `ItemRequest.of` does, for a list that the endpoint does not give, and for tools with sets in
+    parameters that vLLM leaves free.
     """
+    tools = getattr(request, "tools", None)
+    if tools and getattr(request, "tool_choice", None) not in (None, "none"):
+        given = constraint_of(params)  # vLLM has made one of the tools, or none
+        kind = given[0] if given is not None and holds_sets(*given) else None
+        refuse_loose_tools(
+            [tool.model_dump() for tool in tools], lambda strict: kind == JSON or (kind == TAG and strict)
+        )
     elsewhere = bool((request.model_extra or {}).get(BEAMS))  # a field that the endpoint does not know
     if _asked(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None) is not None:
         if elsewhere:

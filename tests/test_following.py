@@ -158,6 +158,26 @@ def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
     assert os.listdir(tmp_path / "cache") == begin  # nothing was copied
 
 
+def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes):
+    """Made after its version was closed, as by a request that was slow; nothing of closed versions stays."""
+    front = processes.checks[0]
+    first = front.catalogue.reference("films")
+    held = front.catalogue[first]
+    for _ in range(3):
+        films.publish()
+        processes.follower.look()
+    late = front._chosen.get(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}), first)
+    assert front.catalogue[late.reference] is late.item_set
+    assert len(late.item_set) == len(held) - 3
+    assert not front.catalogue._inline
+    reference = late.reference
+    del late
+    gc.collect()
+    assert front.catalogue.inline(reference) is None
+    kept = front.pinned(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
+    assert [*front.catalogue._inline] == [kept.choice.reference]
+
+
 def test_sets_of_a_folder_come_and_go(films, tmp_path):
     processes = Processes(tmp_path, item_set_dir=str(films.folder.parent))
     assert processes.config.item_set_versions == {"films": films.versions[0].name}

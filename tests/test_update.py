@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -272,8 +273,19 @@ def test_the_command_with_token_ids_and_attributes(capsys, sids, tmp_path):  # n
         run(capsys, "build", path, *built_with, "-o", path.with_suffix(".itemset"))
     gone = tmp_path / "gone.txt"
     gone.write_text("a\n")
-    run(capsys, "update", tmp_path / "old.itemset", "--add", new, *options, "--remove", gone, "-o", tmp_path / "out")
-    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole.itemset").read_bytes()
+    table, other = tmp_path / "gone.jsonl", tmp_path / "gone.parquet"
+    table.write_text('{"key": "a", "why": "old"}\n')
+    parquet.write_table(pa.table({"key": ["a"], "why": ["old"]}), other)
+    for keys in (gone, table, other):
+        (tmp_path / "out").unlink(missing_ok=True)
+        run(
+            capsys, "update", tmp_path / "old.itemset", "--add", new, *options, "--remove", keys, "-o", tmp_path / "out"
+        )
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "whole.itemset").read_bytes()
+    table.write_text('{"why": "old"}\n')
+    assert "key" in refused(capsys, "update", tmp_path / "old.itemset", "--remove", table, *options[2:], "-o", "x")
+    parquet.write_table(pa.table({"key": pa.array([1.5])}), other)
+    assert "key" in refused(capsys, "update", tmp_path / "old.itemset", "--remove", other, *options[2:], "-o", "x")
     new.write_text('{"ids": [1, 4], "key": "c", "year": "late"}')
     said = refused(capsys, "update", tmp_path / "old.itemset", "--add", new, *options, "-o", tmp_path / "out")
     assert "attribute 'year' holds int64 in the set, which the new items' large_string does not fit" in said

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from live import Films
 from models import cached_tiny_llama
 from samples import FEW, SAMPLES, TEMPERATURE, exact
 from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
@@ -204,3 +205,45 @@ def test_drafts_that_cannot_be_masked_are_named_in_the_log(engines, tiny_model, 
     )
     for output in engine.generate([f"p {i}" for i in range(6)], named("fixed")):
         assert answer(output) in named_sets["fixed"].items
+
+
+def test_a_version_that_is_published_while_drafts_are_forced(engines, tiny_model, tmp_path):
+    """A request that has begun ends on its version, drafts included; the next one gets the new version's."""
+    films = Films(tmp_path / "sets" / "films")
+    options = {"item_sets": {"films": str(films.folder)}, "item_set_cache": str(tmp_path / "cache")}
+    engine = engines(
+        "v2",
+        tiny_model,
+        structured_outputs_config={"backend": "static"},
+        additional_config=options | {"item_set_path": "device"},
+        speculative_config=FORCED,
+        disable_log_stats=False,
+    )
+    for _ in range(3):
+        before, version = films.versions[-1], films.publish()
+        running, new = engine.call(answers_over_a_swap)
+        assert {films.check_tokens(item, tokens) for item, tokens in running} == {before.name}
+        assert {films.check_tokens(item, tokens) for item, tokens in new} == {version.name}
+    drafted, accepted = spoken(engine)
+    assert drafted >= accepted > drafted / 4
+
+
+def answers_over_a_swap(llm: Any) -> list[list[tuple[dict[str, Any], list[int]]]]:
+    """Items and tokens of requests that are a step old when the new version is taken up, and of those after them."""
+    import vllm_static
+
+    def begin(first: int) -> None:
+        for i in range(first, first + 4):
+            llm.llm_engine.add_request(str(i), "p", named("films", seed=i))
+
+    found: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    begin(0)
+    llm.llm_engine.step()
+    vllm_static.refresh(llm)
+    begin(4)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                found[output.request_id] = output.outputs[0].item, list(answer(output))
+    items = [found[name] for name in sorted(found)]
+    return [items[:4], items[4:]]

@@ -135,6 +135,8 @@ class Checks:
         """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
         if isinstance(asked.choice, InlineSet):
             return asked
+        if asked.chooses:
+            return replace(asked, choice=self._chosen.get(asked, self.catalogue.reference(self._name(asked))))
         reference = self.reference(asked)
         kept = self.catalogue.inline(reference)
         return replace(asked, choice=kept or InlineSet(reference, b"", self.catalogue[reference], 0))

@@ -182,11 +182,17 @@ class Catalogue:
             return self._held.get(reference)
 
     def keep(self, inline_set: InlineSet) -> InlineSet:
-        """Keep an inline set; the least recently used ones go if room is short. Returns it, or the equal one kept."""
+        """Keep an inline set; the least recently used ones go if room is short. Returns it, or the equal one kept.
+
+        A part of a version that is closed by now is known for as long as somebody holds it, and no longer.
+        """
         with self._lock:
             if inline_set.reference in self._inline:
                 return self._inline[inline_set.reference]
-            self._inline[inline_set.reference] = self._held[inline_set.reference] = inline_set
+            self._held[inline_set.reference] = inline_set
+            if self.versions.is_closed(whole_of(inline_set.reference)):
+                return inline_set
+            self._inline[inline_set.reference] = inline_set
             self._inline_bytes += inline_set.nbytes
             while self._inline_bytes > INLINE_BYTES and len(self._inline) > 1:
                 _, dropped = self._inline.popitem(last=False)

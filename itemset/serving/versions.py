@@ -167,6 +167,14 @@ class Versions:
         with self._lock:
             return {one.sets[one.name].digest for versions in self._serving.values() for one in versions}
 
+    def is_closed(self, reference: str) -> bool:
+        """Return whether this is the reference of a version that is not kept open."""
+        version, _, called = reference.removeprefix(VERSION).partition("@")
+        if not reference.startswith(VERSION):
+            return False
+        with self._lock:
+            return all(one.version != version for one in self._serving.get(self.of(called), ()))
+
     def current(self, name: str) -> Opened | None:
         """Return the version that requests for this set, or view, get; None if there is no such name."""
         return self._current.get(name)

@@ -15,8 +15,9 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +139,7 @@ def _open_nameless(folder: Path, temporary: Path) -> tuple[int, bool]:
     return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), False
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """Open an index file for reading. Raises ItemSetError: no such file, a directory or a pipe, or not readable."""
     try:
         mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for a writer
@@ -181,26 +182,48 @@ def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str
 
 
 def version(path: str | os.PathLike[str], name: str = "") -> str:
-    """Check the whole file, and hash its prelude and header, which hold the checksum of everything else, in hex.
+    """Check the whole file, and return its name as `named` does.
 
     The file is read, not mapped: if it is cut meanwhile, that is an error and not the end of the process.
     Raises ItemSetError as `open_file`, `parse` and `check` do.
     """
-    name = name or str(path)
+    name, piece = name or str(path), bytearray(1 << 20)
     try:
         with open_file(path) as file:
-            start = file.read(_PRELUDE.size)
-            start += file.read(_header_size(start))
-            header = _parse_header(start, os.fstat(file.fileno()).st_size, name)
+            start, header = _read_header(file, name)
             for section in header.sections:
                 crc, left = 0, section.count * np.dtype(section.dtype).itemsize
                 file.seek(section.offset)
-                while left and (piece := file.read(min(left, 1 << 20))):
-                    crc, left = zlib.crc32(piece, crc), left - len(piece)
+                while left and (count := file.readinto(memoryview(piece)[:left])):
+                    crc, left = zlib.crc32(memoryview(piece)[:count], crc), left - count
                 if left or crc != section.crc32:
                     raise _damaged(name, section)
     except OSError as error:
         raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
+    return _hashed(start)
+
+
+def named(path: str | os.PathLike[str], name: str = "") -> str:
+    """Hash the file's prelude and header, which hold the checksum of everything else, in hex; check nothing else.
+
+    Raises ItemSetError as `open_file` and `parse` do.
+    """
+    name = name or str(path)
+    try:
+        with open_file(path) as file:
+            return _hashed(_read_header(file, name)[0])
+    except OSError as error:
+        raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
+
+
+def _read_header(file: BufferedReader, name: str) -> tuple[bytes, Header]:
+    """Return the prelude and the header as they stand there, and what they say."""
+    start = file.read(_PRELUDE.size)
+    start += file.read(_header_size(start))
+    return start, _parse_header(start, os.fstat(file.fileno()).st_size, name)
+
+
+def _hashed(start: bytes) -> str:
     return hashlib.blake2b(start, digest_size=16).hexdigest()
 
 

@@ -136,6 +136,14 @@ def _read_tails(tables, position, tokens):  # type: ignore[no-untyped-def]
         tokens[i] = tail_token(tables, TAIL + position + i)
 
 
+@compiled
+def mark(seen, tokens):  # type: ignore[no-untyped-def]
+    """Set seen[token], [ids] bool, for each token that is among the ids."""
+    for token in tokens:
+        if token < len(seen):
+            seen[token] = True
+
+
 def token_runs(tables: Tables, tail_tokens: int) -> Iterator[NDArray[Any]]:
     """Yield every token that the tables hold, in runs: the edges', then the tails'."""
     yield tables.labels

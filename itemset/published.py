@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +33,10 @@ from itemset.opening import load, verify
 from itemset.trie import file as index_file
 
 KEEP = 5  # versions that a folder keeps by default
+KEEP_MOST = 20_000
 POINTER = "current.json"
 FORMAT = 1  # of the pointer
+POINTER_BYTES = 1 << 23  # that are read of it: KEEP_MOST versions have fewer
 _INCOMING = "incoming"  # the copy that is being made: there is one at a time
 _FILE = re.compile(r"([0-9a-f]{32})\.itemset")
 
@@ -64,8 +67,8 @@ def publish(index: PathLike, folder: PathLike, *, keep: int = KEEP) -> Version:
     """Make the index file the current version of the set in `folder`, which is made if it is missing.
 
     The file is copied and may be changed afterwards. If the folder has this version already, nothing is copied; if it
-    is current, nothing changes. keep: versions that stay, the latest ones; the current one and its predecessor always
-    do. Waits while another process publishes there.
+    is current, nothing changes. keep: versions that stay, the latest ones, KEEP_MOST at most; the current one and its
+    predecessor always do. Waits while another process publishes there.
     Raises ItemSetError: a bad index file (as `itemset.verify`), a damaged pointer, or a folder that cannot be written.
     Then the pointer is what it was.
     """
@@ -83,7 +86,7 @@ def publish(index: PathLike, folder: PathLike, *, keep: int = KEEP) -> Version:
             path, sequence = file_of(folder, name), before[0].sequence + 1 if before else 1
             new = Version(name, path, sequence, _now(), _items(path), path.stat().st_size)
             after = [new, *(version for version in before if version.name != name)]
-        after = after[: max(keep, 2)]
+        after = after[: min(max(keep, 2), KEEP_MOST)]
         if after != before:
             _point(folder, after)
         if before:  # else the pointer may have been lost, and its versions not
@@ -152,11 +155,23 @@ def file_of(folder: PathLike, version: str) -> Path:
 
 
 def sets_in(folder: PathLike) -> set[str]:
-    """Return the names of the folders in this one that are published sets. Raises ItemSetError if it cannot be read."""
+    """Return the names of the folders in this one that are published sets. Raises ItemSetError if it cannot be read.
+
+    A folder that cannot be looked into counts, for it may have been one. One whose name no request could carry, with a
+    colon or with characters that cannot be printed, does not.
+    """
     try:
-        return {one.name for one in Path(folder).expanduser().iterdir() if (one / POINTER).is_file()}
+        folders = list(Path(folder).expanduser().iterdir())
     except OSError as error:
         raise ItemSetError(f"{folder} cannot be read: {error.strerror}: name the folder of published sets") from error
+    return {one.name for one in folders if ":" not in one.name and one.name.isprintable() and _may_be_a_set(one)}
+
+
+def _may_be_a_set(folder: Path) -> bool:
+    try:
+        return (folder / POINTER).is_file()
+    except OSError:
+        return True
 
 
 def open_current(folder: PathLike, opener: Callable[[Version], Opened]) -> tuple[Version, Opened]:
@@ -186,7 +201,7 @@ class _Entry(msgspec.Struct, frozen=True):
     """A version in the pointer."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    sequence: Annotated[int, msgspec.Meta(ge=1)]
+    sequence: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
     published: Annotated[datetime, msgspec.Meta(tz=True)]
     items: Annotated[int, msgspec.Meta(ge=1)]
     bytes: Annotated[int, msgspec.Meta(ge=1)]
@@ -224,11 +239,22 @@ def _versions(folder: Path) -> list[Version]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return _read_once(path)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        return path.read_bytes()  # another machine replaced it between opening and reading
+        return _read_once(path)  # another machine replaced it between opening and reading
+
+
+def _read_once(path: Path) -> bytes:
+    """Raises ValueError for what cannot be a pointer: nobody waits for a pipe, or reads a device without end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        content = file.read(POINTER_BYTES + 1)
+    if len(content) > POINTER_BYTES:
+        raise ValueError(f"it has more than {POINTER_BYTES:,} bytes")
+    return content
 
 
 def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version:

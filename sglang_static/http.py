@@ -14,18 +14,19 @@ from itemset.serving import asgi, drawing, words
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.inside import refuse_loose_tools
 from itemset.serving.request import check_options
-from itemset.serving.words import BEAMS, CHOICE, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
+from itemset.serving.words import BEAMS, CHOICE, DRAW, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from sglang_static.inside import KINDS
 from sglang_static.request import CUSTOM
 
 PARAMS = "sampling_params"
 _BODY = {"": words.WORDS, STRUCTURED: (CHOICE,)}
-_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, DRAWS)
+_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, DRAWS, DRAW)
 _OPENAI = _BODY | {CUSTOM: _WITHIN}
 SERVED = {
     "/v1/completions": _OPENAI,
     "/v1/chat/completions": _OPENAI,
-    "/v1/responses": _BODY | {"": tuple(word for word in words.WORDS if word != DRAWS)},  # no custom_params are read
+    "/v1/responses": _BODY
+    | {"": tuple(word for word in words.WORDS if word not in (DRAWS, DRAW))},  # no custom_params are read
     "/generate": _BODY | {PARAMS: _WITHIN, f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 SURFACE = words.Surface(
@@ -36,7 +37,9 @@ SURFACE = words.Surface(
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {CHOICE}, beside the other fields"),
         **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
-        DRAWS: "send draws beside item_set to /v1/completions, /v1/chat/completions or /generate",
+        **dict.fromkeys(
+            (DRAWS, DRAW), "send draws beside item_set to /v1/completions, /v1/chat/completions or /generate"
+        ),
     },
 )
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")

@@ -29,7 +29,8 @@ from sglang_static import http
 from sglang_static.one_request import Wanted
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
-IN_ITEM = ("rank", "draw", "key", "keys", "proven", "exact", "passes", "rounds", "open", "item_set_version")
+_OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
+IN_ITEM = ("rank", "key", "keys", "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 

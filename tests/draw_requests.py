@@ -56,6 +56,16 @@ def check_cut_off(choices: Sequence[dict[str, Any]]) -> None:
     assert not all(choice["item"]["exact"] for choice in choices)
 
 
+def check_importance(choices: Sequence[dict[str, Any]], n: int) -> None:
+    """Draws by importance: four candidates at most, and as many in the pool."""
+    items = [choice["item"] for choice in choices]
+    assert [item["draw"] for item in items] == list(range(1, n + 1))
+    assert all(0 < item["weight"] <= 1 and item["logprob"] <= math.log(item["weight"]) + 1e-6 for item in items)
+    assert all(item["candidates"] == 8 or item["accepted"] for item in items)
+    assert not any(item["exact"] for item in items)
+
+
+BY_IMPORTANCE = {"draws": 6, "draw": "importance", "candidates": 4, "seed": 2}
 CUT_OFF = {"item_set": "labels", "draws": 2, "max_passes": 3, "width": 2, "seed": 1}
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -84,6 +94,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"draws": None}, "replace is for draws: add draws, or leave it out"),
     ({"drwas": 3}, "there is no field"),
     ({"aproximate": True}, "did you mean approximate?"),
+    ({"draw": 2}, 'draw must be "exact" or "importance", not 2'),
+    ({"draw": "importance"}, 'draw: "importance" takes candidates: K, at most 64'),
+    ({"draw": "importance", "candidates": 65}, 'draw: "importance" takes candidates: K, at most 64'),
+    ({"draw": "importance", "candidates": 2}, "replace is for exact draws"),
+    ({"candidates": 2}, 'candidates is for draw: "importance"; to choose among items send only_keys'),
     ({"max_tokens": 3}, "is less than the longest item has"),
 ]
 """What changes a good request for draws of `ragged` into a bad one, and a part of what is said then."""
@@ -91,6 +106,6 @@ GOOD = {"item_set": "ragged", "draws": 2, "replace": False, "max_tokens": 40, "t
 LOST: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"draws": 2}}, "there is no field draws in structured_outputs"),
     ({"extra_body": {"draws": 2}}, "there is no field draws in extra_body"),
-    ({"draw": 2}, "there is no field draw: send draws beside item_set"),
+    ({"extra_body": {"draw": "importance"}}, "there is no field draw in extra_body"),
 ]
 """Where the word would be lost."""

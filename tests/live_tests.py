@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from live import Clients, Films, Served, swaps
@@ -120,6 +122,36 @@ def test_sets_appear_and_go(served: Served) -> None:
     status, answer = served.server.post("/v1/completions", {"model": "tiny", "prompt": "p", "item_set": "late"})
     assert (status, "no item set is called 'late'" in str(answer)) == (400, True)
     assert served.server.post("/v1/item_sets/late/refresh", {})[0] == 404
+
+
+def test_names_of_any_kind(served: Served) -> None:
+    """Of folders that are served, and of some that are not: those keep no other set from its next version."""
+    Films(served.folder / "sets" / "Füße @ home", seed=4)
+    shutil.copytree(served.films.folder, served.folder / "sets" / os.fsdecode(b"\xff:"))
+    wait_for(lambda: served.listed("Füße @ home").get("version"))
+    assert served.choice(item_set="Füße @ home")["item"]["item_set_version"]
+    quoted = urllib.parse.quote("Füße @ home")
+    assert served.server.post(f"/v1/item_sets/{quoted}/refresh", {})[0] == 200
+    assert served.server.post("/v1/item_sets/..%2F..%2Fetc/refresh", {})[0] == 404
+    version = served.films.publish()
+    assert served.refresh()["version"] == version.name
+
+
+def test_many_publish_and_many_refresh_at_once(served: Served) -> None:
+    films = served.films
+    with ThreadPoolExecutor(50) as threads:
+        asked = [threads.submit(served.server.post, "/v1/item_sets/films/refresh", {}) for _ in range(25)]
+        published_here = [threads.submit(publish_same, films) for _ in range(20)]
+        asked += [threads.submit(served.server.post, "/v1/item_sets/films/refresh", {}) for _ in range(25)]
+        assert films.check(served.choice()["item"])
+    assert {one.result()[0] for one in asked} == {200}
+    assert len({one.result() for one in published_here}) == 1
+    assert served.refresh()["version"] == published.current(films.folder).name
+
+
+def publish_same(films: Films) -> str:
+    """Publish the current version again, as others do at the same time."""
+    return published.publish(films.versions[-1].path, films.folder, keep=1_000).name
 
 
 def test_swaps_under_clients(served: Served) -> None:

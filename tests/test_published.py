@@ -215,6 +215,8 @@ ENTRY = {"name": "0" * 32, "sequence": 2, "published": "2026-01-01T00:00:00Z", "
         {"format": 1, "versions": []},
         {"format": 1, "versions": [ENTRY, ENTRY]},
         {"format": 1, "versions": [ENTRY | {"sequence": 0}]},
+        {"format": 1, "versions": [ENTRY | {"sequence": 2**64 - 1}]},
+        b" " * (published.POINTER_BYTES + 1),
         {"format": 1, "versions": [ENTRY | {"name": "../../" + "0" * 26}]},
         {"format": 1, "versions": [ENTRY | {"name": "0" * 32 + "\n"}]},
         {"format": 1, "versions": [ENTRY | {"published": "yesterday"}]},
@@ -232,6 +234,28 @@ def test_a_damaged_pointer_says_what_to_do(films, files, content):
         with pytest.raises(ItemSetError, match=r"current\.json is damaged \(.*\): delete it, and publish an index"):
             ask(films)
     assert names(films) == there
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink(path, path)],
+    ids=["pipe", "folder", "device", "loop"],
+)
+def test_a_pointer_that_is_no_file_keeps_nobody_waiting(films, make):
+    (films / "current.json").unlink()
+    make(films / "current.json")
+    with pytest.raises(ItemSetError, match=r"current\.json( is damaged \(it is no regular file\)|: cannot be read: )"):
+        published.current(films)
+    assert published.sets_in(films.parent) <= {"films"}
+
+
+def test_a_folder_whose_name_no_request_could_carry_is_no_set(films, tmp_path):
+    for name in (b"a:b", b"line\nbreak", b"\xff\xfe", b"with a space", "Füße@home".encode(), b".hidden"):
+        shutil.copytree(films, films.parent / os.fsdecode(name))
+    assert published.sets_in(films.parent) == {"films", "with a space", "Füße@home", ".hidden"}
+    (films.parent / "loop").symlink_to("loop")
+    (films.parent / "a file").touch()
+    assert published.sets_in(films.parent) == {"films", "with a space", "Füße@home", ".hidden"}
 
 
 def test_a_pointer_of_a_later_format_says_to_upgrade(films):

@@ -10,7 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draw_requests import BAD, CUT_OFF, GOOD, LEFT, LOST, check_choices, check_cut_off, check_fit, left
+from draw_requests import (
+    BAD,
+    BY_IMPORTANCE,
+    CUT_OFF,
+    GOOD,
+    LEFT,
+    LOST,
+    check_choices,
+    check_cut_off,
+    check_fit,
+    check_importance,
+    left,
+)
 from engines import FAST
 from ranking import EOS, PROMPT, oracle_of
 from sets import named_flags, tagged_items, tagged_keys
@@ -368,6 +380,9 @@ def test_draws_over_http(server, endpoint):
     check_choices(answer["choices"], 9)
     texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
     assert texts == [CITIES[choice["item"]["key"]] for choice in answer["choices"]]
+    status, answer = server.post(endpoint, {**asked, **BY_IMPORTANCE, "item_set": "prefixes"})
+    assert status == 200, answer
+    check_importance(answer["choices"], 6)
     status, answer = server.post(endpoint, {**asked, **CUT_OFF, "approximate": True})
     assert status == 200, answer
     check_cut_off(answer["choices"])

@@ -14,7 +14,7 @@ from itemset.serving import asgi, drawing, words
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.inside import EBNF, JSON, TAG, holds_sets, refuse_loose_tools
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import BEAMS, CHOICE, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
+from itemset.serving.words import BEAMS, CHOICE, DRAW, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
 from vllm_static import metrics
 from vllm_static.inside import constraint_of
 from vllm_static.request import asked_by
@@ -26,7 +26,7 @@ _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _TEXTS = 'send the texts as structured_outputs: {"choice": [...]}'
 SURFACE = words.Surface(
     served=dict.fromkeys(("/v1/chat/completions/batch", "/v1/responses"), _READ)
-    | dict.fromkeys(_DRAWING, _READ | {"": (*_READ[""], DRAWS)}),
+    | dict.fromkeys(_DRAWING, _READ | {"": (*_READ[""], DRAWS, DRAW)}),
     # vllm_xargs of other endpoints, and the parameters of /inference/v1/generate, reach the engine as they are.
     elsewhere={
         XARGS: (REFERENCE,),
@@ -40,7 +40,7 @@ SURFACE = words.Surface(
         STRUCTURED: _TEXTS,
         GUIDED: _TEXTS,
         **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
-        DRAWS: f"send draws beside item_set to {' or '.join(_DRAWING)}",
+        **dict.fromkeys((DRAWS, DRAW), f"send draws beside item_set to {' or '.join(_DRAWING)}"),
     },
 )
 

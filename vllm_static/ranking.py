@@ -21,6 +21,7 @@ from itemset.ranking.search import Answer, Found, Pass, described
 from itemset.serving.lists import run_together
 from itemset.serving.request import ItemRequest
 
+_OF_DRAW = {"exact", "weight", "accepted", "candidates"}
 _NEAR = 8  # tokens before an item that its text may depend on
 
 
@@ -146,8 +147,8 @@ def offline(
             )
             sequence.key, sequence.keys = entry["key"], entry["keys"]
             sequence.item_set_version = entry.get("item_set_version")
-            if asked.drawn:
-                sequence.exact = entry["exact"]
+            for name in _OF_DRAW & entry.keys():
+                setattr(sequence, name, entry[name])
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
         for name, value in best.took.items():

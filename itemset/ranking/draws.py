@@ -249,7 +249,7 @@ _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 
 
 @compiled
-def _mixed(key, n):  # type: ignore[no-untyped-def]
+def mixed(key, n):  # type: ignore[no-untyped-def]
     """Number n of those that a key gives: splitmix64 (Steele, Lea and Flood 2014)."""
     z = key + (np.uint64(n) + np.uint64(1)) * _GOLDEN
     z = (z ^ (z >> _S30)) * _FIRST
@@ -258,15 +258,15 @@ def _mixed(key, n):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _uniform(key, n):  # type: ignore[no-untyped-def]
+def uniform(key, n):  # type: ignore[no-untyped-def]
     """A number between 0 and 1, neither of which it is."""
-    return (np.float64(_mixed(key, n) >> _S11) + 0.5) * 2.0**-53
+    return (np.float64(mixed(key, n) >> _S11) + 0.5) * 2.0**-53
 
 
 @compiled
 def _log_exponential(key, n):  # type: ignore[no-untyped-def]
     """The logarithm of a time of rate 1."""
-    return math.log(-math.log(_uniform(key, n)))
+    return math.log(-math.log(uniform(key, n)))
 
 
 @compiled
@@ -294,12 +294,12 @@ def _run(masses, first, second, clocks, places, keys, size, among_known):  # typ
         if part < 0:
             continue
         other = second[place]
-        wins = _uniform(key, 1) < math.exp(masses[part] - masses[place])
+        wins = uniform(key, 1) < math.exp(masses[part] - masses[place])
         when = clock if wins else _later(clock, masses[part], key, 2)
-        size = _push(clocks, places, keys, size, when, part, _mixed(key, 3))
+        size = _push(clocks, places, keys, size, when, part, mixed(key, 3))
         if other >= 0:
             when = _later(clock, masses[other], key, 2) if wins else clock
-            size = _push(clocks, places, keys, size, when, other, _mixed(key, 4))
+            size = _push(clocks, places, keys, size, when, other, mixed(key, 4))
     return size, NOTHING
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.words import APPROXIMATE, BEAMS, DRAWS, REPLACE
+from itemset.serving.words import APPROXIMATE, BEAMS, CANDIDATES, DRAW, DRAWS, REPLACE
 
 MAX_SEED = 2**63 - 1
 SHARED = ("width", "max_passes")
 """Options of draws that ranked lists have too."""
-OPTIONS = (REPLACE, APPROXIMATE, "seed", "temperature", *SHARED)
+OPTIONS = (DRAW, CANDIDATES, REPLACE, APPROXIMATE, "seed", "temperature", *SHARED)
 """What a request may give beside `draws`."""
+EXACT, IMPORTANCE = WAYS = ("exact", "importance")
+"""Values of `draw`."""
+MOST_CANDIDATES = 64
 
 BENDING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),
@@ -29,7 +32,8 @@ UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """What a request asks of draws: `n` of them, and see `itemset.ranking.draws.Drawing`."""
+    """What a request asks of draws: `n` of them, and see `itemset.ranking.draws.Drawing`; with draw="importance",
+    `itemset.ranking.importance.Importance`."""
 
     n: int
     replace: bool = True
@@ -38,6 +42,8 @@ class DrawOptions:
     width: int | None = None
     max_passes: int | None = None
     approximate: bool = False
+    draw: str = EXACT
+    candidates: int | None = None
 
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or none that can be drawn with."""
@@ -46,6 +52,7 @@ class DrawOptions:
                 raise RefusedError("wrong type", f"{name} must be true or false, not {shown(flag)}", name)
         for name, number, unit in (
             (DRAWS, self.n, "draws"),
+            (CANDIDATES, self.candidates, "candidates of a draw"),
             ("width", self.width, "forward passes in a round"),
             ("max_passes", self.max_passes, "forward passes"),
         ):
@@ -66,6 +73,29 @@ class DrawOptions:
                 "ranked list",
                 "temperature",
             )
+
+        if self.draw not in WAYS:
+            raise RefusedError(
+                "wrong type", f'{DRAW} must be "{EXACT}" or "{IMPORTANCE}", not {shown(self.draw)}', DRAW
+            )
+        if self.draw == EXACT and self.candidates is not None:
+            message = f'{CANDIDATES} is for {DRAW}: "{IMPORTANCE}"; to choose among items send only_keys'
+            raise RefusedError("draws", message, CANDIDATES)
+        if self.draw == IMPORTANCE:
+            self._check_importance()
+
+    def _check_importance(self) -> None:
+        if self.candidates is None or self.candidates > MOST_CANDIDATES:
+            message = f'{DRAW}: "{IMPORTANCE}" takes {CANDIDATES}: K, at most {MOST_CANDIDATES}'
+            raise RefusedError("draws", message, CANDIDATES)
+        for name, value, default in (
+            (REPLACE, self.replace, True),
+            (APPROXIMATE, self.approximate, False),
+            ("temperature", self.temperature, 1),
+            ("width", self.width, None),
+        ):
+            if value != default:
+                raise RefusedError("draws", f'{name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out', name)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> DrawOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from itemset.serving.catalogue import RefusedError
@@ -20,12 +21,17 @@ def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    async def answered(request: Request, work: Callable[[Follower], Any]) -> JSONResponse:
+    # Of their own: a refresh waits for a version, and those of many clients must not take the threads of the engine.
+    refreshes = ThreadPoolExecutor(4, "item-set-refresh")
+
+    async def answered(
+        request: Request, work: Callable[[Follower], Any], executor: ThreadPoolExecutor | None = None
+    ) -> JSONResponse:
         follower = follower_of(request.app.state)
         if follower is None:
             return _error(JSONResponse, "this server has no item sets: start it with --item-set NAME=FILE", 404)
         try:
-            return JSONResponse(await asyncio.to_thread(work, follower))
+            return JSONResponse(await asyncio.get_running_loop().run_in_executor(executor, work, follower))
         except RefusedError as error:
             return _error(JSONResponse, str(error), 404 if error.reason == "unknown set" else 409)
 
@@ -33,7 +39,7 @@ def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
         return await answered(request, lambda follower: {"object": "list", "data": follower.listed()})
 
     async def refresh(request: Request, name: str) -> JSONResponse:
-        return await answered(request, lambda follower: follower.refresh(name))
+        return await answered(request, lambda follower: follower.refresh(name), refreshes)
 
     # FastAPI reads annotations by name, and these names are local.
     listed.__annotations__ = {"request": Request}

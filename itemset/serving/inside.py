@@ -62,8 +62,8 @@ def refuse_loose_tools(tools: Iterable[Any], held: Callable[[bool], bool]) -> No
         if isinstance(parameters, dict) and not held(function.get("strict") is True) and holds_sets(JSON, parameters):
             raise RefusedError(
                 "item set inside",
-                f"the parameters of the tool {shown(function.get('name'))} hold an item_set, but this engine leaves them "
-                'free: add "strict": true to the function, or name it in tool_choice',
+                f"the parameters of the tool {shown(function.get('name'))} hold an item_set, but this engine leaves "
+                'them free: add "strict": true to the function, or name it in tool_choice',
                 "tools",
             )
 

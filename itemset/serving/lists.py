@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from itemset.item_set import ItemSet
 from itemset.ranking.draws import CutOffError, Drawing
+from itemset.ranking.importance import Importance
 from itemset.ranking.search import Answer, Found, FoundT, Item, Pass, Rounds, Search, described
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
-from itemset.serving.drawing import DrawOptions
+from itemset.serving.drawing import IMPORTANCE, DrawOptions
 from itemset.serving.request import ListOptions
-from itemset.serving.words import APPROXIMATE, DRAWS
+from itemset.serving.words import APPROXIMATE, DRAWS, REPLACE
 
 if TYPE_CHECKING:
     from itemset.serving.admission import Words
@@ -58,8 +59,13 @@ def search_for(
     most = max(1, most)
     if isinstance(options, ListOptions):
         return Search(item_set, end_token=end_token, proof_passes=most, **asdict(options))
-    limited = {**asdict(options), "max_passes": options.max_passes or most}
-    return Drawing(item_set, limited.pop("n"), end_token=end_token, **limited)
+    n, passes = options.n, options.max_passes or most
+    if options.draw == IMPORTANCE:
+        of_draw = {"seed": options.seed, "max_passes": passes}
+        return Importance(item_set, n, end_token=end_token, candidates=options.candidates or 1, **of_draw)
+    names = (REPLACE, APPROXIMATE, "seed", "temperature", "width")
+    exact = {name: getattr(options, name) for name in names}
+    return Drawing(item_set, n, end_token=end_token, max_passes=passes, **exact)
 
 
 def run_together(

@@ -13,6 +13,7 @@ from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.drawing import DrawOptions
 from itemset.serving.words import (
     BEAMS,
+    CANDIDATES,
     COMPARED,
     DRAWN,
     DRAWS,
@@ -163,7 +164,9 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
     given: fields of a request with a set, ours among them.
     """
     for key in (*islice(given, COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
-        word = ELSEWHERE.get(key) or nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN))
+        word = (None if drawn and key == CANDIDATES else ELSEWHERE.get(key)) or nearest(
+            key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN)
+        )
         if word not in (None, key):
             raise RefusedError("wrong type", f"there is no field {shown(key)}: did you mean {word}?", key)
         if word in DRAWN and given[key] is not None and not drawn:

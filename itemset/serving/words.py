@@ -23,7 +23,7 @@ BEAMS = "use_beam_search"
 """vLLM's word for a ranked list, on OpenAI endpoints of both engines."""
 OPTIONS = ("width", "exact", "renormalised", "max_passes")
 """What a request for a ranked list may give beside its set: see `itemset.serving.request.ListOptions`."""
-DRAWS, REPLACE, APPROXIMATE = DRAWN = ("draws", "replace", "approximate")
+DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
 `itemset.serving.drawing`."""
 INDEX, FILTERED, PLACE, LIST, HOLES = INTERNAL = (
@@ -37,7 +37,7 @@ INDEX, FILTERED, PLACE, LIST, HOLES = INTERNAL = (
 on, its set's place on the devices, the ranked list that it is, and what it carries of the sets in its constraint. They
 are no words of requests."""
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, DRAWS)
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, DRAWS, DRAW)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
@@ -48,14 +48,14 @@ OTHERS = frozenset({"items", "voice", "raw", "rows"})
 PLACES: Mapping[str, tuple[str, ...]] = {
     "": WORDS,
     "extra_body": WORDS,  # the openai client's word, which it takes off
-    STRUCTURED: (REFERENCE, CHOICE, GUIDED, DRAWS),
+    STRUCTURED: (REFERENCE, CHOICE, GUIDED, DRAWS, DRAW),
     "sampling_params": WORDS,
     f"sampling_params.{STRUCTURED}": (CHOICE, GUIDED),
-    "sampling_params.custom_params": (REFERENCE, *SELECTION, DRAWS),
-    "sampling_params.extra_args": (REFERENCE, *SELECTION, DRAWS),
-    "custom_params": (REFERENCE, *SELECTION, DRAWS),
-    "extra_args": (REFERENCE, *SELECTION, DRAWS),
-    "vllm_xargs": (REFERENCE, DRAWS),
+    "sampling_params.custom_params": (REFERENCE, *SELECTION, DRAWS, DRAW),
+    "sampling_params.extra_args": (REFERENCE, *SELECTION, DRAWS, DRAW),
+    "custom_params": (REFERENCE, *SELECTION, DRAWS, DRAW),
+    "extra_args": (REFERENCE, *SELECTION, DRAWS, DRAW),
+    "vllm_xargs": (REFERENCE, DRAWS, DRAW),
     "instances": WORDS,
     "parameters": WORDS,
 }

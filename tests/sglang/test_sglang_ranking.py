@@ -9,7 +9,19 @@ from http.client import HTTPConnection
 import numpy as np
 import pytest
 from asking import CITIES, inline, named
-from draw_requests import BAD, CUT_OFF, GOOD, LEFT, LOST, check_choices, check_cut_off, check_fit, left
+from draw_requests import (
+    BAD,
+    BY_IMPORTANCE,
+    CUT_OFF,
+    GOOD,
+    LEFT,
+    LOST,
+    check_choices,
+    check_cut_off,
+    check_fit,
+    check_importance,
+    left,
+)
 from ranking import EOS, PROMPT, oracle_of
 from servers import wait_for
 from sets import named_flags
@@ -224,6 +236,9 @@ def test_draws_over_http(server, path):
     check_choices(answer["choices"], 9)
     texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
     assert texts == [CITIES[choice["item"]["key"]] for choice in answer["choices"]]
+    status, answer = server.post(path, {**asked, **BY_IMPORTANCE, "item_set": "prefixes"})
+    assert status == 200, answer
+    check_importance(answer["choices"], 6)
     status, answer = server.post(path, {**asked, **CUT_OFF, "approximate": True})
     assert status == 200, answer
     check_cut_off(answer["choices"])

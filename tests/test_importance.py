@@ -1,0 +1,72 @@
+"""DISC: dynamic importance sampling, as its paper has it; nearer to the distribution the more candidates it has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from distributions import END, Toy, fit, toys
+from samples import SAMPLES
+
+import itemset
+from itemset.ranking.draws import CutOffError
+from itemset.ranking.importance import Importance, Samples
+
+TOYS = toys()
+
+
+def sampled(toy: Toy, n: int, **options: int) -> Samples:
+    drawing = Importance(itemset.build(toy.items), n, end_token=END, **options)
+    while drawing.passes:
+        drawing.take(toy(drawing.passes))
+    return drawing.result
+
+
+def masses(toy: Toy) -> np.ndarray:
+    """Of each item: the product of the legal masses along it, the weight of a candidate."""
+    legal: dict[tuple[int, ...], float] = {}
+    for (before, _), probability in toy.probability.items():
+        legal[before] = legal.get(before, 0.0) + probability
+    return np.array([np.prod([legal[item[:i]] for i in range(len(item) + 1)]) for item in toy.items])
+
+
+@pytest.mark.parametrize("name", ["prefixes", "trap", "full", "wide"])
+def test_what_one_candidate_gives_is_accepted_or_masked_sampling(name):
+    """With one candidate: p(x) if it is accepted, with the set's probability; else what masked sampling draws."""
+    toy = TOYS[name]
+    weights, p = masses(toy), toy.weights()
+    masked, mass = p / weights, p.sum()
+    assert masked.sum() == pytest.approx(1)
+    found = sampled(toy, SAMPLES, candidates=1, seed=3)
+    assert fit(toy.counts([item.tokens for item in found.items]), p + (1 - mass) * masked) > 0.001
+    assert np.mean([item.accepted for item in found.items]) == pytest.approx(mass, abs=4 * (0.25 / SAMPLES) ** 0.5)
+    known = dict(zip(toy.items, weights, strict=True))
+    np.testing.assert_allclose([item.weight for item in found.items], [known[item.tokens] for item in found.items])
+    assert {item.tried for item in found.items if item.accepted} <= {1}
+    assert {item.tried for item in found.items if not item.accepted} <= {2}
+
+
+def test_of_a_pool_items_come_in_proportion_to_their_weights():
+    """Three candidates of a set of five: all pools can be counted."""
+    toy = TOYS["trap"]
+    weights, p, k = masses(toy), toy.weights(), 3
+    masked, missed = p / weights, (1 - p.sum()) ** k
+    pool = np.zeros(len(p))
+    for chosen in np.ndindex(*[len(p)] * k):
+        own = weights[list(chosen)]
+        np.add.at(pool, list(chosen), np.prod(masked[list(chosen)]) * own / own.sum())
+    found = sampled(toy, SAMPLES, candidates=k, seed=4)
+    law = (1 - missed) * p / p.sum() + missed * pool
+    assert fit(toy.counts([item.tokens for item in found.items]), law) > 0.001
+    assert {item.tried for item in found.items} <= {1, 2, 3, 6}
+
+
+def test_draws_share_passes_and_depend_on_the_seed():
+    toy = TOYS["wide"]
+    few, many = sampled(toy, 3, candidates=4, seed=5), sampled(toy, 30, candidates=4, seed=5)
+    assert few.items == many.items[:3]
+    assert many.passes <= len(itemset.build(toy.items)) + 60
+    assert many.of_item(0).keys() == {"draw", "logprob", "exact", "weight", "accepted", "candidates"}
+    with pytest.raises(CutOffError, match="more than 4 passes"):
+        sampled(toy, 3, candidates=4, seed=5, max_passes=4)
+    with pytest.raises(ValueError, match="candidates is 0"):
+        sampled(toy, 3, candidates=0)

@@ -16,7 +16,7 @@ from real_tokenizers import NAMES
 
 from itemset import ItemSetError
 from itemset.inside.composite import Composite, Found
-from itemset.inside.marks import Marker
+from itemset.inside.marks import PLACES, Marker
 from itemset.inside.vocabulary import HOLES, Vocabulary
 
 SEEN, SHORT = ({"type": "string", "item_set": name} for name in ("seen", "short"))
@@ -559,3 +559,19 @@ def test_vocabularies_of_any_size() -> None:
         assert vocabulary.first % 32 == 0
         assert vocabulary.size <= vocabulary.first < vocabulary.size + 32
         assert vocabulary.words == vocabulary.model_words + 1
+
+
+def test_many_places_of_one_set() -> None:
+    """As many as there may be make one hole; one more is refused."""
+    field = {"type": "string", "item_set": "films"}
+
+    def schema(places: int) -> dict[str, Any]:
+        return {"type": "array", "prefixItems": [field] * places, "items": False}
+
+    marked = Marker(lambda place: 5).schema(schema(PLACES))
+    assert marked is not None
+    assert len(marked.holes) == 1
+    assert marked.ebnf(96).count("Token(96)") == PLACES
+    assert marked.closers() == [b'"']
+    with pytest.raises(ItemSetError, match="more than 1,000 places"):
+        Marker(lambda place: 5).schema(schema(PLACES + 1))

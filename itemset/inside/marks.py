@@ -45,6 +45,9 @@ _DEEPEST = 128
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
 
 
+_SPACES = re.compile(r"\s*")
+PLACES = 1_000
+"""Places of one constraint; each takes its time."""
 _NO_SPACE = (
     "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
 )
@@ -77,27 +80,25 @@ class Place:
 class Marked:
     """A grammar as xgrammar prints it, with marks in it.
 
-    spec: what it was made of, with marks in place of the sets. hole_of: of each mark its number in `holes`.
+    spec: what it was made of, with marks in place of the sets. mark: finds them, and their numbers. hole_of: of each
+    number that of its hole in `holes`.
     """
 
     spec: str
     grammar: str
+    mark: re.Pattern[str]
     holes: list[Place]
-    hole_of: Mapping[str, int]
+    hole_of: Mapping[int, int]
 
     def ebnf(self, first: int) -> str:
         """Return the grammar in which hole k is the token `first + k`."""
-        text = self.grammar
-        for mark, hole in self.hole_of.items():
-            text = text.replace(mark, f'" Token({first + hole}) "')
-        return text
+        return self.mark.sub(lambda mark: f'" Token({first + self.hole_of[int(mark[1])]}) "', self.grammar)
 
     def closers(self) -> list[bytes]:
         """Return, of each hole, the bytes that may come next, as far as the grammar says them right there."""
         found = [set(place.closers) for place in self.holes]
-        for mark, hole in self.hole_of.items():
-            for after in re.findall(re.escape(mark) + r'(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
-                found[hole].add(_unescaped(after))
+        for number, after in re.findall(self.mark.pattern + r'(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
+            found[self.hole_of[int(number)]].add(_unescaped(after))
         return ["".join(sorted(texts)).encode("utf-8", "ignore") for texts in found]
 
 
@@ -105,7 +106,12 @@ def mentions(spec: Any) -> bool:
     """Whether a constraint may hold item sets: cheap, and never wrong about one that does not."""
     if isinstance(spec, str):
         return WORD in spec or "ItemSet" in spec or "\\u" in spec
-    return isinstance(spec, dict | list)
+    level = [spec]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        if any(isinstance(one, dict) and (WORD in one or one.get("type") == WORD) for one in level):
+            return True
+        level = [one for node in level for one in (node.values() if isinstance(node, dict) else node)]
+    return False
 
 
 class Marker:
@@ -113,7 +119,7 @@ class Marker:
 
     def __init__(self, size_of: Callable[[Place], int]) -> None:
         """size_of: how many items may come at a place; raises ItemSetError as it likes."""
-        self._size_of, self._places, self._groups = size_of, dict[str, Place](), 0
+        self._size_of, self._places, self._groups = size_of, list[Place](), 0
         self._nonce = secrets.token_hex(8)
         self._seen = set[str]()  # paths of sets that stand where they hold
         self._unheld = list[str]()  # paths of references where nothing holds
@@ -172,9 +178,10 @@ class Marker:
         return parsed
 
     def _mark(self, place: Place) -> str:
-        mark = f"ITEMSET{self._nonce}N{len(self._places)}E"
-        self._places[mark] = place
-        return mark
+        if len(self._places) == PLACES:
+            raise ItemSetError(f"item sets stand in more than {PLACES:,} places of the constraint: state fewer")
+        self._places.append(place)
+        return f"ITEMSET{self._nonce}N{len(self._places) - 1}E"
 
     def _place(self, node: Mapping[str, Any], path: str, word: str = WORD) -> Place:
         named = node[word]
@@ -255,7 +262,7 @@ class Marker:
         most = size if most is None else min(most, size)
         self._groups += 1
         del out["uniqueItems"]
-        self._places[constant["const"]] = replace(place, group=self._groups, begins=True)
+        self._places[-1] = replace(place, group=self._groups, begins=True)
         out["maxItems"], out["prefixItems"], out["items"] = most, [constant], False
         if most > 1:
             out["items"] = {"const": self._mark(replace(place, group=self._groups))}
@@ -299,7 +306,7 @@ class Marker:
                 at = match.end()
                 continue
             where = f"ItemSet at character {match.start()}"
-            begin = match.end() + len(text[match.end() :]) - len(text[match.end() :].lstrip())
+            begin = _SPACES.match(text, match.end()).end()  # type: ignore[union-attr]
             try:
                 given, end = json.JSONDecoder().raw_decode(text, begin)
             except ValueError as error:
@@ -311,7 +318,7 @@ class Marker:
             if others := sorted(set(node) - {WORD, *SELECTION}):
                 raise ItemSetError(f"{where}: there is no {others[0]}")
             before = text[at : match.start()]
-            if text[: match.start()].rstrip().endswith(' "'):
+            if text[max(0, match.start() - 100) : match.start()].rstrip().endswith(' "'):
                 raise ItemSetError(f"the text before the {where} {_NO_SPACE}")
             yield before
             yield f'"{self._mark(self._place(node, where))}"'
@@ -321,37 +328,28 @@ class Marker:
     # What xgrammar made of it
 
     def _placed(self, spec: str, grammar: xgrammar.Grammar, given: Any) -> Marked:
-        text, holes, hole_of = str(grammar), list[Place](), dict[str, int]()
+        text, mark, holes, hole_of = str(grammar), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
+        printed, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
+        named = {str(node.get("$ref")).rpartition("/")[2] for _, node in _nodes(given, "$")}
         numbers: dict[Any, int] = {}
-        for mark, place in self._places.items():
-            if mark not in text:
-                if ".$defs." in place.path or ".definitions." in place.path:
-                    self._refuse_if_referenced(place, given)
-                    continue
+        for number, place in enumerate(self._places):
+            if number not in printed:
+                *_, definition = re.split(r"\.(?:\$defs|definitions)\.", place.path)
+                if definition != place.path and definition.split(".")[0] not in named:
+                    continue  # a definition that nobody uses
                 raise ItemSetError(
                     f"{place.path}: xgrammar drops what stands there, so the item_set would not hold: state it in "
                     "properties, items or anyOf"
                 )
-            quoted = f'\\"{mark}\\"' in text
-            place = replace(place, quoted=quoted)
+            place = replace(place, quoted=number in quoted)
             key = (place.asks, place.group, place.begins)
             if key not in numbers:
                 numbers[key] = len(holes)
                 holes.append(place)
-            hole_of[mark] = numbers[key]
+            hole_of[number] = numbers[key]
         if len(holes) > HOLES:
             raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
-        return Marked(spec, text, holes, hole_of)
-
-    @staticmethod
-    def _refuse_if_referenced(place: Place, given: Any) -> None:
-        """Raises ItemSetError for a definition that is used, and dropped."""
-        name = re.split(r"\.(?:\$defs|definitions)\.", place.path)[-1].split(".")[0]
-        if any(str(node.get("$ref", "")).endswith(f"/{name}") for _, node in _nodes(given, "$")):
-            raise ItemSetError(
-                f"{place.path}: xgrammar drops the $ref that leads there, so the item_set would not hold: state it in "
-                "properties, items or anyOf"
-            )
+        return Marked(spec, text, re.compile(mark), holes, hole_of)
 
 
 def _nodes(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

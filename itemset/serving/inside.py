@@ -34,7 +34,7 @@ ENVELOPE = "\0item_set_holes:"
 
 JSON, TAG, EBNF, LARK = KINDS = ("json", "structural_tag", "ebnf", "lark")
 
-_MARKED = 256  # constraints whose marks are kept
+_MARKED, _LONGEST_KEPT = 256, 1 << 16  # constraints whose marks are kept, and characters of one
 _THREADS = 2
 
 
@@ -181,7 +181,7 @@ class Constraints:
         if marked is None or any(self._size(json.loads(asks)) != size for asks, size in sizes.items()):
             sizes = {}
             marked = self._marked_anew(kind, spec, sizes)
-            if marked is not None:
+            if marked is not None and len(key) <= _LONGEST_KEPT:
                 with self._lock:
                     self._marked[key] = marked, sizes
                     while len(self._marked) > _MARKED:

@@ -2,7 +2,7 @@
 
 Run it with `python3 bootstrap.py demo`, or with `--engine sglang` after it. It fetches a small model and the titles,
 builds their index, starts the server, asks it for films over its OpenAI-compatible API and shows that every answer is
-a film of the list.
+a film of the list, and that every film inside other answers is one.
 
 With `--forced-drafts` the vLLM server speculates: what a title's first tokens leave no choice about is proposed as a
 draft, and accepted in one step. That needs vLLM's model runner V2, which without a GPU runs through Triton's
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import inside
 import openai
 from films_data import CACHE, build_index, model_dir, print_ranked, titles, titles_by_key
 from openai.types.chat.chat_completion import Choice
@@ -175,11 +176,12 @@ def show(engine: str, forced_drafts: bool) -> bool:
             raise DemoError(str(error)) from error
         print(f"{len(answers_given)} answers in {time.monotonic() - started:.1f} s", flush=True)
         films = ranked_list(url, engine)
+        inside_good = inside.show(url, titles_by_key())
         if forced_drafts:
             print(steps_an_answer(url, answers_given), flush=True)
     stop_token = json.loads((model / "config.json").read_text())["eos_token_id"]
     good = report(answers_given, stop_token)
-    return report_ranks(films) and good
+    return report_ranks(films) and good and inside_good
 
 
 def main() -> int:

@@ -65,6 +65,8 @@ BAD = {
     "uniqueItems": {"$defs": {"f": FILM}, "type": "array", "items": {"$ref": "#/$defs/f"}, "uniqueItems": True},
     "minItems=20": SLATE | {"minItems": 20, "maxItems": 20},
     "its type cannot be": {"type": "integer", "item_set": "titles"},
+    "must be a list of keys": FILM | {"exclude_keys": 5},
+    "cannot be used": {"type": "object", "properties": {"film": FILM, "other": {"$ref": "#/nowhere"}}},
 }
 """Refused, each with a sentence that holds its key."""
 

@@ -150,9 +150,9 @@ def test_every_waiting_client_is_told_what_is_wrong_and_the_next_list_is_served(
 def test_large_lists_are_read_beside_the_event_loop(tokenizer, monkeypatch):
     readers, read = [], InlineTexts._read
 
-    def recorded(self: InlineTexts, texts: list[Any]) -> tuple[str, int]:
+    def recorded(self: InlineTexts, texts: list[Any], *how: Any) -> tuple[str, int]:
         readers.append(threading.current_thread())
-        return read(self, texts)
+        return read(self, texts, *how)
 
     monkeypatch.setattr(InlineTexts, "_read", recorded)
     checks = front_end(tokenizer)

@@ -168,13 +168,13 @@ def _process_inputs(
     why="vLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked",
     when=IMPORTED,
 )
-def _validate_xgrammar_grammar(original: Callable[..., Any], params: Any) -> None:
+def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: Any) -> None:
     from itemset.serving.inside import TAG, holds_sets
     from vllm_static.inside import constraint_of
 
-    given = constraint_of(params)
+    given = constraint_of(sampling_params)
     if given is None or given[0] != TAG or not holds_sets(*given):
-        original(params)
+        original(sampling_params)
 
 
 @hook("vllm.v1.engine.async_llm:AsyncLLM.__init__", why="published sets are followed while the engine runs")

@@ -188,6 +188,10 @@ class Marker:
         if not isinstance(named, str) and not (isinstance(named, list) and named):
             raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {shown(named)}")
         selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
+        for key, value in selection.items():
+            if not isinstance(value, dict if key == "item_filter" else list):
+                example = "an object of conditions" if key == "item_filter" else "a list of keys"
+                raise ItemSetError(f"{path}.{key} must be {example}, not {shown(value)}")
         if selection and not isinstance(named, str):
             raise ItemSetError(f"{path}: {min(selection)} chooses among the items of a registered set: name one")
         return Place(path, named, selection)
@@ -327,7 +331,8 @@ class Marker:
 
     # What xgrammar made of it
 
-    def _placed(self, spec: str, grammar: xgrammar.Grammar, given: Any) -> Marked:
+    def _placed(self, spec: str, grammar: xgrammar.Grammar, given: Any) -> Marked | None:
+        """Return None if nothing refers to the definitions in which sets stand."""
         text, mark, holes, hole_of = str(grammar), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
         printed, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
         named = {str(node.get("$ref")).rpartition("/")[2] for _, node in _nodes(given, "$")}
@@ -349,7 +354,7 @@ class Marker:
             hole_of[number] = numbers[key]
         if len(holes) > HOLES:
             raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
-        return Marked(spec, text, re.compile(mark), holes, hole_of)
+        return Marked(spec, text, re.compile(mark), holes, hole_of) if holes else None
 
 
 def _nodes(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

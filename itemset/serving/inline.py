@@ -94,7 +94,7 @@ class InlineTexts:
             )
         return choice.copy()
 
-    def _read(self, texts: list[Any], escape: Escape | None) -> tuple[str, int]:
+    def _read(self, texts: list[Any], escape: Escape | None = None) -> tuple[str, int]:
         """The reference of a list, and what it costs to encode, in `_encode`'s unit.
 
         It works in parts, so that it keeps no other thread waiting for more than a few milliseconds. Raises

@@ -7,7 +7,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -94,13 +94,13 @@ class SetHole:
 class Constraint:
     """A request's constraint with holes. In the request it stands in place of what it was made of.
 
-    kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process, in time.
+    kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
     """
 
     kind: str
     grammar: str
     holes: Sequence[SetHole]
-    compiled: Future[xgrammar.CompiledGrammar] = field(repr=False)
+    compiled: xgrammar.CompiledGrammar = field(repr=False)
 
     def __deepcopy__(self, memo: Any) -> Constraint:
         """Engines copy a request's parameters; this is immutable."""
@@ -228,8 +228,11 @@ class Constraints:
             holes.append(SetHole(place, closers, reference, item_set, catalogue.inline(reference)))
         vocabulary = self.vocabulary
         grammar = marked.ebnf(vocabulary.first)
-        # Only the answer's end needs it here: the engine compiles its own at the same time.
-        return Constraint(kind, grammar, holes, self._threads.submit(vocabulary.compile, grammar))
+        try:
+            compiled = vocabulary.compile(grammar)
+        except RuntimeError as error:  # what the engine would find, too late to refuse the request
+            raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
+        return Constraint(kind, grammar, holes, compiled)
 
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
         """Raises RefusedError for a set whose texts are not as they must be where it stands."""
@@ -279,7 +282,7 @@ class ExpectedItems:
             Hole(Items(hole.item_set), bridges(hole.closers) if hole.closers else None, *_group(hole))
             for hole in self.constraint.holes
         ]
-        composite = Composite(self.vocabulary, self.constraint.compiled.result(), holes, self.stop_tokens)
+        composite = Composite(self.vocabulary, self.constraint.compiled, holes, self.stop_tokens)
         found, text = items_of(composite, tokens), text_of(self.vocabulary, tokens)
         paths = json_paths(text) if self.constraint.kind == JSON else {}
         return {"items": [self._item(one, text, paths.get(one.begin)) for one in found]}

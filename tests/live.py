@@ -22,7 +22,7 @@ class Films:
     """A published set. Each version has items of its own, beside some that all have; keys name the version."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
-        self.folder, self._draw = folder, np.random.default_rng(seed)
+        self.folder, self._draw, self._known = folder, np.random.default_rng(seed), threading.Lock()
         self.versions: list[Version] = []
         self.items: dict[str, dict[str, list[int]]] = {}  # by version: the items by their keys
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -43,16 +43,20 @@ class Films:
 
     def publish(self, path: Path | None = None) -> Version:
         """Make the next version current."""
-        version = published.publish(path or self.make(), self.folder, keep=1_000)
-        self.versions.append(version)
-        self.items[version.name] = self._made
+        path = path or self.make()
+        with self._known:  # a server may answer with the version before it is written down here
+            version = published.publish(path, self.folder, keep=1_000)
+            self.versions.append(version)
+            self.items[version.name] = self._made
         return version
 
     def check(self, item: dict[str, Any] | None, most: int | None = None) -> str:
         """The version of an answer, whose key must be one of that version's. most: of how many of its first keys."""
         assert item is not None
         version = item["item_set_version"]
-        assert item["key"] in list(self.items[version])[:most]
+        with self._known:
+            items = self.items[version]
+        assert item["key"] in list(items)[:most]
         return str(version)
 
     def check_tokens(self, item: dict[str, Any], tokens: Sequence[int]) -> str:

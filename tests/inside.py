@@ -108,6 +108,21 @@ def check_ebnf(text: str, items: Sequence[dict[str, Any]]) -> None:
     assert items[0]["text"] in TITLES
 
 
+def check_stream(server: Any) -> dict[str, Any]:
+    """Ask a server for a chat that streams an object, and check what it holds. Returns what all chats ask with."""
+    messages = [{"role": "user", "content": "a film"}]
+    chat = {"model": "tiny", "messages": messages, "max_tokens": 150, "temperature": 1}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
+    events = server.events("/v1/chat/completions", chat | {"stream": True, "response_format": schema})
+    choices = [choice for event in events if isinstance(event, dict) for choice in event["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    (last,) = [choice for choice in choices if choice.get("finish_reason")]
+    if last["finish_reason"] == "stop":
+        check_json("object", text, last["items"])
+    assert isinstance(last["items"], list)
+    return chat
+
+
 CASES: dict[str, tuple[str, Any, Callable[[str, Any], None]]] = {
     **{
         name: ("json", schema, lambda text, items, name=name: check_json(name, text, items))

@@ -169,7 +169,7 @@ def expected(engines, odd_model, few):
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", timeout=300, **few)
     with pytest.raises(VLLMValidationError, match=r"raw_logits.* ranked list adds log-probabilities up: start it with"):
         plain.call(ranked, beams(2, item_set="few"))
-    return exact(FEW, lambda *behind: logits_behind(plain, DRAWN, *behind))
+    return exact(FEW, lambda *after: logits_behind(plain, DRAWN, *after))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])

@@ -195,8 +195,8 @@ class Composite:
         # The thread's own matcher goes to one reading. One that stays where it is, inside a hole, may share none that
         # moves: then both have forks.
         matcher: _Matcher | None = thread.matcher
-        if entered and matcher is not None:
-            matcher = matcher.fork() if matcher.takes(token) else None
+        if entered:
+            matcher = thread.matcher.fork() if thread.matcher.takes(token) else None
         if matcher is not None and matcher.accept(token):
             after.append(_Thread(matcher, thread.given, thread.found))
         own = [thread.matcher, *(thread.matcher.fork() for _ in entered[1:])]

@@ -122,7 +122,23 @@ class Constraint:
         return [sender.carried(reference) for reference in self.references]
 
 
-class Constraints:
+class _OverVocabulary:
+    """What stands on a model's vocabulary, which is made once it is asked for. Safe for threads."""
+
+    def __init__(self, make: Callable[[], Vocabulary]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        warm_up()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make()
+            return self._vocabulary
+
+
+class Constraints(_OverVocabulary):
     """Those of one front end. Safe for threads."""
 
     def __init__(
@@ -138,19 +154,10 @@ class Constraints:
         validate: what the engine itself says of a constraint (its kind, and its text with constants in place of the
         sets); raises what it likes."""
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
-        self._make, self._lock = vocabulary, threading.Lock()
-        self._vocabulary: Vocabulary | None = None
+        super().__init__(vocabulary)
         self._marked: OrderedDict[str, tuple[Marked, dict[str, int]]] = OrderedDict()
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
-        warm_up()
         self._unsafe: NDArray[np.bool_] | None = None
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._make()
-            return self._vocabulary
 
     def get(self, kind: str, spec: Any) -> Constraint | None:
         """Return the constraint, None if no item set stands in it. Waits for all of it.
@@ -303,21 +310,12 @@ def _group(hole: SetHole) -> tuple[int | None, bool]:
     return hole.place.group, hole.place.begins
 
 
-class Grammars:
+class Grammars(_OverVocabulary):
     """Makes the grammars of one engine core or scheduler. Safe for threads."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        self._make, self._lock = vocabulary, threading.Lock()
-        self._vocabulary: Vocabulary | None = None
+        super().__init__(vocabulary)
         self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
-        warm_up()
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._make()
-            return self._vocabulary
 
     def maker(
         self, spec: str, sets: Callable[[str], ItemSet], stop_token_ids: Iterable[int]

@@ -1,7 +1,8 @@
 """The best items of a set by beam search, for those who own their decode loop.
 
 What STATIC's Algorithms 1 and 2 do (arXiv 2602.22647, section 4), for items of any lengths, without a mask. They are
-the beams of ranked lists (`ranking.beams`), which go on by one token a step.
+the beams of ranked lists (`ranking.beams`), which go on by one token a step. `draft_search` takes the same steps with a
+draft head in place of the model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 from itemset.masking.arena import Arena
 from itemset.masking.slots import Kernels
 from itemset.ranking.beams import Beams
+from itemset.ranking.head import DraftHead
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -76,6 +78,26 @@ def beam_search(
             logits = logits[:, :1]
         beams.round(logits.flatten(0, 1)[:, None])
         parents = beams.parents
+    return _ranking(beams, longest)
+
+
+def draft_search(
+    arena: Arena, number: int, head: DraftHead, hidden: Tensor, *, width: int, kernels: Kernels = "auto"
+) -> Ranking:
+    """Return the `width` best items, of set `number` of the arena, that a draft head finds by a beam of this width.
+
+    No pass of the model is needed but the one that gave `hidden`: [batch, L + 1, d], the states of its last layer at
+    each prompt's last token and at the L placeholders after it (`huggingface.draft_states`). Scores are the head's
+    log-probabilities, and an item's end is none of its tokens; otherwise as `beam_search`, of items of up to L tokens.
+
+    Raises ValueError for another shape, or a width below 1; KeyError for no such set.
+    """
+    plan = arena.level_plan(number)
+    beams = head.beams(arena, [number] * len(hidden), plan, hidden, width=width, k=width, kernels=kernels)
+    return _ranking(beams, head.levels)
+
+
+def _ranking(beams: Beams, longest: int) -> Ranking:
     found = beams.found
     tokens = pad(found.tokens, (0, longest - found.tokens.shape[2]), value=-1)
     return Ranking(tokens, found.scores.float(), found.scores.isfinite().sum(1))

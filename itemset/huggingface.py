@@ -1,8 +1,12 @@
-"""Hugging Face's `generate()` inside an item set: a logits processor in place of `prefix_allowed_tokens_fn`."""
+"""Hugging Face's `generate()` inside an item set: a logits processor in place of `prefix_allowed_tokens_fn`.
+
+And the one pass of a model after which a draft head needs no other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +18,7 @@ from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import Batch
 from itemset.masking.host import allowed_rows
 from itemset.masking.slots import Slots
+from itemset.ranking.head import DraftHead
 
 
 class ItemSetLogitsProcessor(LogitsProcessor):
@@ -72,3 +77,25 @@ class ItemSetLogitsProcessor(LogitsProcessor):
             slots.assign(numbers, torch.full_like(numbers, arena.acquire(self._item_set)), marks)
             self._slots = slots
         return self._slots
+
+
+@torch.no_grad()
+def draft_states(model: Any, head: DraftHead, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Run a decoder-only model once over prompts and the head's placeholders after them, for `beam.draft_search`.
+
+    input_ids: [batch, tokens], prompts that end in the last column. attention_mask: the same shape, 0 at the padding
+    before shorter prompts; None if there is none.
+    Returns the last layer's hidden states at the last token and the placeholders: [batch, L + 1, d].
+    Raises ItemSetError if the head is not one for this model.
+    """
+    head.check(hidden_size=model.config.hidden_size, vocab_size=model.get_input_embeddings().num_embeddings)
+    after = torch.tensor(head.placeholders, device=input_ids.device).expand(len(input_ids), -1)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = torch.cat((mask, torch.ones_like(after)), 1)
+    hidden: Tensor = model.base_model(
+        input_ids=torch.cat((input_ids, after), 1),
+        attention_mask=mask,
+        position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
+        use_cache=False,
+    ).last_hidden_state
+    return hidden[:, -1 - head.levels :]

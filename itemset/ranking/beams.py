@@ -64,6 +64,7 @@ class Beams:
         renormalised: bool = False,
         stepwise: bool = False,
         longest: int | None = None,
+        normalised: bool = False,
         kernels: Kernels = "auto",
     ) -> None:
         """Raises ValueError if width, k or longest is less than 1, there is no list, or options exclude each other.
@@ -73,6 +74,7 @@ class Beams:
         renormalised: score each token by its share among those that may stand there; tails then cost nothing.
         stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
         longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
+        normalised: the logits that come are log-probabilities, so that nobody has to add them up.
         """
         if renormalised and stepwise:
             raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
@@ -84,7 +86,7 @@ class Beams:
         self.arena, self.lists, self.width, self.k = arena, len(numbers), width, k
         self.longest = plan.longest if longest is None else min(longest, plan.longest)
         self.queries, self.rows, self.taken = 1, 1, 0
-        self._plan, self._renormalised = plan, renormalised
+        self._plan, self._renormalised, self._normalised = plan, renormalised, normalised
         items = ALONE if renormalised else ENDED if end_token is None else OPEN
         self._rules = Rules(-1 if end_token is None else end_token, items, not stepwise)
         self._kernels = expand_for(arena.device, kernels)
@@ -237,6 +239,8 @@ class Beams:
     def _sums(self, logits: Tensor, rows: Rows, offsets: Tensor, size: int) -> Tensor:
         if self._renormalised:
             return self._kernels.legal_sums(self.arena, logits, rows, offsets, size, self._rules)
+        if self._normalised:
+            return torch.zeros(self.lists, len(logits) // self.lists, logits.shape[1], device=logits.device)
         return self._kernels.log_sums(logits, rows, self._found)
 
     def _go_on(self, logits: Tensor, sums: Tensor, rows: Rows, offsets: Tensor, size: int, columns: int) -> Rows | None:

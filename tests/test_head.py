@@ -1,0 +1,285 @@
+"""A draft head: its beams against all items scored one by one, its file, and the one pass of a model before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_kernels import NothingReadBack
+from views import KINDS, made
+
+import itemset
+from itemset.beam import draft_search
+from itemset.errors import ItemSetError
+from itemset.masking.arena import Arena, room_for
+from itemset.ranking.head import DraftHead
+from itemset.text import TokenizerId
+
+LEVELS, SIZE, VOCABULARY = 4, 16, 50
+CODES = [range(10, 20), range(18, 30), range(5, 40, 3), range(10, 14)]
+Item = tuple[int, ...]
+
+
+def head_of(codes: Sequence[Any] = CODES, seed: int = 0, **more: Any) -> DraftHead:
+    """A head of random weights, large enough that the state matters."""
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"hidden_size": SIZE, "vocab_size": VOCABULARY}
+    head = DraftHead(codes, range(40, 40 + len(codes)), **options | more)
+    with torch.no_grad():
+        for weights in head.parameters():
+            weights.normal_(std=0.5)
+    return head.eval().requires_grad_(False).to(DEVICE)
+
+
+def hidden_of(rows: int, seed: int = 1, levels: int = LEVELS) -> torch.Tensor:
+    return torch.randn(rows, levels + 1, SIZE, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def score_by_hand(head: DraftHead, hidden: torch.Tensor, item: Sequence[int]) -> float:
+    """One item's score by the equations alone, in float64. hidden: [L + 1, d]."""
+    weights = {name: value.cpu().double() for name, value in head.state_dict().items()}
+    states = hidden.cpu().double()
+    state, total = states[0], 0.0
+    for level, token in enumerate(item):
+        codes = weights[f"codes_{level}"].tolist()
+        if token not in codes:
+            return float("-inf")
+        log = (weights[f"logits.{level}.weight"] @ (states[level + 1] + state)).log_softmax(0)
+        total += log[codes.index(token)].item()
+        if level + 1 < head.levels:
+            chosen = weights[f"embeddings.{level}.weight"][codes.index(token)]
+            cell = {
+                part: weights[f"transitions.{level}.{part}"]
+                for part in ("weight_ih", "bias_ih", "weight_hh", "bias_hh")
+            }
+            state = torch.tanh(
+                cell["weight_ih"] @ chosen + cell["bias_ih"] + cell["weight_hh"] @ state + cell["bias_hh"]
+            )
+    return total
+
+
+def by_hand(head: DraftHead, hidden: torch.Tensor, items: Sequence[Sequence[int]]) -> list[tuple[float, Item]]:
+    """All items of finite score, best first."""
+    scored = [(score_by_hand(head, hidden, item), item) for item in {tuple(item) for item in items}]
+    return sorted((one for one in scored if one[0] > float("-inf")), reverse=True)
+
+
+def placed(items: Sequence[Sequence[int]], kind: str = "whole") -> tuple[Arena, int, itemset.ItemSet]:
+    built = made([list(item) for item in items], kind)
+    arena = Arena(room_for(built), DEVICE)
+    return arena, arena.acquire(built), built
+
+
+def listed(tokens: torch.Tensor) -> list[Item]:
+    return [tuple(token for token in row if token >= 0) for row in tokens.tolist()]
+
+
+ITEMS = st.lists(
+    st.lists(st.integers(0, VOCABULARY - 1) | st.sampled_from([10, 11, 12, 20, 23]), min_size=1, max_size=LEVELS),
+    min_size=1,
+    max_size=25,
+)
+
+
+@given(ITEMS, st.sampled_from(KINDS), st.sampled_from(["auto", "torch"]))
+@settings(max_examples=60, deadline=None)
+def test_a_beam_as_wide_as_the_set_ranks_all_items(items: list[list[int]], kind: str, kernels: Any) -> None:
+    """Items of any lengths up to the head's, and prefixes of each other. Tokens that are no codes have no score."""
+    arena, number, _ = placed(items, kind)
+    head, hidden = head_of(), hidden_of(3)
+    ranking = draft_search(arena, number, head, hidden, width=25, kernels=kernels)
+    assert ranking.tokens.shape == (3, 25, LEVELS)
+    for row in range(3):
+        expected = by_hand(head, hidden[row], items)
+        found = int(ranking.found[row])
+        assert listed(ranking.tokens[row, :found]) == [item for _, item in expected]
+        torch.testing.assert_close(
+            ranking.scores[row, :found].cpu(), torch.tensor([score for score, _ in expected], dtype=torch.float32)
+        )
+        assert (ranking.tokens[row, found:] == -1).all()
+
+
+def catalogue(count: int = 300, seed: int = 3) -> list[Item]:
+    random = torch.Generator().manual_seed(seed)
+    columns = [torch.tensor(row)[torch.randint(len(row), (count,), generator=random)] for row in map(list, CODES)]
+    return sorted({tuple(row) for row in torch.stack(columns, 1).tolist()})
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("width", [1, 3, 20])
+def test_a_narrow_beam_finds_items_with_their_own_scores(width: int, kernels: Any) -> None:
+    items = catalogue()
+    arena, number, _ = placed(items)
+    head, hidden = head_of(), hidden_of(2)
+    ranking = draft_search(arena, number, head, hidden, width=width, kernels=kernels)
+    for row in range(2):
+        found = listed(ranking.tokens[row])
+        assert len(set(found)) == width
+        assert set(found) <= set(items)
+        scores = torch.tensor([score_by_hand(head, hidden[row], item) for item in found], dtype=torch.float32)
+        torch.testing.assert_close(ranking.scores[row].cpu(), scores)
+        assert (scores.diff() <= 1e-5).all()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_renormalised_scores_are_shares_of_the_legal_tokens(kernels: Any) -> None:
+    """Here of all items: so they add up to one."""
+    items = catalogue(40)
+    arena, number, built = placed(items)
+    head, hidden = head_of(), hidden_of(2)
+    beams = head.beams(
+        arena, [number] * 2, built.level_plan, hidden, width=40, k=len(items), renormalised=True, kernels=kernels
+    )
+    torch.testing.assert_close(beams.found.scores.exp().sum(1).cpu(), torch.ones(2, dtype=torch.float64))
+    assert set(listed(beams.found.tokens[1])) == set(items)
+
+
+def test_nothing_is_read_back() -> None:
+    arena, number, built = placed(catalogue())
+    head, hidden = head_of(), hidden_of(2)
+    plan = built.level_plan
+    with NothingReadBack():
+        head.beams(arena, [number] * 2, plan, hidden, width=8, k=5, kernels="torch")
+
+
+def test_lists_of_several_sets_at_once() -> None:
+    """Of one plan's shapes, each with its own items."""
+    one = catalogue(100, seed=5)
+    built = [made([list(item) for item in items], "whole") for items in (one[::2], one)]
+    arena = Arena(sum(map(room_for, built)), DEVICE)
+    numbers, head, hidden = [arena.acquire(each) for each in built], head_of(), hidden_of(1).expand(2, -1, -1)
+    beams = head.beams(arena, numbers, built[1].level_plan, hidden, width=100, k=100)
+    for row, items in enumerate((one[::2], one)):
+        assert listed(beams.found.tokens[row, : len(items)]) == [item for _, item in by_hand(head, hidden[row], items)]
+
+
+def test_a_head_that_was_saved_gives_the_same_list(tmp_path: Path) -> None:
+    head = head_of(tokenizer=TokenizerId("tiny", "ab" * 32))
+    head.save(tmp_path / "head.safetensors")
+    again = DraftHead.load(tmp_path / "head.safetensors", DEVICE)
+    assert (again.placeholders, again.tokenizer) == (head.placeholders, head.tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["head.safetensors"]
+    arena, number, _ = placed(catalogue())
+    first, second = (draft_search(arena, number, one, hidden_of(2), width=9) for one in (head, again))
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(first.scores, second.scores)
+
+
+def test_a_head_learns_items_that_follow() -> None:
+    """Of four prompts, each with an item of its own: what the loss teaches is what the beam finds."""
+    items = catalogue()[::60][:4]
+    head, hidden = head_of().requires_grad_(True), hidden_of(4)
+    tokens = torch.tensor(items, device=DEVICE)
+    optimizer = torch.optim.Adam(head.parameters(), 0.05)
+    expected = -sum(score_by_hand(head, hidden[row], item) for row, item in enumerate(items)) / 4
+    assert abs(head.loss(hidden, tokens).item() - expected) < 1e-3
+    for _ in range(60):
+        optimizer.zero_grad()
+        head.loss(hidden, tokens).backward()
+        optimizer.step()
+    arena, number, _ = placed(catalogue())
+    assert listed(draft_search(arena, number, head, hidden, width=4).tokens[:, 0]) == items
+
+
+def test_a_head_that_does_not_fit_says_what_to_do() -> None:
+    head = head_of(tokenizer=TokenizerId("tiny", "ab" * 32), name="the draft head films.head")
+    head.check(hidden_size=SIZE, vocab_size=VOCABULARY, fingerprint="ab" * 32)
+    with pytest.raises(ItemSetError, match="a model with a hidden size of 16, this one has 32: give"):
+        head.check(hidden_size=32)
+    with pytest.raises(ItemSetError, match="a model with a vocabulary of 50, this one has 51: give"):
+        head.check(vocab_size=51)
+    with pytest.raises(ItemSetError, match=r"films\.head was trained with the tokenizer tiny \((ab)*\), not"):
+        head.check(fingerprint="cd" * 32)
+    head.check_set(itemset.build([[1, 2, 3, 4]]))
+    with pytest.raises(ItemSetError, match=r"films\.head drafts 4 tokens, and the item set has an item of 5: train"):
+        head.check_set(itemset.build([[1, 2, 3, 4, 5]]))
+    arena, number, built = placed([[10, 20]])
+    with pytest.raises(ValueError, match=r"takes \(1, 5, 16\) for these lists"):
+        head.beams(arena, [number], built.level_plan, hidden_of(2), width=1, k=1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "placeholders"), [([[1], []], [2, 3]), ([[1], [50]], [2, 3]), ([[1], [2]], [3]), ([], []), ([[1]], [-1])]
+)
+def test_a_head_of_other_tokens_is_refused(codes: list[list[int]], placeholders: list[int]) -> None:
+    with pytest.raises(ItemSetError, match=r"the draft head has .*: give"):
+        DraftHead(codes, placeholders, hidden_size=SIZE, vocab_size=VOCABULARY)
+
+
+def changed(path: Path, about: Callable[[dict[str, str]], None], **tensors: torch.Tensor) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    about(metadata)
+    save_file(load_file(path) | tensors, path, metadata)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: path.unlink(), "cannot be read .*: give a safetensors file"),
+    "of another kind": (lambda path: path.write_bytes(b"x" * 100), "cannot be read .*: give a safetensors file"),
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "cannot be read"),
+    "a model": (lambda path: save_file({"a": torch.zeros(1)}, path), "is no draft head: give a file"),
+    "newer": (lambda path: changed(path, lambda about: about.update(version="2")), "has the version 2, .* reads 1"),
+    "without a word": (lambda path: changed(path, lambda about: about.pop("levels") and None), "is damaged .*: write"),
+    "of other shapes": (
+        lambda path: changed(path, lambda about: None, **{"logits.0.weight": torch.zeros(3, SIZE)}),
+        "is damaged",
+    ),
+    "of more placeholders": (
+        lambda path: changed(path, lambda about: about.update(placeholders=json.dumps([1, 2]))),
+        "has 4 levels and 2 placeholders",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_file_that_is_no_head_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "films.head"
+    head_of().save(path)
+    spoil, message = BAD[kind]
+    spoil(path)
+    with pytest.raises(ItemSetError, match=f"films.head.*{message}"):
+        DraftHead.load(path)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=SIZE,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).eval().to(DEVICE)
+
+
+def test_one_pass_gives_the_states_of_each_prompt(model: Any) -> None:
+    """Also of prompts of different lengths, padded at the left."""
+    from itemset.huggingface import draft_states
+
+    head, prompts = head_of(), [[3, 4, 5, 6, 7], [8, 9]]
+    padded = torch.tensor([prompts[0], [0, 0, 0, *prompts[1]]], device=DEVICE)
+    mask = torch.tensor([[1] * 5, [0] * 3 + [1] * 2], device=DEVICE)
+    together = draft_states(model, head, padded, mask)
+    assert together.shape == (2, LEVELS + 1, SIZE)
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor([[*prompt, *head.placeholders]], device=DEVICE)
+        with torch.no_grad():
+            alone = model(ids, output_hidden_states=True).hidden_states[-1][0, len(prompt) - 1 :]
+        torch.testing.assert_close(together[row], alone)
+    with pytest.raises(ItemSetError, match="a hidden size of 8, this one has 16"):
+        draft_states(model, head_of(hidden_size=8), padded, mask)

@@ -129,7 +129,7 @@ class FrontEnd:
         """The constraint with item sets in it that a prompt has. Raises as `Constraints.prepare` does."""
         if isinstance(before := params.get(HOLES), Constraint):  # the same request comes again
             return before
-        given = constraint_of(params)
+        given = constraint_of(params, http.fields())
         return await while_connected(self.constraints.prepare(*given), http_request) if given is not None else None
 
     def expected(self, wanted: str | Constraint, request: Any, params: Any) -> Expected | ExpectedItems:

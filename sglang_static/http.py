@@ -14,13 +14,25 @@ from itemset.serving import asgi, drawing, words
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.inside import refuse_loose_tools
 from itemset.serving.request import check_options
-from itemset.serving.words import BEAMS, CHOICE, DRAW, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
-from sglang_static.inside import KINDS
+from itemset.serving.words import (
+    BEAMS,
+    CHOICE,
+    DRAW,
+    DRAWN,
+    DRAWS,
+    GUIDED,
+    OPTIONS,
+    REFERENCE,
+    SELECTION,
+    SLATE,
+    STRUCTURED,
+)
+from sglang_static.inside import constraint_of
 from sglang_static.request import CUSTOM
 
 PARAMS = "sampling_params"
 _BODY = {"": words.WORDS, STRUCTURED: (CHOICE,)}
-_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, DRAWS, DRAW)
+_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, SLATE, DRAWS, DRAW)
 _OPENAI = _BODY | {CUSTOM: _WITHIN}
 SERVED = {
     "/v1/completions": _OPENAI,
@@ -36,6 +48,7 @@ SURFACE = words.Surface(
     mends={
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {CHOICE}, beside the other fields"),
+        SLATE: "send slate beside the other fields",
         **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
         **dict.fromkeys(
             (DRAWS, DRAW), "send draws beside item_set to /v1/completions, /v1/chat/completions or /generate"
@@ -110,14 +123,14 @@ def _judge(scope: Any, body: Any) -> None:
     if ours and drawing.wants_draws(body) and path in _OPENAI_DRAWS:
         drawing.with_beams(body)
     of_draws = ("seed", "temperature") if drawing.wants_draws(body) else ()
-    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, *OPTIONS, *DRAWN, *of_draws)
+    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, SLATE, *OPTIONS, *DRAWN, *of_draws)
     found = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         if CHOICE in found:
             raise RefusedError("two constraints", f"{CHOICE} is given twice, also in {STRUCTURED}: give one of them")
         found[CHOICE] = structured[CHOICE]
     places = [found, *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in words.at(body, place))]
-    if any(one.get(word) is not None for one in places for word in (REFERENCE, CHOICE, *SELECTION, DRAWS)):
+    if any(one.get(word) is not None for one in places for word in (REFERENCE, CHOICE, *SELECTION, SLATE, DRAWS)):
         if ours:
             _refuse_what_is_ignored(path, body)
         _fields.set(found)
@@ -130,7 +143,7 @@ async def _make(request: Any, body: Any) -> None:
     front_end = _front_end()
     if front_end is None or not isinstance(body, dict) or not body.get("stream"):
         return
-    constrained = any(one.get(name) for one in words.at(body, PARAMS) for name in KINDS)
+    constrained = any(constraint_of(one, {}) for one in words.at(body, PARAMS))
     if asgi.path_of(request.scope) in UNSEEN and (_fields.get() is not None or constrained):
         seen = SimpleNamespace(
             sampling_params=copy.deepcopy(body.get(PARAMS)), custom_logit_processor=body.get("custom_logit_processor")
@@ -142,7 +155,7 @@ async def _make(request: Any, body: Any) -> None:
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in words.at(body, PARAMS):
-        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, *OPTIONS, *DRAWN) if word in one]
+        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, SLATE, *OPTIONS, *DRAWN) if word in one]
         custom = one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:

@@ -11,27 +11,38 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset.inside.composite import Composite
+from itemset.serving import inside
 from itemset.serving.inside import EBNF, JSON, TAG, Constraint, holds_sets
-from itemset.serving.words import HOLES
+from itemset.serving.words import HOLES, SLATE
+from sglang_static.request import CUSTOM, places, without_words
 
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
 
 
-def constraint_of(params: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The kind and the text of the constraint of one prompt; None if there is none in which sets can stand."""
+def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
+
+    fields: of its body, as for `request.places`.
+    """
+    for place in places(params, fields):
+        if place.get(SLATE) is not None:
+            return inside.SLATE, place[SLATE]
     return next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
 
 
 def names_sets(params: Mapping[str, Any]) -> bool:
     """Whether a set stands in the constraint of one prompt."""
-    given = constraint_of(params)
+    given = constraint_of(params, {})
     return given is not None and holds_sets(*given)
 
 
 def with_constraint(params: Mapping[str, Any], constraint: Constraint) -> dict[str, Any]:
     """The same parameters, with the constraint in place of what it was made of."""
-    return {**{key: value for key, value in params.items() if key not in KINDS}, HOLES: constraint}
+    own = {**{key: value for key, value in without_words(params).items() if key not in KINDS}, HOLES: constraint}
+    if isinstance(own.get(CUSTOM), dict):
+        own[CUSTOM] = without_words(own[CUSTOM]) or None
+    return own
 
 
 def validate(kind: str, spec: str) -> None:

@@ -12,7 +12,7 @@ from itemset.serving.drawing import refuse_beside, wants_draws
 from itemset.serving.inside import Constraint
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, arrived
-from itemset.serving.words import BEAMS, CHOICE, FILTERED, HOLES, INDEX, REFERENCE, SELECTION
+from itemset.serving.words import BEAMS, CHOICE, FILTERED, HOLES, INDEX, REFERENCE, SELECTION, SLATE
 
 CUSTOM = "custom_params"
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -96,7 +96,7 @@ def in_place(params: Mapping[str, Any], wanted: ItemRequest) -> dict[str, Any]:
 
 
 def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key not in (REFERENCE, CHOICE, HOLES, *SELECTION)}
+    return {key: value for key, value in params.items() if key not in (REFERENCE, CHOICE, HOLES, SLATE, *SELECTION)}
 
 
 def as_json(carried: Carried) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from real_tokenizers import tokenizer
 import itemset
 from itemset.inside.composite import Composite
 from itemset.inside.holes import Hole, Items
-from itemset.inside.marks import Marked, Marker, Place
+from itemset.inside.marks import Marker
+from itemset.inside.places import Marked, Place
 from itemset.inside.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
 from itemset.text import Escape, escaped
@@ -77,7 +78,7 @@ class Setting:
         return self.vocabulary.compile(marked.ebnf(self.vocabulary.first)), self.holes(marked)
 
     def made(self, kind: str, given: Any, **options: Any) -> tuple[Composite, xgrammar.GrammarMatcher]:
-        """A constraint of the kind schema, tag or ebnf, with holes and written out."""
+        """A constraint of the kind schema, tag, slate or ebnf, with holes and written out."""
         compiled, holes, own = self._made(kind, json.dumps(given), tuple(options.items()))
         return Composite(self.vocabulary, compiled, holes), xgrammar.GrammarMatcher(own)
 
@@ -90,6 +91,10 @@ class Setting:
             own = self.plain.compile_json_schema(json.dumps(written_out(given)), **dict(options))
         elif kind == "tag":
             own = self.plain.compile_structural_tag(json.dumps(written_out(given)))
+        elif kind == "slate":
+            orders = permutations(TEXTS[given["item_set"]], given["n"])
+            texts = [json.dumps(given.get("separator", "\n").join(order), ensure_ascii=False) for order in orders]
+            own = self.plain.compile_grammar(f"root ::= {' | '.join(texts)}")
         else:
             own = self.plain.compile_grammar(written_out(given))
         return *self.composite(marked), own

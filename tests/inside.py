@@ -57,6 +57,7 @@ TAG = {
     },
 }
 EBNF = 'root ::= "[" ItemSet("titles") ("; " [x-z])? "]"'
+ALONE = {"item_set": "titles", "n": 3, "exclude_keys": KEYS[:1]}
 BAD = {
     "$.properties.film: format": {"type": "object", "properties": {"film": FILM | {"format": "date"}}},
     "no item set is called": {"type": "string", "item_set": "title"},
@@ -69,6 +70,17 @@ BAD = {
     "cannot be used": {"type": "object", "properties": {"film": FILM, "other": {"$ref": "#/nowhere"}}},
 }
 """Refused, each with a sentence that holds its key."""
+BAD_SLATES: dict[str, dict[str, Any]] = {
+    "but some items begin others": {"slate": ALONE | {"separator": ""}},
+    "there are 18 distinct items": {"slate": ALONE | {"n": 19}},
+    "no item set is called": {"slate": ALONE | {"item_set": "title"}},
+    "such as": {"slate": 5},
+    "exclude each other": {"slate": ALONE, "item_set": "titles"},
+    "state it in the slate": {"slate": ALONE, "exclude_keys": KEYS[:2]},
+    "draws": {"slate": ALONE, "draws": 3},
+    "add use_beam_search": {"slate": ALONE, "width": 3},
+}
+"""Fields of bodies that are refused."""
 
 
 def sets(directory: Path, tokenizer: Any) -> dict[str, str]:
@@ -102,6 +114,12 @@ def check_tag(text: str, items: Sequence[dict[str, Any]]) -> None:
     assert items == [{"text": title, "set": "titles", "key": (key := KEYS[TITLES.index(title)]), "keys": [key]}]
 
 
+def check_slate(text: str, items: Sequence[dict[str, Any]]) -> None:
+    assert [item["text"] for item in items] == text.split("\n")
+    assert len({item["key"] for item in items}) == ALONE["n"]
+    assert {item["key"] for item in items} <= set(KEYS[1:])
+
+
 def check_ebnf(text: str, items: Sequence[dict[str, Any]]) -> None:
     assert re.fullmatch(r"\[(.*?)(; [x-z])?\]", text, re.DOTALL), text
     assert text[1:].startswith(items[0]["text"])
@@ -130,8 +148,9 @@ CASES: dict[str, tuple[str, Any, Callable[[str, Any], None]]] = {
     },
     "tag": ("structural_tag", json.dumps(TAG), check_tag),
     "ebnf": ("grammar", EBNF, check_ebnf),
+    "slate alone": ("slate", ALONE, check_slate),
 }
-"""By name: the kind of the constraint as vLLM calls it, the constraint, and what checks an answer's text and items."""
+"""By name: the constraint's kind as vLLM calls it, or slate; the constraint; what checks an answer's text and items."""
 
 
 def _strings(value: Any, path: str) -> list[tuple[str, Any]]:

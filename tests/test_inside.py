@@ -281,6 +281,35 @@ def test_walks_of_grammars(shape: str, name: str) -> None:
     assert ended
 
 
+SLATES = {
+    "lines": {"item_set": "few", "n": 3},
+    "all of them": {"item_set": "few", "n": 4, "separator": "; and:"},
+    "a separator that items have": {"item_set": "few", "n": 2, "separator": ","},
+    "one": {"item_set": "people", "n": 1, "separator": ""},
+    "of a view": {"item_set": "short", "n": 2, "separator": '"\\\n'},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SLATES)
+def test_walks_of_slates(shape: str, name: str) -> None:
+    at, slate, ended = setting(name), SLATES[shape], 0
+    separator = slate.get("separator", "\n").encode()
+    for seed in range(6):
+        composite, own = at.made("slate", slate)
+        text = Walker(at, composite, own, seed).walk(120, quoted=False)
+        if text is None:
+            continue
+        ended += 1
+        found = [text[item.begin : item.end] for item in composite.found]
+        assert len(set(found)) == len(found)
+        assert {one.decode() for one in found} <= set(TEXTS[slate["item_set"]])
+        if shape != "a separator that items have":  # of which two readings may differ
+            assert separator.join(found) == text
+            assert len(found) == slate["n"]
+    assert ended
+
+
 def accepted(composite: Composite, tokens: list[int]) -> bool:
     return all(map(composite.accept, tokens)) and composite.is_completed
 
@@ -468,6 +497,32 @@ def test_a_property_may_have_any_name(word: str) -> None:
         assert accepted(composite, at.tokenizer.encode(text, add_special_tokens=False))
         assert len(composite.found) == len(holes.hole_of)
     assert marked("schema", object_of(**{word: {"type": "string"}})) is None
+
+
+BAD_SLATES: dict[str, Any] = {
+    "must be an object": ["films"],
+    "must be an object such": {"n": 5},
+    "no JSON": "{",
+    "there is no 'k'": {"item_set": "films", "k": 5},
+    "n must be a number": {"item_set": "films"},
+    "not True": {"item_set": "films", "n": True},
+    "not 0": {"item_set": "films", "n": 0},
+    "not 1001": {"item_set": "films", "n": 1_001},
+    "there are 4 distinct": {"item_set": "few", "n": 5},
+    "not 7": {"item_set": "few", "n": 1, "separator": 7},
+    "can be printed": {"item_set": "few", "n": 1, "separator": "\0"},
+    "be printed, not": {"item_set": "few", "n": 1, "separator": "\ud800"},
+    "end in a space": {"item_set": "few", "n": 1, "separator": ", "},
+    "must be a set's name": {"item_set": 5, "n": 1},
+    "must be a list of keys": {"item_set": "few", "n": 1, "only_keys": 3},
+    "more than 128 levels": json.loads('{"item_set": ' + "[" * 200 + "]" * 200 + ', "n": 1}'),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD_SLATES)
+def test_refuses_slates(sentence: str) -> None:
+    with pytest.raises(ItemSetError, match=sentence):
+        marked("slate", BAD_SLATES[sentence])
 
 
 def test_what_is_no_set() -> None:

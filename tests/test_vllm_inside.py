@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from inside import BAD, CASES, SCHEMAS, SLATE, TITLES, check_stream, sets
+from inside import BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_stream, sets
 from models import tiny_tokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -29,8 +29,10 @@ def engine(runner, engines, tiny_model, options):
 
 def asking(name: str, **more: Any) -> SamplingParams:
     kind, constraint, _ = CASES[name]
-    structured = StructuredOutputsParams(**{kind: constraint})
-    return SamplingParams(**{"max_tokens": 150, "temperature": 1, "structured_outputs": structured} | more)
+    given: dict[str, Any] = {"extra_args": {"slate": constraint}}
+    if kind != "slate":
+        given = {"structured_outputs": StructuredOutputsParams(**{kind: constraint})}
+    return SamplingParams(**{"max_tokens": 150, "temperature": 1} | given | more)
 
 
 def check(names: list[str], outputs: list[Any]) -> None:
@@ -110,7 +112,8 @@ def test_over_http(server):
 
     def ask(name: str) -> dict[str, Any]:
         kind, constraint, _ = CASES[name]
-        return completed(server, structured_outputs={kind: constraint}, temperature=1)
+        given = {kind: constraint} if kind == "slate" else {"structured_outputs": {kind: constraint}}
+        return completed(server, **given, temperature=1)
 
     names = [*CASES] * 2
     with ThreadPoolExecutor(16) as pool:
@@ -145,6 +148,9 @@ def test_chat_tools_and_streams(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_over_http(server, stream):
+    for sentence, fields in BAD_SLATES.items():
+        status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "stream": stream, **fields})
+        assert (status, sentence in json.dumps(answer)) == (400, True), answer
     for sentence, schema in BAD.items():
         formats = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         for body in ({"structured_outputs": {"json": schema}}, {"response_format": formats}):

@@ -10,18 +10,30 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from itemset.errors import ItemSetError, shown
-from itemset.serving import asgi, drawing, words
+from itemset.serving import asgi, drawing, inside, words
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.inside import EBNF, JSON, TAG, holds_sets, refuse_loose_tools
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import BEAMS, CHOICE, DRAW, DRAWN, DRAWS, GUIDED, OPTIONS, REFERENCE, SELECTION, STRUCTURED
+from itemset.serving.words import (
+    BEAMS,
+    CHOICE,
+    DRAW,
+    DRAWN,
+    DRAWS,
+    GUIDED,
+    OPTIONS,
+    REFERENCE,
+    SELECTION,
+    SLATE,
+    STRUCTURED,
+)
 from vllm_static import metrics
 from vllm_static.inside import constraint_of
 from vllm_static.request import asked_by
 
 XARGS = "vllm_xargs"
 
-_READ = {"": (REFERENCE, GUIDED, STRUCTURED, *SELECTION), STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
+_READ = {"": (REFERENCE, GUIDED, STRUCTURED, *SELECTION, SLATE), STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _TEXTS = 'send the texts as structured_outputs: {"choice": [...]}'
 SURFACE = words.Surface(
@@ -39,6 +51,7 @@ SURFACE = words.Surface(
         CHOICE: _TEXTS,
         STRUCTURED: _TEXTS,
         GUIDED: _TEXTS,
+        SLATE: "send slate beside the other fields",
         **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
         **dict.fromkeys((DRAWS, DRAW), f"send draws beside item_set to {' or '.join(_DRAWING)}"),
     },
@@ -121,6 +134,8 @@ async def _make(request: Any, body: Any) -> None:
 
 def _constraints(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The constraints that a body brings, in which sets may stand. Those that vLLM makes of tools are refused later."""
+    if body.get(SLATE) is not None:
+        yield inside.SLATE, body[SLATE]
     formats = [body.get("response_format"), *(one.get("format") for one in words.at(body, "text"))]
     for given in formats:
         if isinstance(given, dict) and given.get("type") == "structural_tag":
@@ -153,11 +168,12 @@ def _take_choice(body: dict[str, Any]) -> None:
         body[STRUCTURED] = choice
     xargs = body.get(XARGS)
     named = body.get(REFERENCE) is not None or (isinstance(xargs, dict) and xargs.get(REFERENCE) is not None)
+    slate = body.get(SLATE) is not None
     brings = words.chooses(body.get(STRUCTURED))
-    if drawing.wants_draws(body) and not (named or brings):
+    if drawing.wants_draws(body) and not (named or brings or slate):
         raise RefusedError("wrong type", f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
     _brings_choice.set(brings)
-    if named or brings:
+    if named or brings or slate:
         words.refuse_tools(body)
 
 
@@ -189,6 +205,8 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
         if elsewhere:
             message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
             raise RefusedError("beam search", message, BEAMS)
+        params.extra_args = _carried(request, params.extra_args)
+    elif (request.model_extra or {}).get(SLATE) is not None:
         params.extra_args = _carried(request, params.extra_args)
     return params
 
@@ -235,7 +253,7 @@ def _asked(
             "its place; leave the tools out, or send it to /v1/chat/completions",
             STRUCTURED,
         )
-    ours = (REFERENCE, *SELECTION)
+    ours = (REFERENCE, *SELECTION, SLATE)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
     wanted = asked_by(extra_args, structured, fields, k=k, draws=draws)
@@ -245,5 +263,5 @@ def _asked(
 
 
 def _carried(request: Any, extra_args: dict[str, Any] | None) -> dict[str, Any]:
-    fields, ours = request.model_extra or {}, (REFERENCE, *SELECTION, *OPTIONS, *DRAWN)
+    fields, ours = request.model_extra or {}, (REFERENCE, *SELECTION, SLATE, *OPTIONS, *DRAWN)
     return {**(extra_args or {}), **{key: fields[key] for key in ours if fields.get(key) is not None}}

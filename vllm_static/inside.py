@@ -12,14 +12,18 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from itemset.inside.composite import Composite
 from itemset.inside.vocabulary import Vocabulary
-from itemset.serving.inside import EBNF, JSON, LARK, TAG, Constraint
+from itemset.serving import words
+from itemset.serving.inside import EBNF, JSON, LARK, SLATE, TAG, Constraint
+from itemset.serving.words import STRUCTURED
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 def constraint_of(params: Any) -> tuple[str, Any] | None:
     """The kind and the text of a request's constraint, if item sets can stand in such; None if there is none."""
-    structured = getattr(params, "structured_outputs", None)
+    slate, structured = (getattr(params, "extra_args", None) or {}).get(words.SLATE), getattr(params, STRUCTURED, None)
+    if slate is not None and structured is None:
+        return SLATE, slate
     if structured is None or isinstance(structured.grammar, Constraint):
         return None
     if structured.json is not None:
@@ -36,9 +40,11 @@ def constraint_of(params: Any) -> tuple[str, Any] | None:
 def with_constraint(params: SamplingParams, constraint: Constraint) -> SamplingParams:
     """The same parameters, with the constraint in place of what it was made of."""
     own = copy.copy(params)
-    own.structured_outputs = structured = copy.copy(params.structured_outputs)
+    own.structured_outputs = structured = copy.copy(params.structured_outputs) or StructuredOutputsParams(grammar="s")
     structured.json = structured.structural_tag = None
     structured.grammar = constraint
+    if constraint.kind == SLATE:
+        own.extra_args = {key: value for key, value in params.extra_args.items() if key != words.SLATE}
     return own
 
 

@@ -11,18 +11,14 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import xgrammar
 
 from itemset.errors import ItemSetError, shown
+from itemset.inside.places import SELECTION, WORD, Marked, Place
 from itemset.inside.vocabulary import HOLES
-
-WORD = "item_set"
-"""The keyword of a JSON schema, the type of a structural tag's content, and of it the set."""
-SELECTION = ("item_filter", "exclude_keys", "only_keys")
-"""What may stand beside it: which of its items, as in a request."""
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
 _ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
@@ -51,55 +47,6 @@ PLACES = 1_000
 _NO_SPACE = (
     "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """One place of an item set.
-
-    path: for people, such as `$.properties.film`. named: the set's name, or the texts of an inline one. selection:
-    which of its items. group, begins: as of `holes.Hole`. closers: what may come right after it, as far as its place
-    says that. quoted: whether it is inside a JSON string; known once it is placed.
-    """
-
-    path: str
-    named: str | list[Any]
-    selection: Mapping[str, Any] = field(default_factory=dict)
-    group: int | None = None
-    begins: bool = False
-    closers: str = ""
-    quoted: bool = False
-
-    @property
-    def asks(self) -> str:
-        """What it asks for: equal for equal items."""
-        return json.dumps([self.named, self.selection, self.quoted], sort_keys=True, default=repr)
-
-
-@dataclass(frozen=True)
-class Marked:
-    """A grammar as xgrammar prints it, with marks in it.
-
-    spec: what it was made of, with marks in place of the sets. mark: finds them, and their numbers. hole_of: of each
-    number that of its hole in `holes`.
-    """
-
-    spec: str
-    grammar: str
-    mark: re.Pattern[str]
-    holes: list[Place]
-    hole_of: Mapping[int, int]
-
-    def ebnf(self, first: int) -> str:
-        """Return the grammar in which hole k is the token `first + k`."""
-        return self.mark.sub(lambda mark: f'" Token({first + self.hole_of[int(mark[1])]}) "', self.grammar)
-
-    def closers(self) -> list[bytes]:
-        """Return, of each hole, the bytes that may come next, as far as the grammar says them right there."""
-        found = [set(place.closers) for place in self.holes]
-        for number, after in re.findall(self.mark.pattern + r'(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
-            found[self.hole_of[int(number)]].add(_unescaped(after))
-        return ["".join(sorted(texts)).encode("utf-8", "ignore") for texts in found]
 
 
 def mentions(spec: Any) -> bool:
@@ -163,6 +110,36 @@ class Marker:
         """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
         marked = "".join(self._elements(given))
         return self._placed(marked, parse(marked), None) if self._places else None
+
+    def slate(self, given: Any) -> Marked:
+        """Mark a slate, an object or its text: {"item_set": "films", "n": 5, "separator": "\\n"}, n distinct items.
+
+        What chooses among the items may stand in it, too.
+        """
+        slate = self._parsed(given)
+        if not isinstance(slate, dict) or WORD not in slate:
+            raise ItemSetError(f'slate must be an object such as {{"{WORD}": "films", "n": 5}}, not {shown(slate)}')
+        if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):
+            raise ItemSetError(
+                f"slate: there is no {shown(others[0])}, only {WORD}, n, separator, {', '.join(SELECTION)}"
+            )
+        n, separator = slate.get("n"), slate.get("separator", "\n")
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= PLACES:
+            raise ItemSetError(f"slate.n must be a number of items, 1 to {PLACES:,}, not {shown(n)}")
+        if not isinstance(separator, str) or not all(c.isprintable() or c in "\n\r\t" for c in separator):
+            raise ItemSetError(f"slate.separator must be a text that can be printed, not {shown(separator)}")
+        if separator.endswith(" "):
+            raise ItemSetError(f"slate.separator {_NO_SPACE}")
+        place = replace(self._place(slate, "slate"), closers=separator[:1], group=0)
+        if n > (size := self._size_of(place)):
+            raise ItemSetError(f"slate.n is {n:,}, but there are {size:,} distinct items: ask for fewer")
+        grammar = f'root ::= "{self._mark(replace(place, begins=True))}"'
+        if n > 1:
+            literal = json.dumps(separator, ensure_ascii=False)
+            grammar += f' ({literal if separator else ""} "{self._mark(place)}"){{{n - 1}}}'
+        marked = self._placed(grammar, xgrammar.Grammar.from_ebnf(grammar), None)
+        assert marked is not None
+        return marked
 
     @staticmethod
     def _parsed(given: Any) -> Any:
@@ -399,10 +376,3 @@ def _counts(node: Mapping[str, Any], path: str) -> tuple[int, int | None]:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
     return least, most
-
-
-def _unescaped(character: str) -> str:
-    """A character of a literal of xgrammar's, or the escape of one."""
-    if not character.startswith("\\"):
-        return character
-    return {"n": "\n", "r": "\r", "t": "\t"}.get(character[1], character[1])

@@ -20,7 +20,8 @@ from itemset.errors import ItemSetError, shown
 from itemset.inside.answer import items_of, json_paths, text_of
 from itemset.inside.composite import Composite, Found
 from itemset.inside.holes import Hole, Items, warm_up
-from itemset.inside.marks import Marked, Marker, Place, mentions
+from itemset.inside.marks import Marker, mentions
+from itemset.inside.places import Marked, Place
 from itemset.inside.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
 from itemset.serving.admission import Checks
@@ -32,7 +33,7 @@ from itemset.text import Escape, continues
 ENVELOPE = "\0item_set_holes:"
 """Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
 
-JSON, TAG, EBNF, LARK = KINDS = ("json", "structural_tag", "ebnf", "lark")
+JSON, TAG, EBNF, LARK, SLATE = KINDS = ("json", "structural_tag", "ebnf", "lark", "slate")
 
 _MARKED, _LONGEST_KEPT = 256, 1 << 16  # constraints whose marks are kept, and characters of one
 _THREADS = 2
@@ -40,7 +41,7 @@ _THREADS = 2
 
 def holds_sets(kind: str, spec: Any) -> bool:
     """Whether item sets stand in a constraint, rightly or not."""
-    if not mentions(spec):
+    if not _may_hold(kind, spec):
         return False
     try:
         return _marked(Marker(lambda place: 1 << 30), kind, spec, {}) is not None
@@ -48,6 +49,10 @@ def holds_sets(kind: str, spec: Any) -> bool:
         return True
     except Exception:  # no constraint, as its engine will say
         return False
+
+
+def _may_hold(kind: str, spec: Any) -> bool:
+    return kind == SLATE or mentions(spec)
 
 
 def refuse_loose_tools(tools: Iterable[Any], held: Callable[[bool], bool]) -> None:
@@ -73,6 +78,8 @@ def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) ->
         return marker.schema(spec, **options)
     if kind == TAG:
         return marker.tag(spec)
+    if kind == SLATE:
+        return marker.slate(spec)
     return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
 
 
@@ -164,13 +171,13 @@ class Constraints(_OverVocabulary):
 
         Raises RefusedError for what cannot hold, and as `Checks.reference` does.
         """
-        if not mentions(spec) or (marked := self._mark(kind, spec)) is None:
+        if not _may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
         return self._assembled(kind, marked, [self._checks.reference(self._asked(place)) for place in marked.holes])
 
     async def prepare(self, kind: str, spec: Any) -> Constraint | None:
         """Do `get` beside the event loop."""
-        if not mentions(spec):
+        if not _may_hold(kind, spec):
             return None
         loop = asyncio.get_running_loop()
         marked = await loop.run_in_executor(self._threads, self._mark, kind, spec)
@@ -232,6 +239,12 @@ class Constraints(_OverVocabulary):
             item_set = catalogue[reference]
             if isinstance(place.named, str):
                 self._check_texts(place, item_set)
+            if kind == SLATE and not place.closers and item_set.trie.tables.terminal.any():
+                raise RefusedError(
+                    "item set inside",
+                    "slate.separator is empty, but some items begin others, so that nothing would tell them apart: "
+                    "give a separator",
+                )
             holes.append(SetHole(place, closers, reference, item_set, catalogue.inline(reference)))
         vocabulary = self.vocabulary
         grammar = marked.ebnf(vocabulary.first)

@@ -23,6 +23,7 @@ from itemset.serving.words import (
     OPTIONS,
     REFERENCE,
     SELECTION,
+    SLATE,
     nearest,
 )
 from itemset.text import Escape
@@ -114,6 +115,9 @@ class ItemRequest:
                     "wrong type", f"{key} is not for requests: name the set as item_set, or send a choice", key
                 )
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
+        if given.get(SLATE) is not None:
+            _refuse_beside_slate(given, named or choices or other, ranked=k is not None)
+            return None
         selection = {word: given[word] for word in SELECTION if given.get(word) is not None}
         for word, value in selection.items():
             if not named:
@@ -156,6 +160,20 @@ class ItemRequest:
             return cls(name, choice, drawn=DrawOptions.of(given), **selection)
         options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
         return cls(name, choice, None if k is None else ListOptions(k, **options), **selection)
+
+
+def _refuse_beside_slate(given: Mapping[str, Any], other: Any, *, ranked: bool) -> None:
+    """Raises RefusedError for what contradicts a slate. other: whether there is another constraint."""
+    if other:
+        message = "a slate and another item set or constraint exclude each other: give one; the slate names its set"
+        raise RefusedError("two constraints", message, SLATE)
+    if ranked or drawing.wants_draws(given):
+        message = "a slate is one answer: a ranked list or draws exclude it, leave them out"
+        raise RefusedError("beam search", message, SLATE)
+    for word in SELECTION:
+        if given.get(word) is not None:
+            raise RefusedError("wrong type", f"{word} would be ignored beside a slate: state it in the slate", word)
+    check_options(given, ranked=False)
 
 
 def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:

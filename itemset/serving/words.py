@@ -13,6 +13,8 @@ from itemset.serving.catalogue import RefusedError
 
 REFERENCE = "item_set"
 """The name of a registered set; in the engine also an inline set's reference."""
+SLATE = "slate"
+"""Several distinct items in one answer: see `itemset.inside.marks.Marker.slate`."""
 CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
 """The inline list, the field that vLLM has it in, and its older word for it."""
 FILTER, EXCLUDE, ONLY = SELECTION = ("item_filter", "exclude_keys", "only_keys")
@@ -37,25 +39,25 @@ INDEX, FILTERED, PLACE, LIST, HOLES = INTERNAL = (
 on, its set's place on the devices, the ranked list that it is, and what it carries of the sets in its constraint. They
 are no words of requests."""
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, DRAWS, DRAW)
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
 """Keys of a body that are compared so; of those after them only the words themselves count. Requests have fewer."""
-OTHERS = frozenset({"items", "voice", "raw", "rows"})
+OTHERS = frozenset({"items", "voice", "raw", "rows", "state", "slots", "date", "scale"})
 """Fields of OpenAI's and the engines' own that come as near."""
 
 PLACES: Mapping[str, tuple[str, ...]] = {
     "": WORDS,
     "extra_body": WORDS,  # the openai client's word, which it takes off
-    STRUCTURED: (REFERENCE, CHOICE, GUIDED, DRAWS, DRAW),
+    STRUCTURED: (REFERENCE, CHOICE, GUIDED, SLATE, DRAWS, DRAW),
     "sampling_params": WORDS,
     f"sampling_params.{STRUCTURED}": (CHOICE, GUIDED),
-    "sampling_params.custom_params": (REFERENCE, *SELECTION, DRAWS, DRAW),
-    "sampling_params.extra_args": (REFERENCE, *SELECTION, DRAWS, DRAW),
-    "custom_params": (REFERENCE, *SELECTION, DRAWS, DRAW),
-    "extra_args": (REFERENCE, *SELECTION, DRAWS, DRAW),
-    "vllm_xargs": (REFERENCE, DRAWS, DRAW),
+    "sampling_params.custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
+    "sampling_params.extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
+    "custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
+    "extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
+    "vllm_xargs": (REFERENCE, SLATE, DRAWS, DRAW),
     "instances": WORDS,
     "parameters": WORDS,
 }

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from inside import BAD, CASES, SCHEMAS, SLATE, TITLES, check_json, check_stream, sets
+from inside import BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_stream, sets
 from models import tiny_tokenizer
 from sglang_engines import NGRAM
 
@@ -28,7 +28,8 @@ def engine(engines, tiny_model, files, path):
 def asking(name: str, **more: Any) -> dict[str, Any]:
     kind, constraint, _ = CASES[name]
     text = constraint if isinstance(constraint, str) else json.dumps(constraint)
-    return {"max_new_tokens": 150, "temperature": 1, WORDS[kind]: text, **more}
+    given = {"slate": constraint} if kind == "slate" else {WORDS[kind]: text}
+    return {"max_new_tokens": 150, "temperature": 1, **given, **more}
 
 
 def check(names: list[str], outputs: list[Any]) -> None:
@@ -86,17 +87,20 @@ def server(servers, tiny_model, files):
 
 def test_over_http(server):
     def ask(name: str) -> dict[str, Any]:
-        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
-        body = {"model": "tiny", "prompt": "p", "max_tokens": 150, "response_format": schema}
+        body = {"model": "tiny", "prompt": "p", "max_tokens": 150}
+        if name in SCHEMAS:
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
+        else:
+            body[CASES[name][0]] = CASES[name][1]
         status, answer = server.post("/v1/completions", body)
         assert status == 200, answer
         return answer["choices"][0]
 
     with ThreadPoolExecutor(16) as pool:
-        choices = list(pool.map(ask, SCHEMAS))
-    for name, choice in zip(SCHEMAS, choices, strict=True):
+        choices = list(pool.map(ask, names := [*SCHEMAS, "slate alone"]))
+    for name, choice in zip(names, choices, strict=True):
         if choice["finish_reason"] == "stop":
-            check_json(name, choice["text"], choice["items"])
+            CASES[name][2](choice["text"], choice["items"])
     assert sum(choice["finish_reason"] == "stop" for choice in choices) > len(choices) / 2
 
 
@@ -115,6 +119,13 @@ def test_chat_tools_and_streams(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_over_http(server, stream):
+    for sentence, fields in BAD_SLATES.items():
+        body = {"model": "tiny", "prompt": "p", "stream": stream, **fields}
+        status, answer = server.post("/v1/completions", body)
+        assert (status, sentence in json.dumps(answer)) == (400, True), answer
+        body = {"text": "p", "stream": stream, "sampling_params": {**fields}}
+        status, answer = server.post("/generate", body)
+        assert (status, sentence in json.dumps(answer)) == (400, True), answer
     for sentence, schema in BAD.items():
         formats = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         body = {"model": "tiny", "prompt": "p", "stream": stream, "response_format": formats}

@@ -12,6 +12,7 @@ import itemset
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import cold_start
+import nezha_model
 import retrieval_data
 import retrieval_model
 
@@ -59,6 +60,41 @@ def test_a_model_learns_what_comes_next(codes, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     answer = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=end)
     assert answer[0, prompt.shape[1] :].tolist() == [*encoded[2], end]
+
+
+def test_a_draft_head_learns_from_the_states_that_a_list_has(codes, tmp_path, monkeypatch):
+    """A row of the training has twenty instances: each sees what it would see alone. The file fits its model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from itemset.huggingface import draft_states
+    from itemset.ranking.head import DraftHead
+
+    for module, steps in ((retrieval_model, 2), (nezha_model, 2)):
+        monkeypatch.setattr(module, "STEPS", steps)
+        monkeypatch.setattr(module, "BATCH", 2)
+    tokenizer = retrieval_model.make_tokenizer(codes)
+    texts = [retrieval_model.text_of(code) for code in codes]
+    tokens = np.array([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+    encoded = {key: row.tolist() for key, row in enumerate(tokens)}
+    watched = [list(range(40))]
+    retrieval_model.train(watched, encoded, tokenizer, tmp_path / "before")
+    nezha_model.train(watched, encoded, tokens, tmp_path / "before", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    head = DraftHead.load(tmp_path / "model" / nezha_model.HEAD_FILE)
+    assert tokenizer.convert_ids_to_tokens(list(head.placeholders)) == ["<sp_1>", "<sp_2>", "<sp_3>", "<sp_4>"]
+    head.check_set(itemset.build_text(texts, tokenizer))
+    given = {}
+    monkeypatch.setattr(head, "loss", lambda states, items: given.update(states=states, items=items))
+    films = range(5, 6 + retrieval_model.MEMORY)
+    window = retrieval_model.tokens_of(films, encoded, tokenizer.eos_token_id)
+    with torch.no_grad():
+        nezha_model.Rows(4, 5).losses(model, head, torch.tensor([window]))
+    assert given["items"].tolist() == [encoded[film] for film in films[1:]]
+    for i in (0, 7, 19):
+        alone = draft_states(model, head, torch.tensor([window[: 5 * (i + 1)]]))
+        torch.testing.assert_close(given["states"][i], alone[0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_cold_start_holds_out_the_newest_films_altogether():

@@ -71,6 +71,10 @@ class DraftHead(nn.Module):
                     "give the token ids of the model's own tokenizer"
                 )
         self.levels, self.width_of_logits = len(rows), 1 + max(int(row[-1]) for row in rows)
+        # Mostly a level's codes are neighbours, and a copy to a slice takes a part of the time of one to many places.
+        self._slices = [
+            slice(int(row[0]), int(row[-1]) + 1) if int(row[-1]) - int(row[0]) < len(row) else None for row in rows
+        ]
         for level, row in enumerate(rows):
             self.register_buffer(f"codes_{level}", row)
         # The last level's token is followed by nothing: no embedding and no transition of it.
@@ -181,9 +185,14 @@ class DraftHead(nn.Module):
             if table is None or len(table) < len(found):
                 table = found.new_full((len(found), 1, self.width_of_logits), -torch.inf)
             rows = table[: len(found)]
-            rows.index_copy_(2, codes, found[:, None])
-            beams.round(rows)
-            rows.index_fill_(2, codes, -torch.inf)
+            if (part := self._slices[level]) is not None:
+                rows[:, 0, part].copy_(found)
+                beams.round(rows)
+                rows[:, 0, part].fill_(-torch.inf)
+            else:
+                rows.index_copy_(2, codes, found[:, None])
+                beams.round(rows)
+                rows.index_fill_(2, codes, -torch.inf)
         return beams
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -33,6 +33,14 @@ class Walk:
         self._kept = tables, stops, addresses  # as long as compiled code may read there
         self._address: int = addresses.ctypes.data
 
+    def _read_as(self, other: Walk, tables: Tables) -> None:
+        """Begin as the other one, with tables that differ from its own in `dead` alone: in a fraction of the time."""
+        addresses = other._kept[2].copy()
+        field = 2 * Tables._fields.index("dead")
+        addresses[field], addresses[field + 1] = tables.dead.__array_interface__["data"][0], len(tables.dead)
+        self._kept = tables, other._kept[1], addresses
+        self._address = addresses.ctypes.data
+
     def step(self, state: int, token: int) -> int:
         """Return the state after one more token, DEAD if it is not allowed."""
         after: int = _step(self._address, state, token)

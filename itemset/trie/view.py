@@ -40,15 +40,6 @@ def dead_of(
     return np.union1d(tables.dead, found.astype(np.uint32))
 
 
-def dead_without(tables: Tables, tokens: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return `Tables.dead` of a set or a view without the item of these tokens, which is one of its own.
-
-    What `dead_of` finds for a single item, in microseconds.
-    """
-    dead: NDArray[np.uint32] = _leave_out(tables, tokens, np.empty((len(tokens) + 1, 2), np.int64))
-    return dead
-
-
 def takes(tables: Tables, tokens: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return whether each row of tokens is an item of the set or view. offsets: as of `rows.Rows`."""
     taken = np.empty(len(offsets) - 1, np.bool_)
@@ -128,8 +119,12 @@ def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _leave_out(tables, tokens, path):  # type: ignore[no-untyped-def]
-    """path: [tokens + 1, 2], for the nodes that lead to the item, and the entry of `dead` in the row of each."""
+def leave_out(tables, tokens, path):  # type: ignore[no-untyped-def]
+    """Return `Tables.dead` of a set or a view without the item of these tokens, which is one of its own.
+
+    What `dead_of` finds for a single item, in microseconds. path: [tokens + 1, 2] int64, written: the nodes that lead
+    to the item, and the entry of `dead` in the row of each.
+    """
     state, depth = np.int64(0), 0
     for token in tokens:
         if state >= TAIL:

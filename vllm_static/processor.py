@@ -93,7 +93,7 @@ class ItemSetProcessor(LogitsProcessor):
         """Tokens of the longest item of the registered sets, 0 without any."""
         return max((item_set.longest for item_set in self._catalogue.registered.values()), default=0)
 
-    def prepare(self, question: Mapping[str, Any], pieces: Pieces | None) -> bool:
+    def prepare(self, question: Mapping[str, Any], pieces: Pieces | None) -> bool | None:
         """Open a version of a set beside the steps, and copy one piece of it: `preparing.prepare_in_worker`.
 
         Raises ItemSetError if it cannot be opened, or its tables are no trie.
@@ -102,7 +102,7 @@ class ItemSetProcessor(LogitsProcessor):
             return True
         opened = begun(self._catalogue.versions, question, on_thread=check_tables)
         if opened is None or pieces is None:
-            return False
+            return None
         return self._arrivals.advance(opened.name, opened.sets, [(number, start) for number, start in pieces])
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:

@@ -92,12 +92,14 @@ class Checks:
         for opened in self.catalogue.versions.serving:
             self._check(opened)
 
-    def open(self, name: str, version: str, path: Path) -> Opened:
+    def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
 
+        on_opened: called when it is open, before it is checked for this model.
         Raises ItemSetError as the start does.
         """
         opened = self.catalogue.versions.open(name, version, path)
+        on_opened()
         self._check(opened)
         return opened
 

@@ -114,7 +114,8 @@ def _changed(
     members[inner] = patches.sources[members[inner] - trie.items]
     built, sizes = finish(tables, per_level, len(members), trie.shortest, trie.longest), np.diff(patches.offsets)
     if not trie.shortest == trie.longest == sizes.min(initial=trie.longest) == sizes.max(initial=trie.longest):
-        shortest, longest = lengths(tables, np.array(built.level_nodes), np.array(built.level_edges))
+        levels = np.array(built.level_nodes), np.array(built.level_edges)
+        shortest, longest = lengths(tables, built.tail_tokens, *levels)
         built = replace(built, shortest=int(shortest), longest=int(longest))
     return built, members
 

@@ -21,6 +21,7 @@ from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, che
 from itemset.masking.batch import COLUMNS, Batch
 from itemset.masking.holding import Arrivals, Pieces
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
+from itemset.ranking.head import DraftHead
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.preparing import begun
@@ -76,6 +77,8 @@ class ItemSetProcessor(LogitsProcessor):
             kernels=config.item_set_kernels,
         )
         self.kernels = config.item_set_kernels
+        path = config.item_set_draft_head
+        self.head = None if path is None else DraftHead.load(path, self.arena.device)
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
         self._begin = torch.zeros(self._req_states.max_num_reqs, dtype=torch.int32, device=self._req_states.device)
         if vllm_config.speculative_config is not None:
@@ -87,6 +90,10 @@ class ItemSetProcessor(LogitsProcessor):
             f"{self.arena.plan.nbytes:,}",
             f"{self.arena.plan.used:,}",
         )
+
+    @property
+    def registered(self) -> list[itemset.ItemSet]:
+        return list(self._catalogue.registered.values())
 
     @property
     def longest(self) -> int:

@@ -106,10 +106,14 @@ class Checks:
     def _check(self, opened: Opened) -> None:
         name, item_set = opened.name, opened.sets[opened.name]
         if item_set.tokenizer is not None:
-            self._model_print = self._model_print or fingerprint(self._tokenizer)
-            self._check_tokenizer(name, item_set, self._model_print)
+            self._check_tokenizer(name, item_set, self.fingerprint())
         self._check_fit(f"the item set {name!r} ({where(self._config, name)})", item_set)
         _warm_up(item_set)
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the model's tokenizer, made once."""
+        self._model_print = self._model_print or fingerprint(self._tokenizer)
+        return self._model_print
 
     def summary(self) -> str:
         """The registered sets, for the log."""

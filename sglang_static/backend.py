@@ -137,8 +137,10 @@ class StaticBackend:
         except ItemSetError as error:
             request.set_finish_with_abort(str(error))
             return False
-        if slate is not None and self._makes_slate(manager, request, *sets.values(), *slate):
-            return False
+        if slate is not None:
+            (item_set,), (more, separator) = sets.values(), slate
+            if self._makes_slate(manager, request, item_set, more, separator):
+                return False
 
         def compiled() -> Any:
             make = self._grammars.maker(spec, sets.__getitem__, compat.stop_tokens(request))

@@ -69,8 +69,8 @@ def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | N
     grows = rows.constrained & rows.leads & (fields[:, MORE] > 0)
     begins = grows & (rows.consumed == 0) & ((rows.state & LOCAL == 0) | (rows.state & LOCAL == WAITING))
     number = torch.where(begins, rows.state >> 32, nobody)
-    arena.sets[number, LEFT] = fields[:, MORE]
-    arena.sets[number, DEAD_COUNT] = fields[:, FIRST_DEAD]
+    arena.sets[:, LEFT].index_put_((number,), fields[:, MORE])
+    arena.sets[:, DEAD_COUNT].index_put_((number,), fields[:, FIRST_DEAD])
     places = torch.arange(arena.longest_slate + 1, device=cells.device)
     first, at = fields[:, FIRST_DEAD, None], fields[:, DEAD_LIST, None] + places
     copied = begins[:, None] & (places < first)
@@ -86,7 +86,7 @@ def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | N
         entry = torch.where(found & others, edge, tables.field(ENTRY))
         ends = ~found & (local < WAITING) & (token == tables.field(SEPARATOR)) & (children > 0)
         entry = torch.where(ends, TERMINAL + local, entry)
-        arena.sets[torch.where(taking, state >> 32, nobody), ENTRY] = entry
+        arena.sets[:, ENTRY].index_put_((torch.where(taking, state >> 32, nobody),), entry)
         given = taking & (after & LOCAL == 0) & (local != WAITING)
         dead, count = tables.field(DEAD_LIST)[:, None], tables.field(DEAD_COUNT)[:, None]
         entries = tables.word(DEAD_LIST, torch.where(places < count, places, 0), each=True)
@@ -96,11 +96,11 @@ def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | N
         place = tables.field(DEAD_LIST) + tables.field(DEAD_COUNT) - moves.sum(1)
         arena.words[torch.where(given, place, no_word)] = entry.to(torch.int32)
         number = torch.where(given, state >> 32, nobody)
-        arena.sets[number, DEAD_COUNT] = tables.field(DEAD_COUNT) + 1
-        arena.sets[number, LEFT] = tables.field(LEFT) - 1
+        arena.sets[:, DEAD_COUNT].index_put_((number,), tables.field(DEAD_COUNT) + 1)
+        arena.sets[:, LEFT].index_put_((number,), tables.field(LEFT) - 1)
         state = torch.where(taking, after, state)
     left = grows & (state & LOCAL == DEAD)  # only its end is right now, whatever is missing
-    arena.sets[torch.where(left, state >> 32, nobody), LEFT] = 0
+    arena.sets[:, LEFT].index_put_((torch.where(left, state >> 32, nobody),), torch.zeros_like(state))
     rows.keep(cells, state, grows)
 
 

@@ -24,7 +24,7 @@ def slate(item_set: Any = "titles", n: int = 4, **more: Any) -> dict[str, Any]:
 
 SLATES = {
     "four": slate(),
-    "all": slate(n=len(TITLES)),
+    "all": slate(n=len(TITLES)) | {"max_new_tokens": 230},
     "some": slate(n=3, exclude_keys=KEYS[:14]),
     "inline": slate(["red", "green", "blue", "grün"], 3),
     "filtered": slate("tagged", 4, item_filter={"tag": {"$lt": 1}}),

@@ -4,6 +4,7 @@
 python3 bootstrap.py setup               make .venv and install everything
 python3 bootstrap.py demo [ARGUMENT...]  set up, then run examples/films.py (which gets the arguments)
 python3 bootstrap.py retrieval [ARG...]  set up, then run examples/retrieval.py (which gets the arguments)
+python3 bootstrap.py nezha [ARG...]      set up, then run examples/nezha.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
 python3 bootstrap.py test --quick        the same without the tests that start an engine, in the first environment
 
@@ -59,7 +60,7 @@ SGLANG_ON_CPU = (  # run by every Python of the environment as it starts
     f"sys.path.append({str(STAND_INS)!r}); runpy.run_path({str(STAND_INS / 'sitecustomize.py')!r})"
 )
 EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai", "scikit-learn"]
-EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py"}
+EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py", "nezha": "nezha.py"}
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
 # An engine leaves most of a second core idle. Tests of a module share engines; conftest.py says which modules go first.

@@ -29,6 +29,7 @@ from choice import make_items, memory
 import itemset
 from itemset.inside.composite import Composite
 from itemset.inside.holes import Hole, Items
+from itemset.inside.holes import warm_up as warm_up_holes
 from itemset.inside.marks import Marker
 from itemset.inside.vocabulary import Vocabulary
 from itemset.masking.host import warm_up
@@ -133,6 +134,7 @@ def measure(way: str, count: int, shape: str, samples: int, model: str) -> dict[
     """All figures of one way at one size. To be called in a fresh process."""
     torch.set_num_threads(1)
     warm_up()
+    warm_up_holes()
     tokenizer, items = load_tokenizer(model), titles(count)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
     row, mask = np.zeros(-(-info.vocab_size // 32), np.int32), xgrammar.allocate_token_bitmask(1, info.vocab_size)

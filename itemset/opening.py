@@ -37,12 +37,12 @@ def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
 def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
     """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
 
-    It is mapped once. A second thread reads it for the checksums and the digest while this one walks the tables.
+    It is mapped once. Two other threads read it, for the checksums and for the digest, while this one walks the tables.
     name: what errors call it; its path by default. Raises ItemSetError at the first fault.
     """
     name = name or str(path)
     header, arrays = index_file.read(path, name)
-    with ThreadPoolExecutor(1) as other:
+    with ThreadPoolExecutor(2) as other:
         checked = other.submit(index_file.check, header, arrays, name)
         try:
             item_set = from_index(header, arrays, name=name, check=False)

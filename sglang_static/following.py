@@ -110,9 +110,11 @@ class SchedulerPreparer:
         if "prepare" not in question:
             return self._preparer.answer(question)
         opened: Any = or_why_not(lambda: self._begun(question), logger)
+        if question.get("ahead"):
+            return {"ready": False}
         each = compat.of_all_ranks(scheduler, opened if isinstance(opened, str) else opened is not None)
-        path = "host"
-        if self._sampler is not None and all(one is True for one in each):
+        path, copying = "host", self._sampler is not None and all(one is True for one in each)
+        if copying:
             there = or_why_not(lambda: self._advance(scheduler, opened), logger)
             each = compat.of_all_ranks(scheduler, there)
             path = "device"
@@ -123,7 +125,7 @@ class SchedulerPreparer:
             return {"ready": False, "refused": refused[0]}
         if ready := all(each):
             self._preparer.serve(opened)
-        return {"ready": ready, "path": path}
+        return {"ready": ready, "path": path, "copying": copying}
 
     def _begun(self, question: Mapping[str, Any]) -> Opened | None:
         return begun(self._versions, question, *([check_tables] if self._sampler is not None else []))

@@ -141,6 +141,28 @@ def check_stream(server: Any) -> dict[str, Any]:
     return chat
 
 
+def check_slates(server: Any) -> None:
+    """Ask a server for slates by all its endpoints, whole and streamed."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "films"}], "max_tokens": 150, "temperature": 1}
+    status, answer = server.post("/v1/chat/completions", chat | {"slate": ALONE})
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    check_slate(choice["message"]["content"], choice["items"])
+    events = server.events("/v1/chat/completions", chat | {"slate": ALONE, "stream": True})
+    choices = [choice for event in events if isinstance(event, dict) for choice in event["choices"]]
+    (last,) = [choice for choice in choices if choice.get("finish_reason")]
+    check_slate("".join(choice["delta"].get("content") or "" for choice in choices), last["items"])
+    body = {"model": "tiny", "input": "films", "max_output_tokens": 150, "slate": ALONE}
+    status, answer = server.post("/v1/responses", body)
+    assert status == 200, answer
+    text = answer["output"][-1]["content"][0]["text"]
+    assert len({*text.split("\n")} & set(TITLES)) == ALONE["n"]
+    tools = [{"type": "function", "function": {"name": "show", "parameters": {"type": "object"}}}]
+    for beside in ({"tools": tools, "tool_choice": "required"}, {"use_beam_search": True, "n": 2}):
+        status, answer = server.post("/v1/chat/completions", chat | {"slate": ALONE} | beside)
+        assert (status, "slate" in str(answer) or "item set" in str(answer)) == (400, True), answer
+
+
 CASES: dict[str, tuple[str, Any, Callable[[str, Any], None]]] = {
     **{
         name: ("json", schema, lambda text, items, name=name: check_json(name, text, items))

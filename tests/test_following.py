@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import changes
 import numpy as np
 import pytest
 from live import OPTIONS, Films
@@ -20,6 +21,7 @@ from itemset import published
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
 from itemset.masking.holding import Arrivals, Holdings
+from itemset.serving import held
 from itemset.serving.admission import Checks, Words
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import StaticConfig
@@ -111,6 +113,26 @@ def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
     assert all(version.name in one.reference("films") for one in (processes.checks[0].catalogue, *processes.engines))
 
 
+def test_a_copy_that_is_damaged_between_two_processes_is_made_again(films, processes, tmp_path):
+    asked, seals = processes.preparers[0].answer, []
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if question.get("ahead"):
+            copy = tmp_path / "cache" / question["version"]
+            copy.chmod(0o600)
+            changes.flip(copy)
+            seals.append(question["sealed"])
+        return asked(question)
+
+    processes.preparers[0].answer = answer  # type: ignore[method-assign]
+    version = films.publish()
+    processes.follower.look()
+    assert len(seals) == 1
+    assert seals[0] != held.seal(version.name, str(tmp_path / "cache"))
+    assert (tmp_path / "cache" / version.name).read_bytes() == version.path.read_bytes()
+    assert processes.engines[0].registered["films"].items() == itemset.load(version.path).items()
+
+
 def test_refresh_returns_when_all_front_ends_serve(films, tmp_path):
     processes = Processes(tmp_path, fronts=2, item_sets={"films": str(films.folder)})
     version, done = films.publish(), []
@@ -135,6 +157,28 @@ def test_a_version_that_an_engine_cannot_have_is_refused_everywhere(films, tmp_p
         processes.follower.refresh("films")
     assert processes.checks[0].catalogue.reference("films") == f"version:{before.name}@films"
     assert processes.follower.listed()[0]["refused_version"]["reason"] == "no such file there"
+
+
+def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films, processes, tmp_path):
+    asked, away = processes.preparers[0].answer, tmp_path / "away"
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if "prepare" in question and not question.get("ahead"):
+            films.folder.rename(away)
+            return {"ready": False, "refused": "cannot be read there"}
+        return asked(question)
+
+    processes.preparers[0].answer = answer  # type: ignore[method-assign]
+    version = films.publish()
+    with pytest.raises(RefusedError, match="publish an index there"):
+        processes.follower.refresh("films")
+    processes.follower.look()
+    entry = processes.follower.listed()[0]
+    assert (entry["version"], entry["refused_version"]) == (films.versions[0].name, None)
+    away.rename(films.folder)
+    processes.preparers[0].answer = asked  # type: ignore[method-assign]
+    processes.follower.look()
+    assert processes.follower.listed()[0]["version"] == version.name
 
 
 def test_open_versions_and_copies_stay_two(films, processes, tmp_path):

@@ -15,7 +15,9 @@ from strategies import item_sets
 from views import KINDS, made
 
 import itemset
+from itemset.inside.holes import Items
 from itemset.masking.arena import ALIVE, Arena, ArenaFullError, room_for
+from itemset.trie.walk import DEAD
 from itemset.views import View, view_from_bytes
 
 REGIONS = ["DE", "AT", "CH"]
@@ -45,6 +47,28 @@ def test_a_view_has_what_is_left(items: list[list[int]], kind: str) -> None:
         again = view_from_bytes(seen.base, seen.to_bytes())
         check(again, sorted(set(map(tuple, items))), [tuple(item) for item in seen.whole.items()])
         assert again.digest == seen.digest != seen.whole.digest
+
+
+@settings(max_examples=40, deadline=None)
+@given(items=item_sets(), kind=st.sampled_from(KINDS), order=st.randoms(use_true_random=False))
+def test_items_that_are_given_one_after_another(items: list[list[int]], kind: str, order: Any) -> None:
+    """As slates give them: what may follow is always what is left."""
+    seen = made(items, kind)
+    left = sorted(set(map(tuple, items)))
+    walk = Items(seen)
+    for item in order.sample(left, len(left))[:-1][:20]:
+        left.remove(item)
+        walk = walk.without(item)
+        expected = {prefix: (children, ends) for prefix, children, ends in prefixes(dict_trie(left))}
+        row = np.empty(-(-(1 + max(map(max, items))) // 32), np.int32)
+        for prefix in {(), item, *(item[:i] for i in range(len(item)))}:
+            state = functools.reduce(lambda state, token: walk.step(state, token) if state != DEAD else DEAD, prefix, 0)
+            if prefix not in expected:
+                assert state == DEAD or not walk.ends(state)
+                continue
+            walk.fill(state, row)
+            bits = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+            assert (bits, walk.ends(state)) == expected[prefix]
 
 
 @settings(max_examples=60, deadline=None)

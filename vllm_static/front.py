@@ -23,6 +23,7 @@ from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Sender
 from itemset.serving.words import BEAMS, HOLES, SELECTION, SLATED
 from vllm_static import compat, metrics
+from vllm_static.drafting import drafting
 from vllm_static.inside import constraint_of, engine_constraint, json_options, validate, vocabulary_of
 from vllm_static.one_request import ListParams, OneRequest
 
@@ -61,6 +62,7 @@ class FrontEnd:
         self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
         self.one_request = OneRequest(vllm_config)
+        self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path = "device path, masks inside the sampler"
         if not compat.on_device_path(vllm_config):
@@ -140,17 +142,35 @@ class FrontEnd:
                 "list adds log-probabilities up: start it with raw_logprobs",
                 BEAMS,
             )
+        after = AFTER + self.v2
+        if placeholders := self.placeholders(asked):
+            after += len(placeholders)
         found = self.checks.ranked(
-            asked, prompt_tokens=prompt_tokens, max_tokens=max_tokens, end_token=end_token, after=AFTER + self.v2
+            asked, prompt_tokens=prompt_tokens, max_tokens=max_tokens, end_token=end_token, after=after
         )
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         return found
 
-    def one_list(self, asked: ItemRequest, end_token: int) -> ListParams | None:
-        """The parameters of the one request for a list that `ranked` has passed; None if rounds must make it."""
+    def placeholders(self, asked: ItemRequest) -> tuple[int, ...]:
+        """The tokens that stand after the prompt if the draft head makes the list; none if it does not.
+
+        Raises RefusedError if the head has no room for so wide a list, and as `Checks.reference` does.
+        """
+        if self._drafting is None or asked.ranked is None:
+            return ()
+        reference = self.checks.reference(asked)
+        drafts = self._drafting.drafts(reference, self.checks.catalogue[reference], asked.ranked)
+        return self._drafting.placeholders if drafts else ()
+
+    def one_list(self, asked: ItemRequest, end_token: int, placeholders: int) -> ListParams | None:
+        """The parameters of the one request for a list that `ranked` has passed; None if rounds must make it.
+
+        placeholders: how many stand after its prompt.
+        """
         if asked.ranked is None:
             return None  # draws
-        return self.one_request.params(self.checks.reference(asked), self._sender.carried, asked.ranked, end_token)
+        reference = self.checks.reference(asked)
+        return self.one_request.params(reference, self._sender.carried, asked.ranked, end_token, placeholders)
 
     def lists(self, client: Any) -> Lists:
         """What runs the ranked lists of the server whose engine `client` talks to."""

@@ -72,7 +72,7 @@ def _add_request(original: Callable[..., Any], self: Any, req_id: str, req_idx: 
 def _remove_request(original: Callable[..., Any], self: Any, req_id: str) -> None:
     original(self, req_id)
     if lists := getattr(self, _LISTS, None):
-        lists.asked.pop(req_id, None)
+        lists.remove(req_id)
 
 
 @hook(
@@ -89,6 +89,6 @@ def _compute(
     prompt_lens: Any,
 ) -> dict[str, Tensor]:
     scores: dict[str, Tensor] = original(self, logits_fn, hidden_states, input_batch, prompt_lens)
-    if (lists := getattr(self, _LISTS, None)) and lists.asked:
+    if (lists := getattr(self, _LISTS, None)) and lists.waiting:
         scores |= lists.answer(hidden_states, input_batch)
     return scores

@@ -32,7 +32,7 @@ REASONS = (
 )
 """Why a worker did not make a list, by number: its answer is then a table of this one number."""
 FOR_GOOD = (TOO_DEEP, TOO_LONG, TOO_LARGE)  # it holds for all lists of the set that are as wide
-ONE_REQUEST = "one request"
+ONE_REQUEST, DRAFTED = "one request", "draft head"
 
 
 class ListParams(SamplingParams):
@@ -49,13 +49,24 @@ class OneRequest:
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     def params(
-        self, reference: str, carried: Callable[[str], Carried], asked: ListOptions, end_token: int
+        self,
+        reference: str,
+        carried: Callable[[str], Carried],
+        asked: ListOptions,
+        end_token: int,
+        placeholders: int = 0,
     ) -> ListParams | None:
         """Return the parameters of a request for the list; None if rounds must make it.
 
-        reference: its set's, as `front.attach` would name it. carried: `Sender.carried`.
+        reference: its set's, as `front.attach` would name it. carried: `Sender.carried`. placeholders: how many stand
+        after the prompt, if the draft head makes the list; 0 for beams of the model.
         """
         width = asked.beam
+        if placeholders:
+            return list_params(
+                carried(reference), k=asked.k, width=width, end_token=end_token, renormalised=asked.renormalised,
+                placeholders=placeholders,
+            )  # fmt: skip
         reasons = {
             "exact": asked.exact,
             "max_passes": asked.max_passes is not None,
@@ -73,7 +84,7 @@ class OneRequest:
     def best(self, params: ListParams, table: NDArray[np.float64] | None) -> Best | None:
         """Return the list of an answer, whose prompt_token_id_logprobs are its `table`; None if rounds must make it."""
         if table is not None and table.shape[1] > 1 and (best := best_of(table)).items:
-            metrics.LISTS.labels(ONE_REQUEST).inc()
+            metrics.LISTS.labels(DRAFTED if params.extra_args[LIST][-1] else ONE_REQUEST).inc()
             return best
         number = None if table is None or table.shape[1] > 1 else int(table[0, 0])
         reason = "the request took the host path" if number is None else REASONS[number]
@@ -84,8 +95,10 @@ class OneRequest:
 
     @asynccontextmanager
     async def beams(self, params: ListParams) -> AsyncIterator[None]:
-        """Wait until there are beams for the list, first come, first served, and keep them."""
-        width = params.extra_args[LIST][1]
+        """Wait until there are beams for the list, first come, first served, and keep them. The draft head's beams take
+        no blocks of the KV cache."""
+        _, width, *_, placeholders = params.extra_args[LIST]
+        width = 0 if placeholders else width
         async with self._turn:
             while self._free < width:
                 self._freed.clear()
@@ -98,7 +111,9 @@ class OneRequest:
             self._freed.set()
 
 
-def list_params(carried: Carried, *, k: int, width: int, end_token: int, renormalised: bool) -> ListParams:
+def list_params(
+    carried: Carried, *, k: int, width: int, end_token: int, renormalised: bool, placeholders: int = 0
+) -> ListParams:
     """Return the parameters of a request for a list: see `OneRequest.params`. Its one token does not matter."""
     return ListParams(
         max_tokens=1,
@@ -107,7 +122,7 @@ def list_params(carried: Carried, *, k: int, width: int, end_token: int, renorma
         detokenize=False,
         skip_clone=True,  # no other request has these parameters
         structured_outputs=StructuredOutputsParams(choice=[carried[REFERENCE]]),
-        extra_args={**carried, LIST: [k, width, end_token, int(renormalised)]},
+        extra_args={**carried, LIST: [k, width, end_token, int(renormalised), placeholders]},
     )
 
 

@@ -16,6 +16,7 @@ from vllm_static import (
     answers,
     chosen,  # noqa: F401 - its hooks
     compat,
+    drafting,  # noqa: F401
     drafts,  # noqa: F401
     lists,  # noqa: F401
     metrics,

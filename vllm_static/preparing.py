@@ -46,7 +46,8 @@ class CorePreparer:
         answers = self._executor.collective_rpc(prepare_in_worker, args=(dict(question), pieces))
         if refused := [answer for answer in answers if isinstance(answer, str)]:
             raise ItemSetError(refused[0])
-        return {"ready": opened is not None and all(answers), "path": "device"}
+        copying = pieces is not None and None not in answers
+        return {"ready": copying and all(answers), "path": "device", "copying": copying}
 
     def _served(self, opened: Opened, open_sets: Collection[str]) -> None:
         assert self._device is not None
@@ -65,16 +66,16 @@ class CorePreparer:
         self._executor.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
 
 
-def prepare_in_worker(worker: Any, question: Mapping[str, Any], pieces: Any) -> bool | str:
+def prepare_in_worker(worker: Any, question: Mapping[str, Any], pieces: Any) -> bool | str | None:
     """Open a version beside the steps of a worker, and copy one piece of it to its device.
 
     pieces: where it goes, `masking.holding.Pieces`; None while the engine core opens it. Returns whether all of it is
-    there, or why it cannot be: an error in a worker would end the engine.
+    there, None while it is being opened, or why it cannot be had: an error in a worker would end the engine.
     """
 
-    def prepared() -> bool:
+    def prepared() -> bool | None:
         processor = _item_sets(worker)
-        return True if processor is None else bool(processor.prepare(question, pieces))
+        return True if processor is None else processor.prepare(question, pieces)
 
     return or_why_not(prepared, logger)
 

@@ -22,6 +22,7 @@ from itemset.masking.batch import COLUMNS, Batch
 from itemset.masking.holding import Arrivals, Pieces
 from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
+from itemset.ranking.head import DraftHead
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.preparing import begun
@@ -79,6 +80,8 @@ class ItemSetProcessor(LogitsProcessor):
             kernels=config.item_set_kernels,
         )
         self.kernels = config.item_set_kernels
+        path = config.item_set_draft_head
+        self.head = None if path is None else DraftHead.load(path, self.arena.device)
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
         self._begin = torch.zeros(self._req_states.max_num_reqs, dtype=torch.int32, device=self._req_states.device)
         if vllm_config.speculative_config is not None:
@@ -92,11 +95,15 @@ class ItemSetProcessor(LogitsProcessor):
         )
 
     @property
+    def registered(self) -> list[itemset.ItemSet]:
+        return list(self._catalogue.registered.values())
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest item of the registered sets, 0 without any."""
         return max((item_set.longest for item_set in self._catalogue.registered.values()), default=0)
 
-    def prepare(self, question: Mapping[str, Any], pieces: Pieces | None) -> bool:
+    def prepare(self, question: Mapping[str, Any], pieces: Pieces | None) -> bool | None:
         """Open a version of a set beside the steps, and copy one piece of it: `preparing.prepare_in_worker`.
 
         Raises ItemSetError if it cannot be opened, or its tables are no trie.
@@ -105,7 +112,7 @@ class ItemSetProcessor(LogitsProcessor):
             return True
         opened = begun(self._catalogue.versions, question, on_thread=check_tables)
         if opened is None or pieces is None:
-            return False
+            return None
         return self._arrivals.advance(opened.name, opened.sets, [(number, start) for number, start in pieces])
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:

@@ -56,8 +56,11 @@ class RankedList:
         )
         self.of_set = front_end.checks.catalogue.told(front_end.checks.reference(asked))
         self.prompt, self._end, self._v2 = prompt, end_token, front_end.v2
-        self.whole = front_end.one_list(asked, end_token)
+        placeholders = front_end.placeholders(asked)
+        self.whole = front_end.one_list(asked, end_token, len(placeholders))
         """The parameters of the one request that asks for the list; None if rounds must make it."""
+        self.whole_prompt = [*prompt, *placeholders]
+        """The prompt of that request: with a draft head's placeholders."""
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
@@ -211,7 +214,7 @@ def _found(
         )
         return outputs
 
-    whole = [(i, one.prompt, one.whole) for i, one in enumerate(made) if one.whole is not None]
+    whole = [(i, one.whole_prompt, one.whole) for i, one in enumerate(made) if one.whole is not None]
     found: dict[int, Found | None] = {}
     for (i, _, params), output in zip(whole, generate(whole) if whole else [], strict=True):
         found[i] = front_end.one_request.best(params, output.prompt_token_id_logprobs)
@@ -269,7 +272,7 @@ async def online(
     best = None
     if made.whole is not None:
         async with front_end.one_request.beams(made.whole):
-            output = await generate(tokens, made.whole)
+            output = await generate(made.whole_prompt, made.whole)
         best = front_end.one_request.best(made.whole, output.prompt_token_id_logprobs)
     if best is None:
         best = await lists.run(made.search, ask, made.answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,30 +17,20 @@ from torch import Tensor
 from itemset.ranking.beams import Beams, LevelPlan, warm_up
 from itemset.serving.words import LIST, PLACE
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
+from vllm_static.drafted_lists import MOST_LOGITS, Asked, DraftedLists
 from vllm_static.one_request import NO_BLOCKS, NO_ROOM, TOO_DEEP, TOO_LARGE, TOO_LONG
 from vllm_static.passes import borrowed, logits_after, use_adapters
 from vllm_static.processor import item_sets
 
 MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
 MOST_STEPS = 4  # so many full steps a list may take
-MOST_LOGITS = 1 << 30  # bytes of a pass: vLLM has measured its own peak without them
-
-
-class Asked(NamedTuple):
-    """A list that is asked for: of `k` items, by a beam of so many. number: its set's, in the arena."""
-
-    number: int
-    width: int
-    end_token: int
-    renormalised: int
-    k: int
-    prompt: Prompt
 
 
 class WideLists:
     """The lists of a worker's steps.
 
     asked: those whose prompts are not complete, by request.
+    drafted: the lists that a draft head makes; None without one.
     narrow: whether a pass has only the rows that can lead to something better. The host must read how many they are: on
     a CPU it waits for nothing. On an accelerator shapes stay as the set's levels bound them, and nothing is read.
     """
@@ -54,6 +44,7 @@ class WideLists:
         self._sets = item_sets(runner)
         self.asked: dict[str, Asked] = {}
         self.narrow = runner.device.type == "cpu"
+        self.drafted = None if self._sets.head is None else DraftedLists(runner, self._sets)
         if blocks:
             self._warm_up()
 
@@ -67,11 +58,27 @@ class WideLists:
     def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
         """Note that a request asks for a list. On the host path it has no place in the arena, and gets none."""
         wanted, place = extra.get(LIST), extra.get(PLACE)
-        self.asked.pop(request, None)
+        self.remove(request)
         if wanted is not None and place is not None:
-            k, width, end_token, renormalised = wanted
+            k, width, end_token, renormalised, placeholders = wanted
             length = int(self._runner.req_states.prompt_len.np[slot])
-            self.asked[request] = Asked(place[0], width, end_token, renormalised, k, Prompt(request, slot, length))
+            one = Asked(place[0], width, end_token, renormalised, k, Prompt(request, slot, length))
+            if placeholders:
+                assert self.drafted is not None  # the front end has the same configuration
+                self.drafted.add(one)
+            else:
+                self.asked[request] = one
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any list is still to be made."""
+        return bool(self.asked) or (self.drafted is not None and bool(self.drafted.asked))
+
+    def remove(self, request: str) -> None:
+        """Forget a request that has ended, or was aborted."""
+        self.asked.pop(request, None)
+        if self.drafted is not None:
+            self.drafted.asked.pop(request, None)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Make the lists whose prompts this step completes: of each request a table, [1 + k, 2 + longest] float64.
@@ -80,6 +87,9 @@ class WideLists:
         item's score, how many tokens it has, and these; a score of -inf says that there are no more. A list that cannot
         be made has a table of one number instead, of `one_request.REASONS`.
         """
+        drafted = {} if self.drafted is None else self.drafted.answer(hidden_states, batch)
+        if not self.asked:
+            return drafted
         complete = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
         rows = [i for i, request in enumerate(batch.req_ids) if complete[i] and request in self.asked]
         ready = [self.asked.pop(batch.req_ids[i]) for i in rows]
@@ -90,6 +100,7 @@ class WideLists:
             if reason is not None
         }
         kept = [(i, one) for i, one, reason in zip(rows, ready, reasons, strict=True) if reason is None]
+        tables |= drafted
         if not kept:
             return tables
         kept.sort(key=lambda pair: pair[1][:-1])

@@ -308,7 +308,7 @@ class Composite:
         if inside is not row:
             np.bitwise_or(0 if empty else row, inside[: len(row)], out=row)
         bridges = self._holes[hole].bridges
-        closing = items.closing(state, bridges, inside) if bridges is not None else ()
+        closing = items.closing(state, bridges) if bridges is not None else ()
         if not closing or bridges is None:
             return
         matcher, taken, bits = thread.matcher.matcher, dict[bytes, bool](), row.view(np.uint32)

@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from itemset.inside.vocabulary import Bridges
 from itemset.item_set import ItemSet, build
 from itemset.masking.host import Walk
-from itemset.opening import from_bytes
-from itemset.trie.numbering import numbers_of
-from itemset.trie.rows import Rows
-from itemset.trie.tables import Tables
-from itemset.trie.view import dead_of
 from itemset.trie.walk import DEAD
 
 _REMEMBERED = 1 << 12  # states of a set whose closing children are kept
@@ -23,30 +17,28 @@ _REMEMBERED = 1 << 12  # states of a set whose closing children are kept
 class Items(Walk):
     """The items that may come in a hole: a set without those that have been given. Immutable."""
 
-    def __init__(self, item_set: ItemSet, tables: Tables | None = None) -> None:
-        self._tables = item_set.trie.tables if tables is None else tables
-        super().__init__(self._tables)
-        self.item_set = item_set
+    def __init__(self, item_set: ItemSet) -> None:
+        super().__init__(item_set.trie.tables)
+        self.item_set, self._all = item_set, self
         self._closing: dict[tuple[int, int], list[int]] = {}
 
     def without(self, tokens: tuple[int, ...]) -> Items:
         """Return what is left after this item."""
-        whole = self.item_set.whole
-        numbers = numbers_of(
-            whole.trie.tables, whole._terminal_rank, Rows(np.array(tokens, np.uint32), width=len(tokens))
-        )
-        dead = dead_of(self._tables, whole.trie.tables, whole._terminal_rank, numbers)
-        return Items(self.item_set, self._tables._replace(dead=dead))
+        left = object.__new__(Items)
+        left.item_set, left._all = self.item_set, self._all
+        left._begin_without(self, tokens)
+        return left
 
-    def closing(self, state: int, bridges: Bridges, row: NDArray[np.int32]) -> list[int]:
-        """Return the tokens after which an item ends and that a bridge may begin with.
-
-        row: the tokens that may follow, as `fill` sets them.
-        """
+    def closing(self, state: int, bridges: Bridges) -> list[int]:
+        """Return the tokens after which an item ends and that a bridge may begin with."""
+        if self is not self._all:  # whose answer is remembered
+            of_all = self._all.closing(state, bridges)
+            return [t for t in of_all if (after := self.step(state, t)) != DEAD and self.ends(after)]
         key = (state, id(bridges))
         if (known := self._closing.get(key)) is None:
-            words = row.view(np.uint32)[: len(bridges.last)] & bridges.last
-            known = []
+            row = np.empty(len(bridges.last), np.int32)
+            self.fill(state, row)
+            known, words = [], row.view(np.uint32) & bridges.last
             for word in np.flatnonzero(words).tolist():
                 bits = int(words[word])
                 while bits:
@@ -61,10 +53,8 @@ class Items(Walk):
 
 
 def warm_up() -> None:
-    """Load what giving an item takes, for both widths of token ids: no request should wait for it."""
-    for first in (0, 1 << 16):
-        items = Items(from_bytes(build([[first, 1], [first, 2], [3]]).to_bytes()))  # as a served set: read-only
-        items.without((first, 1)).without((first, 2)).step(0, 3)
+    """Load what giving an item takes: no request should wait for it."""
+    Items(build([[0], [1]])).without((0,)).step(0, 1)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet, build
 from itemset.trie.jit import compiled
 from itemset.trie.tables import Tables
+from itemset.trie.view import leave_out
 from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING, advance, first_dead, is_alive, is_terminal, tail_token
 
 
@@ -32,6 +33,16 @@ class Walk:
         addresses = _addresses(tables, stops)
         self._kept = tables, stops, addresses  # as long as compiled code may read there
         self._address: int = addresses.ctypes.data
+
+    def _begin_without(self, other: Walk, tokens: Sequence[int]) -> None:
+        """Begin as the other one without one of its items: in a fraction of the time."""
+        item, path = np.array(tokens, np.int64), np.empty((len(tokens) + 1, 2), np.int64)
+        dead = _dead_without(other._address, item, path)
+        tables, stops, addresses = other._kept
+        addresses = addresses.copy()
+        addresses[_DEAD], addresses[_DEAD + 1] = dead.__array_interface__["data"][0], len(dead)
+        self._kept = tables._replace(dead=dead), stops, addresses
+        self._address = addresses.ctypes.data
 
     def step(self, state: int, token: int) -> int:
         """Return the state after one more token, DEAD if it is not allowed."""
@@ -205,6 +216,7 @@ def _addresses(tables: Tables, stops: NDArray[np.int64]) -> NDArray[np.int64]:
 
 _TOKEN_BITS, _LABEL_BYTES, _TARGET_BYTES = range(2 * len(Tables._fields), 2 * len(Tables._fields) + 3)
 _WORDS = _TARGET_BYTES + 1
+_DEAD = 2 * Tables._fields.index("dead")
 
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -273,6 +285,18 @@ def _step(address: int, state: int, token: int) -> Any:
     if addresses[_TARGET_BYTES] == 2:
         return _after(_tables(addresses, np.uint32, np.uint16), _stops(addresses), state, token)
     return _after(_tables(addresses, np.uint32, np.uint32), _stops(addresses), state, token)
+
+
+@compiled
+def _dead_without(address: int, item: Any, path: Any) -> Any:
+    addresses = carray(_pointer(address), _WORDS, np.int64)
+    if addresses[_LABEL_BYTES] == 2:
+        if addresses[_TARGET_BYTES] == 2:
+            return leave_out(_tables(addresses, np.uint16, np.uint16), item, path)
+        return leave_out(_tables(addresses, np.uint16, np.uint32), item, path)
+    if addresses[_TARGET_BYTES] == 2:
+        return leave_out(_tables(addresses, np.uint32, np.uint16), item, path)
+    return leave_out(_tables(addresses, np.uint32, np.uint32), item, path)
 
 
 @compiled

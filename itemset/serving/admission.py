@@ -92,22 +92,28 @@ class Checks:
         for opened in self.catalogue.versions.serving:
             self._check(opened)
 
-    def open(self, name: str, version: str, path: Path) -> Opened:
+    def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
 
+        on_opened: called when it is open, before it is checked for this model.
         Raises ItemSetError as the start does.
         """
         opened = self.catalogue.versions.open(name, version, path)
+        on_opened()
         self._check(opened)
         return opened
 
     def _check(self, opened: Opened) -> None:
         name, item_set = opened.name, opened.sets[opened.name]
         if item_set.tokenizer is not None:
-            self._model_print = self._model_print or fingerprint(self._tokenizer)
-            self._check_tokenizer(name, item_set, self._model_print)
+            self._check_tokenizer(name, item_set, self.fingerprint())
         self._check_fit(f"the item set {name!r} ({where(self._config, name)})", item_set)
         _warm_up(item_set)
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the model's tokenizer, made once."""
+        self._model_print = self._model_print or fingerprint(self._tokenizer)
+        return self._model_print
 
     def summary(self) -> str:
         """The registered sets, for the log."""

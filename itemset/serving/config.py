@@ -38,6 +38,8 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_beams: beams of all lists that run inside the engine at a time; 0 and none does. vLLM only.
     item_set_shared_prefix: whether a pass of such lists reads a prompt's KV once for all its beams; "auto" does not
         yet. vLLM only.
+    item_set_draft_head: a draft head's file: lists of registered sets come from one pass of the model, and the head.
+        vLLM only.
     forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
     item_set_cache: folder of the copies that are served (`held`); the user's cache folder where None.
     item_set_versions: version of each registered set by name. Internal: the process that starts an engine sets it.
@@ -58,6 +60,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a number of forward passes")] = 10_000
     ranked_list_beams: Annotated[int, Meta(ge=0, description="a number of beams")] = 512
     item_set_shared_prefix: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
+    item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True
     item_set_cache: Annotated[_Path | None, Meta(description="the path of a folder")] = None
     item_set_versions: Annotated[dict[str, str] | None, Meta(description="versions by name")] = None

@@ -20,7 +20,7 @@ from itemset.errors import ItemSetError
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError, where
 from itemset.serving.config import StaticConfig
-from itemset.serving.held import delete_unused
+from itemset.serving.held import delete_unused, seal
 from itemset.serving.versions import Opened
 
 AGAIN = 0.01  # seconds between two questions to engines that are not ready
@@ -182,9 +182,7 @@ class Follower:
         try:
             version = published.current(followed.folder)
         except ItemSetError as error:
-            if str(error) != followed.missed:
-                followed.missed = str(error)
-                self._log.warning("Item set %r stays as it is: %s", name, error)
+            self._miss(name, error)
             return
         followed.missed = ""
         opened = self._checks.catalogue.versions.current(name)
@@ -196,7 +194,12 @@ class Follower:
             if opened is None or opened.version != version.name:
                 self._take_up(name, version)
         except ItemSetError as error:
-            if self._went_on(followed, version):  # this one may be deleted by now
+            try:
+                went_on = published.current(followed.folder).sequence != version.sequence
+            except ItemSetError as missing:  # it vanished meanwhile: when it is back, it is tried again
+                self._miss(name, missing)
+                return
+            if went_on:  # this one may be deleted by now
                 self._look_at(name)
                 return
             followed.refused = (version.sequence, version.name, str(error))
@@ -206,6 +209,13 @@ class Follower:
             return
         followed.sequence, followed.refused = version.sequence, None
         self._serves_everywhere(name, version.sequence)
+
+    def _miss(self, name: str, error: ItemSetError) -> None:
+        """Say once what is wrong with a folder."""
+        followed = self._sets[name]
+        if str(error) != followed.missed:
+            followed.missed = str(error)
+            self._log.warning("Item set %r stays as it is: %s", name, error)
 
     def _went_on(self, followed: Followed, version: published.Version) -> bool:
         try:
@@ -220,15 +230,21 @@ class Follower:
         the engines for several versions.
         """
         began = time.monotonic()
-        opened = self._checks.open(name, version.name, version.path)
-        question = {"prepare": name, "version": version.name, "path": str(version.path)}
+        question: dict[str, Any] = {"prepare": name, "version": version.name, "path": str(version.path)}
+
+        def ask_ahead() -> None:  # the engines open it while it is checked here
+            question["sealed"] = seal(version.name, self._config.item_set_cache)
+            self._ask(question | {"ahead": True})
+
+        opened = self._checks.open(name, version.name, version.path, ask_ahead)
         while True:
             answers = self._ask(question)
             if refused := [answer["refused"] for answer in answers if answer.get("refused")]:
                 raise ItemSetError(refused[0])
             if all(answer["ready"] for answer in answers):
                 break
-            time.sleep(AGAIN)
+            if not all(answer["ready"] or answer.get("copying") for answer in answers):
+                time.sleep(AGAIN)
             if self._went_on(self._sets[name], version):
                 raise ItemSetError("another version became current")
         self._serve(name, opened, "host" if any(answer["path"] == "host" for answer in answers) else "device")

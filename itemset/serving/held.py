@@ -26,27 +26,35 @@ from itemset.trie import file as index_file
 KEPT_SECONDS = 3600  # that a copy stays which nobody maps, from when it was last opened: a restart finds it
 _OPTION = "name another folder with the option item_set_cache"
 _VERSION = re.compile("[0-9a-f]{32}")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # which machine this is, and since when it runs
 _INCOMPLETE = "incomplete"  # the copy being made; there is one at a time
+
+Seal = list[str | int]
+"""What `seal` returns."""
 
 
 def open_copy(
-    path: str | os.PathLike[str] | None, folder: str | None = None, version: str | None = None
+    path: str | os.PathLike[str] | None,
+    folder: str | None = None,
+    version: str | None = None,
+    sealed: Seal | None = None,
 ) -> tuple[ItemSet, str]:
     """The set of the index file at `path`, mapped from a private copy, and its version (`index_file.version`).
 
     path: None if there is a copy already. folder: where copies are; None for the user's cache folder, or one in the
     folder for temporary files. version: the one that is wanted. Its copy is opened, whatever stands at `path`; if there
-    is none, the file at `path` must be of this version. None for that of the file.
+    is none, the file at `path` must be of this version. None for that of the file. sealed: what `seal` has told a
+    process that checked the version's copy. If that is the copy here, as it was then, it is not read again.
     Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be used, or a disk
     that is full.
     """
     copies, found = _folder(folder), version or index_file.version(path or "")
     try:
         with _locked(copies, fcntl.LOCK_SH):
-            item_set = _open(copies / found)
+            item_set = _open(copies / found, sealed)
         if item_set is None:
             with _locked(copies, fcntl.LOCK_EX):
-                item_set = _open(copies / found)  # another process may have been faster
+                item_set = _open(copies / found, sealed)  # another process may have been faster
                 if item_set is None:
                     if path is None:
                         raise ItemSetError(f"{copies} has no copy of version {found}")
@@ -75,7 +83,27 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
     return gone
 
 
-def _open(copy: Path) -> ItemSet | None:
+def seal(version: str, folder: str | None = None) -> Seal | None:
+    """Return what tells a process of this machine that this copy, which was checked here, has not changed since.
+
+    A change gives a file another time of change. Of plain values; None if this cannot be told.
+    """
+    with suppress(OSError):
+        return _seal(os.stat(_folder(folder) / version))
+    return None
+
+
+def _seal(state: os.stat_result) -> Seal:
+    return [_BOOT.read_text(), state.st_dev, state.st_ino, state.st_size, state.st_ctime_ns]
+
+
+def _is_sealed(descriptor: int, sealed: Seal | None) -> bool:
+    with suppress(OSError):
+        return sealed is not None and list(sealed) == _seal(os.fstat(descriptor))
+    return False
+
+
+def _open(copy: Path, sealed: Seal | None) -> ItemSet | None:
     """Open, lock and check a copy. None where there is none or it is damaged."""
     try:
         descriptor = os.open(copy, os.O_RDONLY)
@@ -84,15 +112,17 @@ def _open(copy: Path) -> ItemSet | None:
     except OSError as error:
         raise ItemSetError(f"cannot read {copy}: {error.strerror}: delete it, or {_OPTION}") from error
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+    known = _is_sealed(descriptor, sealed)
     try:
-        if index_file.version(copy) != copy.name:
+        if (index_file.named(copy) if known else index_file.version(copy)) != copy.name:
             raise ItemSetError(f"{copy} is another file")
         item_set = from_index(*index_file.read(copy), name=str(copy), check=False)
     except ItemSetError:
         os.close(descriptor)
         return None
-    with suppress(OSError):  # of another owner's copy
-        os.utime(descriptor)
+    if not known:  # or the seal would break
+        with suppress(OSError):  # of another owner's copy
+            os.utime(descriptor)
     weakref.finalize(item_set, os.close, descriptor)
     return item_set
 

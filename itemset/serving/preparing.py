@@ -3,7 +3,9 @@
 A question is a mapping of plain values, and so is its answer:
 
     {"prepare": NAME, "version": VERSION, "path": FILE}     {"ready": whether requests may have it, "path": "device" or
-        "host", where their masks are made} or {"refused": why it cannot be had}
+        "host", where their masks are made} or {"refused": why it cannot be had}. Besides, in the question: "sealed", as
+        for `held.open_copy`; "ahead": true, if it is only to be opened meanwhile, and may be asked for never. In the
+        answer: "copying": true, if it is being copied to the devices, a piece for each question.
     {"serves": NAME, "sequence": N, "front": I}             {"fronts": {"I": N, ...}}, what each front end serves
     {"drop": NAME}                                          {}: no request will name this set
 """
@@ -29,7 +31,8 @@ def begun(
     versions: Versions, question: Mapping[str, Any], on_thread: Callable[[ItemSet], object] = lambda item_set: None
 ) -> Opened | None:
     """Do `Versions.begun` for what a question asks to prepare."""
-    return versions.begun(question["prepare"], question["version"], question["path"], on_thread)
+    asked = question["prepare"], question["version"], question["path"]
+    return versions.begun(*asked, on_thread, sealed=question.get("sealed"))
 
 
 def or_why_not(work: Callable[[], Result], log: logging.Logger) -> Result | str:
@@ -90,6 +93,8 @@ class Preparer:
             self._on_dropped(question["drop"], versions.open_sets())
             return {}
         opened = begun(versions, question)
+        if question.get("ahead"):
+            opened = None
         answer = self._place(question, opened)
         if answer["ready"] and opened is not None:
             self.serve(opened)

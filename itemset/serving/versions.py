@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.config import StaticConfig
-from itemset.serving.held import open_copy
+from itemset.serving.held import Seal, open_copy
 from itemset.trie.filters import passing
 from itemset.views import view
 
@@ -65,17 +65,25 @@ class Versions:
         self._thread = ThreadPoolExecutor(1, "item-set-versions")
         self._lock = threading.Lock()
 
-    def open(self, name: str, version: str | None, path: str | Path | None, *, make_views: bool = True) -> Opened:
+    def open(
+        self,
+        name: str,
+        version: str | None,
+        path: str | Path | None,
+        *,
+        make_views: bool = True,
+        sealed: Seal | None = None,
+    ) -> Opened:
         """Open a version of a set, and make the views of it: it may take seconds.
 
         version: None for that of the file. path: its file; None if this machine has a copy. make_views: else only judge
-        their queries, and let the set stand for them. Raises ItemSetError as `held.open_copy` does, and for a view that
-        cannot be made.
+        their queries, and let the set stand for them. sealed: as for `held.open_copy`. Raises ItemSetError as that
+        does, and for a view that cannot be made.
         """
         try:
             item_set = self._known.get(f"{VERSION}{version}@{name}")
             if item_set is None or version is None:
-                item_set, version = open_copy(path, self._config.item_set_cache, version)
+                item_set, version = open_copy(path, self._config.item_set_cache, version, sealed)
         except ItemSetError as error:
             raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
         sets = {name: item_set}
@@ -100,6 +108,8 @@ class Versions:
         version: str,
         path: str | Path | None,
         on_thread: Callable[[ItemSet], object] = lambda item_set: None,
+        *,
+        sealed: Seal | None = None,
     ) -> Opened | None:
         """Do `open` on a thread, and then `on_thread` for the set and each view; None until that has ended.
 
@@ -107,7 +117,7 @@ class Versions:
         """
 
         def work() -> Opened:
-            opened = self.open(name, version, path)
+            opened = self.open(name, version, path, sealed=sealed)
             for item_set in opened.sets.values():
                 on_thread(item_set)
             return opened

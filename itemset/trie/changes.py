@@ -8,6 +8,7 @@ how far an item stands alone depends on its neighbours (`patches`). Where they m
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import items_at, numbers_of
 from itemset.trie.patches import patches_of
-from itemset.trie.positions import EDGE, ENDS, NODE, TAIL_AT, add_run, place_at
+from itemset.trie.positions import EDGE, ENDS, NODE, TAIL_AT, add_run
 from itemset.trie.rows import Distinct, Rows, sort_unique, token_dtype
 from itemset.trie.soundness import lengths
 from itemset.trie.tables import (
@@ -55,14 +56,16 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     terminal_rank: of `numbering.rank_terminals`. gone: [items], by number; an item that is gone and new stays.
     Raises ValueError if the tables are not those of a trie: of a damaged file.
     """
-    if not _consistent(trie.tables, trie.tail_tokens):
-        raise ValueError("its tables are no trie")
-    same = numbers_of(trie.tables, terminal_rank, new.rows)
-    removed = gone.copy()
-    removed[same[same >= 0]] = False
-    numbers = np.flatnonzero(removed)
-    fresh = np.flatnonzero(same < 0)
-    before = items_at(trie.tables, terminal_rank, numbers, trie.longest)
+    with ThreadPoolExecutor(1) as pool:
+        consistent = pool.submit(_consistent, trie.tables, trie.tail_tokens)
+        same = numbers_of(trie.tables, terminal_rank, new.rows)  # this and the next walk safely whatever the tables are
+        removed = gone.copy()
+        removed[same[same >= 0]] = False
+        numbers = np.flatnonzero(removed)
+        fresh = np.flatnonzero(same < 0)
+        before = items_at(trie.tables, terminal_rank, numbers, trie.longest)
+        if not consistent.result():
+            raise ValueError("its tables are no trie")
     added = new.rows.take(fresh)
     tokens = np.concatenate((before.tokens, added.tokens))
     offsets = np.concatenate((before.offsets, before.offsets[-1] + added.offsets[1:]))
@@ -106,13 +109,13 @@ def _changed(
     per_level[NODES, 0] = 1
     tables, starts = allocate(per_level, trie.tables.token_bits, trie.tables.labels.dtype, wide_tail=False)
     members = np.empty(int(per_level[[LEAVES, TERMINALS]].sum()), np.uint32)
-    levels = len(trie.level_edges)
-    _fill_all(trie.tables, terminal_rank, trie.tail_tokens, levels, patches, starts, tables, members, trie.items)
+    _fill_all(trie.tables, patches, starts, tables, members, trie.items)
     inner = np.flatnonzero(members >= trie.items)
     members[inner] = patches.sources[members[inner] - trie.items]
     built, sizes = finish(tables, per_level, len(members), trie.shortest, trie.longest), np.diff(patches.offsets)
     if not trie.shortest == trie.longest == sizes.min(initial=trie.longest) == sizes.max(initial=trie.longest):
-        shortest, longest = lengths(tables, np.array(built.level_nodes), np.array(built.level_edges))
+        levels = np.array(built.level_nodes), np.array(built.level_edges)
+        shortest, longest = lengths(tables, built.tail_tokens, *levels)
         built = replace(built, shortest=int(shortest), longest=int(longest))
     return built, members
 
@@ -148,25 +151,12 @@ def _consistent(tables, tail_tokens):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _mark(tables, patches, number):  # type: ignore[no-untyped-def]
-    """Return the first entries of a position: the beginnings and ends of the patches, between those of all items."""
-    if 0 <= number < len(patches.ends) - 1:
-        return patches.positions[patches.ends[number] : patches.ends[number + 1]]
-    alone = np.zeros(1, np.int64)
-    if number >= 0:
-        alone[0] = tables.row_offsets[1]
-    return alone
-
-
-@compiled
-def _fill_all(tables, terminal_rank, tail_tokens, levels, patches, cursor, out, members, items):  # type: ignore[no-untyped-def]
+def _fill_all(tables, patches, cursor, out, members, items):  # type: ignore[no-untyped-def]
     """Fill the new tables. members: of rows in patches, `items` and the number of the row."""
-    begin, end = np.zeros((4, levels), np.int64), np.zeros((4, levels), np.int64)
-    place_at(tables, terminal_rank, tail_tokens, _mark(tables, patches, -1), begin)
     out.row_offsets[0] = 0
     for patch in range(len(patches.first)):
-        place_at(tables, terminal_rank, tail_tokens, _mark(tables, patches, 2 * patch), end)
-        for level in range(levels):
+        begin, end = patches.places[2 * patch], patches.places[2 * patch + 1]
+        for level in range(begin.shape[1]):
             if begin[EDGE, level] != end[EDGE, level]:
                 _copy_run(tables, begin, end, level, cursor, out, members)
         add_run(begin, end, cursor)
@@ -174,7 +164,6 @@ def _fill_all(tables, terminal_rank, tail_tokens, levels, patches, cursor, out, 
             a, b = patches.first[patch], patches.first[patch + 1]
             lcp = patches.lcp[a + patch : b + patch + 1]
             fill(patches.tokens, patches.offsets[a : b + 1], 0, lcp, cursor, out, members, items + a)
-            place_at(tables, terminal_rank, tail_tokens, _mark(tables, patches, 2 * patch + 1), begin)
 
 
 @compiled

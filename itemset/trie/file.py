@@ -14,7 +14,9 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -188,20 +190,27 @@ def version(path: str | os.PathLike[str], name: str = "") -> str:
     The file is read, not mapped: if it is cut meanwhile, that is an error and not the end of the process.
     Raises ItemSetError as `open_file`, `parse` and `check` do.
     """
-    name, piece = name or str(path), bytearray(1 << 20)
+    name = name or str(path)
     try:
-        with open_file(path) as file:
+        with open_file(path) as file, ThreadPoolExecutor(2) as pool:
             start, header = _read_header(file, name)
-            for section in header.sections:
-                crc, left = 0, section.count * np.dtype(section.dtype).itemsize
-                file.seek(section.offset)
-                while left and (count := file.readinto(memoryview(piece)[:left])):
-                    crc, left = zlib.crc32(memoryview(piece)[:count], crc), left - count
-                if left or crc != section.crc32:
+            right = pool.map(partial(_is_right, file.fileno()), header.sections)
+            for section, is_right in zip(header.sections, right, strict=True):
+                if not is_right:
                     raise _damaged(name, section)
     except OSError as error:
         raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
     return _hashed(start)
+
+
+def _is_right(descriptor: int, section: Section) -> bool:
+    """Read a section of a file, and return whether it has its checksum."""
+    piece = memoryview(bytearray(1 << 20))
+    crc, at = 0, section.offset
+    end = at + section.count * np.dtype(section.dtype).itemsize
+    while at < end and (count := os.preadv(descriptor, [piece[: end - at]], at)):
+        crc, at = zlib.crc32(piece[:count], crc), at + count
+    return at == end and crc == section.crc32
 
 
 def named(path: str | os.PathLike[str], name: str = "") -> str:

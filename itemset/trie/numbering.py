@@ -5,14 +5,12 @@ Items that stand alone after an edge come first, in edge order; after them come 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.trie.jit import compiled
-from itemset.trie.rows import Rows
+from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import Tables
 from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_entry, tail_token
 
@@ -29,17 +27,13 @@ def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray
 
     Raises ItemSetError if one has more than `longest` tokens, which only a damaged index does.
     """
-    edges = np.empty(len(numbers), np.int64)
-    offsets = np.zeros(len(numbers) + 1, np.int64)
-    _find_ends(tables, terminal_rank, numbers, longest, edges, offsets)
-    if len(numbers) and offsets.max() > longest:
+    tokens, offsets = _items_at(tables, terminal_rank, numbers, longest)
+    lengths = np.diff(offsets)
+    if lengths.max(initial=0) > longest:
         raise ItemSetError(
-            f"the index is corrupted, item {int(numbers[offsets.argmax() - 1])} has more than {longest:,} tokens: "
+            f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: "
             "build it again with `itemset build`"
         )
-    np.cumsum(offsets, out=offsets)
-    tokens: NDArray[Any] = np.empty(int(offsets[-1]), tables.labels.dtype)
-    _collect(tables, edges, offsets, tokens)
     return Rows(tokens, offsets)
 
 
@@ -190,40 +184,26 @@ def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _find_ends(tables, terminal_rank, numbers, longest, edges, lengths):  # type: ignore[no-untyped-def]
-    """Fill in the last edge of each item and, at i + 1, the item's length, counted to `longest` + 1 at most."""
+def _items_at(tables, terminal_rank, numbers, longest):  # type: ignore[no-untyped-def]
+    """Return the tokens and offsets of the items; of one that is too long, the last `longest` + 1 tokens."""
+    tokens, offsets = np.empty(8 * len(numbers), tables.labels.dtype), np.zeros(len(numbers) + 1, np.int64)
+    above = np.empty(longest + 1, tables.labels.dtype)  # the labels of an item's edges, the last one first
     for i in range(len(numbers)):
-        edge = last_edge(tables, terminal_rank, numbers[i])
-        edges[i] = edge
-        length = 0
+        edge, edges, to = last_edge(tables, terminal_rank, numbers[i]), 0, offsets[i]
         state = follow(tables, edge) if edge >= 0 else np.int64(END)
-        while state >= TAIL and length <= longest:
-            length += 1
-            state = advance(tables, state, tail_token(tables, state))
-        while edge >= 0 and length <= longest:
-            length += 1
+        while edge >= 0 and edges <= longest:
+            above[edges] = tables.labels[edge]
+            edges += 1
             node = node_of(tables, edge)
-            above = nth_edge(tables, node - 1, 0) if node > 0 else np.int64(-1)
-            edge = above if above < edge else np.int64(-1)
-        lengths[i + 1] = length
-
-
-@compiled
-def _collect(tables, edges, offsets, tokens):  # type: ignore[no-untyped-def]
-    for i in range(len(edges)):
-        end, edge = offsets[i + 1], edges[i]
-        state = follow(tables, edge) if edge >= 0 else np.int64(END)
-        tail = np.int64(0)
-        first = state
-        while state >= TAIL:
-            tail += 1
-            state = advance(tables, state, tail_token(tables, state))
-        for k in range(tail):
-            tokens[end - tail + k] = tail_token(tables, first + k)
-        at = end - tail
-        while edge >= 0:
-            at -= 1
-            tokens[at] = tables.labels[edge]
-            node = node_of(tables, edge)
-            above = nth_edge(tables, node - 1, 0) if node > 0 else np.int64(-1)
-            edge = above if above < edge else np.int64(-1)
+            parent = nth_edge(tables, node - 1, 0) if node > 0 else np.int64(-1)
+            edge = parent if parent < edge else np.int64(-1)
+        tokens = grown(tokens, to + edges)
+        for k in range(edges):
+            tokens[to + k] = above[edges - 1 - k]
+        to += edges
+        while state >= TAIL and to - offsets[i] <= longest:
+            tokens = grown(tokens, to + 1)
+            tokens[to] = tail_token(tables, state)
+            state, to = advance(tables, state, np.int64(tokens[to])), to + 1
+        offsets[i + 1] = to
+    return tokens[: offsets[-1]], offsets

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.numbering import branches_before, terminals_before
-from itemset.trie.positions import add_run, next_edge, place_at
-from itemset.trie.rows import Rows
+from itemset.trie.numbering import terminals_before
+from itemset.trie.positions import add_run, next_edge, next_node, place_at
+from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import COUNTS, Trie, count
 from itemset.trie.walk import DEAD, END, TAIL, first_from, follow, is_terminal, tail_entry
 
@@ -24,7 +24,8 @@ class Patches(NamedTuple):
     tokens, offsets: the rows, as in `Rows`. sources: [R] uint32, what `Changed.members` says of them.
     first: [P + 1], the first row of each. lcp: [R + P], of each patch's rows, as `sort_unique` gives it, but that a
     patch's first row is compared with the item before the patch, and its end with the item after it.
-    positions: of the items in the old trie at which each patch begins and ends, one after another; ends: [2 P + 1].
+    places: [2 P + 2, 4, levels], positions in the old trie (`positions.place_at`): before all items, where each patch
+    begins and ends, and after all items.
     """
 
     tokens: NDArray[np.uint32]
@@ -32,8 +33,7 @@ class Patches(NamedTuple):
     sources: NDArray[np.uint32]
     first: NDArray[np.int64]
     lcp: NDArray[np.uint16]
-    positions: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    places: NDArray[np.int64]
 
 
 def patches_of(
@@ -61,27 +61,23 @@ def _find_patches(  # type: ignore[no-untyped-def]
     out = np.empty(1 << 10, tokens.dtype)
     out_offsets, out_sources = np.zeros(1 << 8, np.int64), np.empty(1 << 8, np.uint32)
     first, lcp = np.zeros(1 << 8, np.int64), np.zeros(1 << 8, np.uint16)
-    positions, ends = np.empty(1 << 8, np.int64), np.zeros(1 << 8, np.int64)
-    rows, patches, marks = np.int64(0), np.int64(0), np.int64(0)
+    rows, patches = np.int64(0), np.int64(0)
     found, path = np.zeros(levels + 1, np.int64), np.zeros(longest + 2, tokens.dtype)
     edge, end, at = np.zeros(levels + 1, np.int64), np.zeros(levels + 1, np.int64), np.zeros(1, np.int64)
-    nothing = (out, out_offsets, out_sources, first[:0], lcp, positions, ends)
     event, events = np.int64(0), np.int64(len(offsets) - 1)
-    begin, close = np.zeros((4, levels), np.int64), np.zeros((4, levels), np.int64)
-    place_at(tables, terminal_rank, tail_tokens, np.zeros(1, np.int64), begin)
+    places = np.empty((2 * events + 2, 4, levels), np.int64)
+    nothing = (out, out_offsets, out_sources, first[:0], lcp, places)
+    place_at(tables, terminal_rank, tail_tokens, edge, 0, places[0])
     last = _item_before(tables, levels, tokens, offsets[0], offsets[1], found)
     while event < events:
         if whole:
             last = np.int64(-1)
         shared = _enter(tables, found, last, edge, end, path, at)
-        first, lcp, ends = _grown(first, patches + 2), _grown(lcp, rows + patches + 1), _grown(ends, 2 * patches + 3)
-        positions = _grown(positions, marks + levels + 1)
+        first, lcp = grown(first, patches + 2), grown(lcp, rows + patches + 1)
         for depth in range(at[0] + 1):  # of a level where the next item takes its first edge, that edge is next
-            positions[marks] = found[depth] + (1 if depth < shared else 0) if last >= 0 else 0
-            marks += 1
-        ends[2 * patches + 1] = marks
-        place_at(tables, terminal_rank, tail_tokens, positions[ends[2 * patches] : marks], close)
-        add_run(begin, close, per_level)
+            found[depth] = found[depth] + (1 if depth < shared else 0) if last >= 0 else 0
+        place_at(tables, terminal_rank, tail_tokens, found, at[0], places[2 * patches + 1])
+        add_run(places[2 * patches], places[2 * patches + 1], per_level)
         begun, changed = rows, False
         while True:
             number, length = _next_item(tables, terminal_rank, levels, longest, edge, end, path, at)
@@ -97,8 +93,8 @@ def _find_patches(  # type: ignore[no-untyped-def]
                 if sources[event] < 0:
                     return nothing  # it is no item
                 size = offsets[event + 1] - offsets[event]
-                out, out_offsets = _grown(out, out_offsets[rows] + size), _grown(out_offsets, rows + 2)
-                out_sources, lcp = _grown(out_sources, rows + 1), _grown(lcp, rows + patches + 2)
+                out, out_offsets = grown(out, out_offsets[rows] + size), grown(out_offsets, rows + 2)
+                out_sources, lcp = grown(out_sources, rows + 1), grown(lcp, rows + patches + 2)
                 start = out_offsets[rows]
                 for k in range(size):
                     out[start + k] = tokens[offsets[event] + k]
@@ -111,8 +107,8 @@ def _find_patches(  # type: ignore[no-untyped-def]
             if event < events and here == 0:
                 event, changed = event + 1, True
                 continue
-            out, out_offsets = _grown(out, out_offsets[rows] + length), _grown(out_offsets, rows + 2)
-            out_sources, lcp = _grown(out_sources, rows + 1), _grown(lcp, rows + patches + 2)
+            out, out_offsets = grown(out, out_offsets[rows] + length), grown(out_offsets, rows + 2)
+            out_sources, lcp = grown(out_sources, rows + 1), grown(lcp, rows + patches + 2)
             start = out_offsets[rows]
             for k in range(length):
                 out[start + k] = path[k]
@@ -127,39 +123,24 @@ def _find_patches(  # type: ignore[no-untyped-def]
                 if last >= 0 and found[last] >= next_edge(tables, edge, max(at[0], 0), last):
                     break  # the item before the next change is still to come
         depth = at[0]
-        positions = _grown(positions, marks + levels + 1)
-        for k in range(max(depth, 0) + 1):
-            positions[marks] = edge[k]
-            marks += 1
+        place_at(tables, terminal_rank, tail_tokens, edge, max(depth, 0), places[2 * patches + 2])
         while depth > 0 and edge[depth] == end[depth]:
             depth -= 1
         lcp[rows + patches] = max(depth, 0)
-        place_at(tables, terminal_rank, tail_tokens, positions[ends[2 * patches + 1] : marks], begin)
         count(out_offsets[begun : rows + 1], 0, lcp[begun + patches : rows + patches + 1], per_level)
         patches += 1
         first[patches] = rows
-        ends[2 * patches] = marks
-    place_at(tables, terminal_rank, tail_tokens, tables.row_offsets[1:2], close)
-    add_run(begin, close, per_level)
+    edge[0] = tables.row_offsets[1]
+    place_at(tables, terminal_rank, tail_tokens, edge, 0, places[2 * patches + 1])
+    add_run(places[2 * patches], places[2 * patches + 1], per_level)
     return (
         out[: out_offsets[rows]],
         out_offsets[: rows + 1],
         out_sources[:rows],
         first[: patches + 1],
         lcp[: rows + patches],
-        positions[:marks],
-        ends[: 2 * patches + 1],
+        places[: 2 * patches + 2],
     )
-
-
-@compiled
-def _grown(array, size):  # type: ignore[no-untyped-def]
-    """Return the array, or a copy of it with room for `size` entries."""
-    if size <= len(array):
-        return array
-    larger = np.zeros(2 * size, array.dtype)
-    larger[: len(array)] = array
-    return larger
 
 
 @compiled
@@ -281,7 +262,7 @@ def _next_item(tables, terminal_rank, levels, longest, edge, end, path, at):  # 
                 length, position = length + 1, position + 1
                 if entry >> tables.token_bits:
                     break
-            return taken - branches_before(tables, taken), np.int64(length)
+            return taken + 1 - next_node(tables, taken), np.int64(length)
         depth += 1
         if state >= DEAD or depth >= levels:
             break

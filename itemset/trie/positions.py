@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from itemset.trie.jit import compiled
-from itemset.trie.numbering import branches_before, terminals_before
+from itemset.trie.numbering import terminals_before
 from itemset.trie.tables import EDGES, LEAVES, NODES, TAIL_TOKENS, TERMINALS
 
 EDGE, NODE, TAIL_AT, ENDS = range(4)
@@ -18,10 +18,20 @@ nodes that come next from that edge on."""
 
 
 @compiled
-def _next_node(tables, edge):  # type: ignore[no-untyped-def]
+def next_node(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node that the first edge to a node leads to, from `edge` on."""
-    nodes = np.int64(len(tables.row_offsets) - 1)
-    return nodes if edge >= len(tables.labels) else min(nodes, branches_before(tables, edge) + 1)
+    block, edges = edge >> 5, len(tables.labels)
+    if edge >= edges:
+        return np.int64(len(tables.row_offsets) - 1)
+    base, leaf = np.int64(tables.node_base[block]), np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
+    after = np.int64(tables.node_base[block + 1] if block + 1 < len(tables.node_base) else len(tables.row_offsets) - 1)
+    if after == base:
+        return base
+    for e in range(edge, min((block + 1) * 32, edges)):
+        target = np.int64(tables.targets[e])
+        if target & leaf == 0:
+            return base + target
+    return after
 
 
 @compiled
@@ -41,19 +51,20 @@ def next_edge(tables, edge, depth, level):  # type: ignore[no-untyped-def]
     """Return the next edge of a level, at a position whose first entries, to `depth`, are in `edge`."""
     found = edge[min(depth, level)]
     for _ in range(depth, level):
-        found = np.int64(tables.row_offsets[_next_node(tables, found)])
+        found = np.int64(tables.row_offsets[next_node(tables, found)])
     return found
 
 
 @compiled
-def place_at(tables, terminal_rank, tail_tokens, entries, place):  # type: ignore[no-untyped-def]
-    """Fill in a position: for every level its next edge, and what comes next from that one on.
+def place_at(tables, terminal_rank, tail_tokens, first, depth, place):  # type: ignore[no-untyped-def]
+    """Fill in the position whose first entries, to `depth`, are in `first`.
 
-    place: [4, levels], the next edge, the node and the tail that come next, and the terminals before that node.
+    place: [4, levels], for every level the next edge, the node and the tail that come next, and the terminals before
+    that node.
     """
     for level in range(place.shape[1]):
-        edge = entries[level] if level < len(entries) else np.int64(tables.row_offsets[place[NODE, level - 1]])
-        node = _next_node(tables, edge)
+        edge = first[level] if level <= depth else np.int64(tables.row_offsets[place[NODE, level - 1]])
+        node = next_node(tables, edge)
         place[EDGE, level], place[NODE, level] = edge, node
         place[TAIL_AT, level] = _next_tail(tables, edge, tail_tokens)
         place[ENDS, level] = terminals_before(tables, terminal_rank, node)

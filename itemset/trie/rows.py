@@ -233,6 +233,16 @@ def bounds(offsets, width, i):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def grown(array, size):  # type: ignore[no-untyped-def]
+    """Return the array, or a copy of it with room for `size` entries."""
+    if size <= len(array):
+        return array
+    larger = np.zeros(2 * size, array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+@compiled
 def _common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def]
     """Fill lcp up to the first row that is out of order; return whether the rows ascend, repeat, or are unsorted."""
     rows = len(lcp) - 1

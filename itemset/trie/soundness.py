@@ -10,7 +10,6 @@ from itemset.trie.jit import compiled
 from itemset.trie.numbering import in_order
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import BLOCK, Tables, Trie
-from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 
 def check_shapes(trie: Trie) -> None:
@@ -54,7 +53,7 @@ def check_shapes(trie: Trie) -> None:
 def check_items(trie: Trie) -> None:
     """Raise ValueError unless the tables are a trie as `build_trie` makes it, and its counts are theirs.
 
-    Reads every edge and tail once. Each item then leads to its number, and back.
+    Reads every tail once, and every edge twice. Each item then leads to its number, and back.
     """
     tables = trie.tables
     if not in_order(tables, trie.tail_tokens):
@@ -63,7 +62,7 @@ def check_items(trie: Trie) -> None:
     ends = np.unpackbits(tables.terminal.view(np.uint8), bitorder="little")
     if ends[0] or ends[nodes:].any():
         raise ValueError("items end where there is no node")
-    shortest, longest = lengths(tables, np.array(trie.level_nodes), np.array(trie.level_edges))
+    shortest, longest = lengths(tables, trie.tail_tokens, np.array(trie.level_nodes), np.array(trie.level_edges))
     if not longest:
         raise ValueError("its levels do not fit its tables")
     if (shortest, longest) != (trie.shortest, trie.longest):
@@ -71,28 +70,35 @@ def check_items(trie: Trie) -> None:
 
 
 @compiled
-def lengths(tables, level_nodes, level_edges):  # type: ignore[no-untyped-def]
-    """Return the tokens of the shortest and of the longest item; 0, 0 if a level does not have so many nodes."""
-    edge, node = 0, 1
+def lengths(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-untyped-def]
+    """Return the tokens of the shortest and of the longest item; 0, 0 if a level does not have so many nodes.
+
+    The tables are in order: a tail ends where the next one begins, so the tails themselves are not read.
+    """
+    edge, node, leaf = 0, 1, np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
     shortest, longest = np.int64(1 << 62), np.int64(0)
+    tail, above = np.int64(-1), np.int64(0)  # where the last tail begins, and the tokens that lead there
     for depth in range(len(level_edges)):
         first = node
         for _ in range(level_edges[depth]):
-            state, length = follow(tables, edge), np.int64(depth + 1)
+            target, length = np.int64(tables.targets[edge]), np.int64(depth + 1)
             edge += 1
-            if state < END:
+            if target & leaf == 0:
                 node += 1
-                if not is_terminal(tables, state):
+                if not tables.terminal[(node - 1) >> 5] >> np.uint32((node - 1) & 31) & np.uint32(1):
                     continue
-            elif state > END:
-                entry, at = np.int64(0), state - TAIL
-                while entry >> tables.token_bits == 0:
-                    entry = tail_entry(tables, at)
-                    at, length = at + 1, length + 1
+            elif target != 2 * leaf - 1:
+                begins = np.int64(tables.tail_base[(edge - 1) >> 5]) + target - leaf
+                if tail >= 0:
+                    shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
+                tail, above = begins, length
+                continue
             shortest, longest = min(shortest, length), max(longest, length)
         below = level_nodes[depth + 1] if depth + 1 < len(level_nodes) else 0
         if node - first != below or tables.row_offsets[first] != edge:
             return 0, 0
+    if tail >= 0:
+        shortest, longest = min(shortest, above + tail_tokens - tail), max(longest, above + tail_tokens - tail)
     return shortest, longest
 
 

@@ -134,8 +134,12 @@ def tail_entry(tables, position):  # type: ignore[no-untyped-def]
 
 @compiled
 def _read_tails(tables, position, tokens):  # type: ignore[no-untyped-def]
+    """Fill in the tokens of the tails from a position on, all of which are there."""
+    width, ids = tables.token_bits + 1, (np.uint64(1) << np.uint64(tables.token_bits)) - np.uint64(1)
     for i in range(len(tokens)):
-        tokens[i] = tail_token(tables, TAIL + position + i)
+        at = (position + i) * width
+        pair = np.uint64(tables.tails[at >> 5]) | (np.uint64(tables.tails[(at >> 5) + 1]) << np.uint64(32))
+        tokens[i] = (pair >> np.uint64(at & 31)) & ids
 
 
 @compiled

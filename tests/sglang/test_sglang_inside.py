@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from inside import BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_stream, sets
+from inside import BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
 from models import tiny_tokenizer
 from sglang_engines import NGRAM
 
@@ -105,6 +105,7 @@ def test_over_http(server):
 
 
 def test_chat_tools_and_streams(server):
+    check_slates(server)
     chat = check_stream(server)
     parameters = {"type": "object", "properties": {"films": SLATE}, "required": ["films"]}
     tool = {"type": "function", "function": {"name": "show", "parameters": parameters}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from itemset import ItemSet, ItemSetError
 from itemset.inside.vocabulary import Vocabulary
 from itemset.masking.host import HostState, fill_bitmasks, warm_up
+from itemset.masking.slates import Slate
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.inside import Grammars
@@ -127,7 +129,7 @@ class StaticBackend:
         return False
 
     def _admit_holes(self, manager: Any, request: Any, custom: dict[str, Any]) -> bool:
-        spec, each = custom.pop(HOLES)
+        spec, each, slate = custom.pop(HOLES)
         try:
             sets = {one[REFERENCE]: carried_set(self._catalogue, one) for one in each}
             for item_set in sets.values():
@@ -135,6 +137,10 @@ class StaticBackend:
         except ItemSetError as error:
             request.set_finish_with_abort(str(error))
             return False
+        if slate is not None:
+            (item_set,), (more, separator) = sets.values(), slate
+            if self._makes_slate(manager, request, item_set, more, separator):
+                return False
 
         def compiled() -> Any:
             make = self._grammars.maker(spec, sets.__getitem__, compat.stop_tokens(request))
@@ -142,6 +148,15 @@ class StaticBackend:
 
         compat.compile_later(manager, request, HOLES, compiled)
         return True
+
+    def _makes_slate(self, manager: Any, request: Any, item_set: ItemSet, more: int, separator: int) -> bool:
+        """Whether the device path takes a slate, with a list of its own: not with speculation. more, separator: as of
+        `Slate`."""
+        start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
+        if self._sampler is None or self._sampler.drafts > 1 or separator in stops:
+            return False
+        slate = Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator)
+        return claim(self._sampler.arena.plan, request, slate, start, stops)
 
     def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:
         """The front end checks against the context; only here the size of the KV cache is known."""

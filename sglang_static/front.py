@@ -156,7 +156,8 @@ class FrontEnd:
         if isinstance(wanted, str):
             carried = as_json(self._sender.carried(wanted))
         else:
-            carried = {HOLES: [wanted.spec(), [as_json(one) for one in wanted.carried(self._sender)]]}
+            each = [as_json(one) for one in wanted.carried(self._sender)]
+            carried = {HOLES: [wanted.spec(), each, wanted.slate]}
         params.custom_params = {**(params.custom_params or {}), **carried}
 
     def attach_list(self, reference: str, wanted: Wanted, params: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from itemset.masking.arena import Arena, arena_bytes
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.holding import Arrivals, Holdings
+from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking import beams
 from itemset.serving.catalogue import Catalogue
@@ -33,14 +34,15 @@ def current() -> ItemSetSampler | None:
 class Step(NamedTuple):
     """The rows of one step, on the device. slots, last, begin: [rows], one a request.
 
-    numbers: the sets of those that have one. last: the last token of each request's input. begin: see `Batch`, of a
-    history that holds this token alone.
+    numbers: the sets of those that have one. slates: whether one of these is a slate. last: the last token of each
+    request's input. begin: see `Batch`, of a history that holds this token alone.
     """
 
     numbers: list[int]
     slots: Tensor
     last: Tensor
     begin: Tensor
+    slates: bool
 
 
 class Mask:
@@ -63,6 +65,8 @@ class ItemSetSampler:
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
     """
 
+    drafts: int
+    """Logits rows of a request in verification, or 1: set by `allocate`."""
     runner: Any
     """SGLang's, beside which it stands: set by who makes it, where there is one."""
 
@@ -89,7 +93,7 @@ class ItemSetSampler:
             max_stop_tokens=MAX_STOP_TOKENS,
             kernels=self.kernels,
         )
-        self._constrained = [False] * slots
+        self.drafts, self._constrained = drafts, [False] * slots
         self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
         self._one = torch.ones(slots, dtype=torch.int64, device=self.arena.device)
         self._warm_up(drafts)
@@ -104,7 +108,7 @@ class ItemSetSampler:
         states = self.slots.walk(plain, most=1)
         for columns in {self.vocab_size, -(-self.vocab_size // PADDED) * PADDED}:
             logits = torch.zeros(1, columns, device=self.arena.device)[:, : self.vocab_size]
-            self.slots.step(plain, logits, most=1)
+            self.slots.step(plain._replace(slates=drafts == 1), logits, most=1)
             if drafts > 1:
                 self.slots.step(chain, logits, most=1)
                 self.slots.step(tree, logits, most=1)
@@ -135,7 +139,7 @@ class ItemSetSampler:
             slots = batch.req_pool_indices[:rows].long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
             so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
-            info.item_sets = Step(numbers, slots, last, 1 - so_far)
+            info.item_sets = Step(numbers, slots, last, 1 - so_far, _hold_slates(batch.reqs))
 
     def numbers(self, batch: Any) -> list[int]:
         """The sets of the batch's requests that take the device path."""
@@ -147,7 +151,8 @@ class ItemSetSampler:
         if step is None:
             return
         rows = len(step.slots)
-        batch = Batch(step.slots, step.last.view(rows, 1), step.begin, self._one[:rows], by_slot=False)
+        history, end = step.last.view(rows, 1), self._one[:rows]
+        batch = Batch(step.slots, history, step.begin, end, by_slot=False, slates=step.slates)
         info.grammar_mask = Mask(info.grammar_mask, self, step.numbers, batch)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
@@ -222,7 +227,8 @@ class ItemSetSampler:
             padded = [token for output in outputs for token in output + [0] * (most - len(output))]
             end, history = self._moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
             begin = torch.zeros_like(end)
-            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False), most=most)
+            slates = _hold_slates(requests)
+            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False, slates=slates), most=most)
 
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
         place = admitted.place
@@ -233,6 +239,11 @@ class ItemSetSampler:
         """On the device, without waiting for it."""
         device = self.arena.device
         return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def _hold_slates(requests: list[Any]) -> bool:
+    """Whether one of these requests has a slate on the device path."""
+    return any(isinstance(request.item_set.item_set, Slate) for request in requests if hasattr(request, "item_set"))
 
 
 def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:

@@ -177,6 +177,7 @@ READ = {
     "advance": ["states", "tokens", "marks", "out"],
     "walk": STEP,
     "step": [*STEP, "logits"],
+    "grow": STEP[:-1],
     "mask": ["logits", "states", "marks", "slots"],
     "forced": ["states", "marks", "slots", "out"],
 }
@@ -194,9 +195,10 @@ def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> Non
     given[strided] = torch.stack([given[strided]] * 2, -1)[..., 0]
     before = {name: value.clone() for name, value in given.items()}
     launch = getattr(triton_kernels, kernel)
-    if kernel in ("walk", "step"):
+    if kernel in ("walk", "step", "grow"):
         parts = {name: given[name] for name in batch._fields if name in given}
-        arguments = [given["cells"], given["marks"], batch._replace(**parts), given["out"]]
+        arguments = [given["cells"], given["marks"], batch._replace(**parts)]
+        arguments += [] if kernel == "grow" else [given["out"]]
         arguments += [given["logits"]] if kernel == "step" else []
     else:
         arguments = [given[name] for name in READ[kernel]]
@@ -409,7 +411,7 @@ def test_kernels_are_chosen_by_device() -> None:
     assert kernels_for("cuda", "torch") is torch_kernels
 
 
-NAMED = ["advance", "advance_unmarked", "forced", "forced_guess"]
+NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "grow", "grow_positions", "grow_tree"]
 NAMED += ["lists_candidates", "lists_candidates_alone", "lists_candidates_steps", "lists_ended", "lists_follow"]
 NAMED += ["lists_follow_steps", "lists_legal_sums", "lists_log_sums", "lists_merge", "lists_merge_done"]
 NAMED += ["mask", "step", "walk", "walk_columns"]

@@ -23,11 +23,11 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens, warm_up
-from itemset.serving.catalogue import Catalogue
+from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import StaticConfig
 from itemset.serving.inside import ENVELOPE, Grammars
 from itemset.serving.travel import arrived, tables
-from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE
+from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE, SLATED
 from vllm_static import compat
 from vllm_static.device import DevicePath
 from vllm_static.inside import HoleGrammar, vocabulary_of
@@ -82,7 +82,8 @@ class StaticBackend(StructuredOutputBackend):
         self._figures = Figures(self._catalogue)
         self._device = None
         if compat.on_device_path(vllm_config):
-            self._device = DevicePath(config, self._catalogue)
+            drafts = vllm_config.speculative_config is not None
+            self._device = DevicePath(config, self._catalogue, drafts=drafts)
         self.preparer = CorePreparer(self._catalogue, self._device)
         self._grammars = Grammars(partial(vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
@@ -98,7 +99,7 @@ class StaticBackend(StructuredOutputBackend):
         params = request.sampling_params
         extra = (params.extra_args or {}) if params is not None else {}
         if HOLES in extra:
-            self._take_holes(request, extra)
+            return self._take_holes(manager, request, extra)
         reference = extra.get(REFERENCE)
         if reference is None:
             return False
@@ -111,14 +112,25 @@ class StaticBackend(StructuredOutputBackend):
         params.extra_args = {key: value for key, value in params.extra_args.items() if key not in (INDEX, FILTERED)}
         return False
 
-    def _take_holes(self, request: Any, extra: dict[str, Any]) -> None:
-        """Take over the sets of the request's constraint, which it holds from now on: no worker needs them."""
-        request.item_set_holes = [
+    def _take_holes(self, manager: Any, request: Any, extra: dict[str, Any]) -> bool:
+        """Take over the sets of the request's constraint, which it holds from now on. Return what `admit` does.
+
+        No worker needs them, but for the set of a slate on the device path.
+        """
+        request.item_set_holes = held = [
             arrived(self._catalogue, one) or self._catalogue[one[REFERENCE]] for one in extra[HOLES]
         ]
+        others = {key: value for key, value in extra.items() if key not in (HOLES, SLATED)}
         request.sampling_params = copy.copy(request.sampling_params)
-        request.sampling_params.extra_args = {key: value for key, value in extra.items() if key != HOLES}
+        request.sampling_params.extra_args = others
+        if SLATED in extra and self._device is not None:
+            (carried,), (kept,) = extra[HOLES], held
+            own = carried | (tables(kept) if isinstance(kept, InlineSet) else {}) | {SLATED: extra[SLATED]}
+            if self._device.claim_slate(manager, request, self._catalogue[carried[REFERENCE]], own):
+                self._figures.by_path["device"] += 1
+                return True
         self._figures.by_path["host"] += 1
+        return False
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -126,7 +138,7 @@ class StaticBackend(StructuredOutputBackend):
             self._device.release(request)
         params = request.sampling_params
         reference = (params.extra_args or {}).get(REFERENCE) if params is not None else None
-        if reference is None or request.status.name != "FINISHED_STOPPED":
+        if reference is None or SLATED in params.extra_args or request.status.name != "FINISHED_STOPPED":
             return
         self._figures.answered[label(reference)] += 1
         item_set = self._catalogue.known(reference)  # nothing is opened for a figure

@@ -7,6 +7,7 @@ can still take the host path. Workers do what they are told and refuse nothing.
 from __future__ import annotations
 
 import copy
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -14,10 +15,11 @@ from vllm.logger import init_logger
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
 from itemset.masking.holding import Holdings
+from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.words import FILTERED, INDEX, PLACE
+from itemset.serving.words import FILTERED, INDEX, PLACE, SLATED
 from vllm_static import compat
 
 if TYPE_CHECKING:
@@ -32,7 +34,9 @@ RESIDENT = "item_set_resident"
 class DevicePath:
     """Admits requests to the device path. Called by vLLM's input thread and by its engine loop."""
 
-    def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
+    def __init__(self, config: StaticConfig, catalogue: Catalogue, *, drafts: bool) -> None:
+        """drafts: whether the engine speculates, in which case slates take the host path."""
+        self._drafts = drafts
         spare = config.inline_set_memory + catalogue.headroom()
         self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
         self.holdings = Holdings(self.plan)
@@ -60,6 +64,18 @@ class DevicePath:
         compat.make_ordinary(request, {**params.extra_args, PLACE: place})
         return True
 
+    def claim_slate(self, manager: Any, request: Request, item_set: ItemSet, carried: dict[str, Any]) -> bool:
+        """Do `claim` for a slate of the set, with a list of its own. carried: what the workers need to know of it."""
+        more, separator = carried[SLATED]
+        params = request.sampling_params
+        if self._drafts or separator in params.all_stop_token_ids:
+            return False
+        before, params.extra_args = params.extra_args, {**params.extra_args, **carried}
+        if self.claim(manager, request, Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator)):
+            return True
+        params.extra_args = before
+        return False
+
     def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""
         resident = vars(request).pop(RESIDENT, None)
@@ -76,7 +92,7 @@ def send_index_once(request: Request, data: Any) -> None:
     its place, after it has forgotten this one, overwrites it. A request that ends before it is scheduled sends nothing.
     """
     resident: Resident | None = getattr(request, RESIDENT, None)
-    if resident is None:
+    if resident is None or resident.once:  # a slate's workers have its set from other requests, or open it for this one
         return
     extra = data.sampling_params.extra_args
     known = {INDEX, FILTERED} & extra.keys() if resident.sent else set()

@@ -21,7 +21,7 @@ from itemset.serving.inside import Constraint, Constraints, ExpectedItems
 from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Sender
-from itemset.serving.words import BEAMS, HOLES, SELECTION
+from itemset.serving.words import BEAMS, HOLES, SELECTION, SLATED
 from vllm_static import compat, metrics
 from vllm_static.drafting import drafting
 from vllm_static.inside import constraint_of, engine_constraint, json_options, validate, vocabulary_of
@@ -117,6 +117,8 @@ class FrontEnd:
             item_set, of_set = self.checks.catalogue[wanted], self.checks.catalogue.told(wanted)
             return partial(self._expected, partial(Expected, item_set, of_set=of_set))
         params.extra_args = {**extra, HOLES: wanted.carried(self._sender)}
+        if wanted.slate is not None:
+            params.extra_args[SLATED] = list(wanted.slate)
         params.structured_outputs = engine_constraint(wanted)
         made = partial(ExpectedItems, wanted, self.constraints.vocabulary, self.checks.catalogue)
         return partial(self._expected, made)

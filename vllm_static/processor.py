@@ -20,13 +20,14 @@ import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, check_tables
 from itemset.masking.batch import COLUMNS, Batch
 from itemset.masking.holding import Arrivals, Pieces
+from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.head import DraftHead
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.preparing import begun
 from itemset.serving.travel import opened
-from itemset.serving.words import LIST, PLACE
+from itemset.serving.words import LIST, PLACE, SLATED
 from vllm_static import drafts
 
 if TYPE_CHECKING:
@@ -51,8 +52,10 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] the set of the slot's request, and the committed tokens its slot has yet to walk.
+        # [max_num_reqs] the set of the slot's request, whether it is a slate, and the committed tokens its slot has yet
+        # to walk.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
+        self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
         self._behind = np.zeros(req_states.max_num_reqs, np.int64)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         self._drafts, self._dtype = 0, vllm_config.model_config.dtype
@@ -129,15 +132,18 @@ class ItemSetProcessor(LogitsProcessor):
             place = Place(*extra[PLACE])  # msgspec sends a tuple as a list
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                self.arena.place(opened(self._catalogue.versions, extra, below), place.number, place.start, place.below)
+                item_set = opened(self._catalogue.versions, extra, below)
+                if SLATED in extra:
+                    item_set = Slate(item_set, place.digest, *extra[SLATED])
+                self.arena.place(item_set, place.number, place.start, place.below)
         if PLACE not in extra or LIST in extra:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
-            self._numbers[req_idx] = NO_SET
+            self._numbers[req_idx], self._slates[req_idx] = NO_SET, False
             return False
         prompt = int(self._req_states.prompt_len.np[req_idx])
         self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
-        self._numbers[req_idx] = place.number
+        self._numbers[req_idx], self._slates[req_idx] = place.number, SLATED in extra
         self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return True
 
@@ -152,7 +158,10 @@ class ItemSetProcessor(LogitsProcessor):
         self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Launch `Slots.step` for all rows: those without a set, padding and drafts included."""
+        """Launch `Slots.step` for all rows: those without a set, padding and drafts included.
+
+        That is one launch more if there is a slate among them.
+        """
         slots = ctx.idx_mapping_np
         numbers = self._numbers[slots]
         if (numbers == NO_SET).all():
@@ -164,7 +173,7 @@ class ItemSetProcessor(LogitsProcessor):
         batch = self._batch(
             ctx.expanded_idx_mapping, above=ctx.expanded_local_pos, tokens=ctx.input_ids, positions=ctx.pos
         )
-        self._slots.step(batch, logits, most=most)
+        self._slots.step(batch._replace(slates=bool(self._slates[slots].any())), logits, most=most)
         return logits
 
     def mask_drafts(
@@ -210,7 +219,7 @@ class ItemSetProcessor(LogitsProcessor):
         batch = self._batch(
             zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
         )
-        self._slots.step(batch, logits, most=1)
+        self._slots.step(batch._replace(slates=not self._drafts), logits, most=1)
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)

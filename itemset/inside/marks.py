@@ -139,7 +139,7 @@ class Marker:
             grammar += f' ({literal if separator else ""} "{self._mark(place)}"){{{n - 1}}}'
         marked = self._placed(grammar, xgrammar.Grammar.from_ebnf(grammar), None)
         assert marked is not None
-        return marked
+        return replace(marked, slate=(n, separator))
 
     @staticmethod
     def _parsed(given: Any) -> Any:

@@ -19,12 +19,20 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.copies import Copies
+from itemset.masking.slates import Slate
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
+from itemset.trie.walk import NO_TOKEN
 
 # The columns of `Arena.sets`: the word at which each section begins, then the widths of their elements.
 # DEAD_COUNT is how many entries the section at DEAD_LIST has. ALIVE is NO_BITS if a set has no such section.
 ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST, DEAD_COUNT, WIDTHS = range(11)
+# Of a slate, whose row is written on the device: the token between two items, -1 if nothing stands there, and how many
+# items come after the present one. LEFT is 0 for all other sets.
+SEPARATOR, LEFT = WIDTHS + 1, WIDTHS + 2
+# What only `grow` reads: LEFT and DEAD_COUNT as they are at first, and what would leave out the item so far.
+MORE, FIRST_DEAD, ENTRY = range(LEFT + 1, LEFT + 4)
+COLUMNS = ENTRY + 1
 NO_BITS = -1
 _COLUMNS = dict(zip((*SECTIONS, "alive", "dead"), (*range(TAILS + 1), ALIVE, DEAD_LIST), strict=True))
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
@@ -58,6 +66,7 @@ class Resident:
     number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
     sent: whether the workers whose arenas are planned here have been given the tables. A set that comes back after it
         was forgotten is another Resident. base: of a view, the set whose tables it reads: it stays while the view does.
+    once: whether it is one request's own, a slate, and is forgotten as soon as nobody uses it.
     """
 
     number: int
@@ -67,6 +76,7 @@ class Resident:
     users: int = 0
     sent: bool = False
     base: Resident | None = None
+    once: bool = False
 
     @property
     def below(self) -> list[tuple[int, int]]:
@@ -109,6 +119,7 @@ class Plan:
                     self._release(base)
                 raise
             resident = Resident(self._free_numbers.pop(), item_set.digest, start, nbytes, base=base)
+            resident.once = isinstance(item_set, Slate)
             self._residents[resident.digest] = self._by_number[resident.number] = resident
         resident.users += 1
         return resident
@@ -123,7 +134,9 @@ class Plan:
 
     def _release(self, resident: Resident) -> None:
         resident.users -= 1
-        if not resident.users:
+        if not resident.users and resident.once:
+            self._forget(resident)
+        elif not resident.users:
             self._residents[resident.digest] = self._residents.pop(resident.digest)
 
     @property
@@ -190,11 +203,13 @@ class Plan:
 class Arena:
     """Tables of item sets on a device. Call it from one thread. `room_for` says how many bytes a set takes.
 
-    words: [nbytes / 4] int32. All tables.
-    sets: [max_sets, 11] int64. Where each set's sections begin, in words, and their widths.
+    words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
+    sets: [max_sets + 1, COLUMNS] int64. Where each set's sections begin, in words, and their widths. The last row is
+        nobody's.
     widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
-    views: whether any set here so far was a view. If not, `torch_kernels` reads nothing of one.
-    longest_dead: most entries of `Tables.dead` that any view here so far had.
+    views, slates: whether any set here so far was a view, or a slate. If not, `torch_kernels` reads nothing of one.
+    longest_dead: most entries of `Tables.dead` that any view here so far had, or that a slate may come to have.
+    longest_slate: the same, of slates alone.
     """
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
@@ -204,11 +219,11 @@ class Arena:
         self.widest = 1
         nbytes = self.plan.nbytes
         try:
-            self.words = torch.zeros(nbytes // 4, dtype=torch.int32, device=self.device)
+            self.words = torch.zeros(nbytes // 4 + 1, dtype=torch.int32, device=self.device)
         except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
-        self.sets = torch.zeros(max_sets, WIDTHS + 1, dtype=torch.int64, device=self.device)
-        self.views, self.longest_dead = False, 0
+        self.sets = torch.zeros(max_sets + 1, COLUMNS, dtype=torch.int64, device=self.device)
+        self.views, self.slates, self.longest_dead, self.longest_slate = False, False, 0, 0
         self._level_plans: dict[int, LevelPlan] = {}  # of what is there, by number
         self._rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
         self._views: dict[int, ItemSet] = {}  # of what is there, by number
@@ -290,12 +305,16 @@ class Arena:
         standing = (item_set.digest, start, start + _piece(item_set))
         base = self._below(item_set)
         row = _first_row(item_set) if base is None else self._rows[base].copy()
-        memory, parts, at = self.words.view(torch.uint8), [], start
+        memory, parts, at = self.words[:-1].view(torch.uint8), [], start
         for name, array in item_set.own.items():
             row[_COLUMNS[name]] = at // 4
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
             at += _aligned(array.nbytes)
-        row[DEAD_COUNT] = len(item_set.trie.tables.dead)
+        row[DEAD_COUNT] = row[FIRST_DEAD] = len(item_set.trie.tables.dead)
+        if isinstance(item_set, Slate):
+            row[MORE] = row[LEFT] = item_set.more
+            row[SEPARATOR] = item_set.separator
+            row[DEAD_LIST] += row[FIRST_DEAD]  # before it lies the list as it is at first
         overwritten = _overlapping(self._placed, standing)
         for n in overwritten:
             del self._placed[n], self._level_plans[n], self._rows[n]
@@ -311,12 +330,14 @@ class Arena:
             if self._under_way.get(number) is not standing:
                 return
         del self._under_way[number]
-        if base is not None:
+        if base is not None and not isinstance(item_set, Slate):
             self._views[number] = item_set
         # What is placed last stands last.
         self._placed[number], self._level_plans[number], self._rows[number] = standing, item_set.level_plan, row
         self._bases[number], self.views = number if base is None else base, self.views or base is not None
-        self.longest_dead = max(self.longest_dead, int(row[DEAD_COUNT]))
+        self.longest_dead = max(self.longest_dead, most_dead := int(row[DEAD_COUNT] + row[MORE]))
+        if isinstance(item_set, Slate):
+            self.slates, self.longest_slate = True, max(self.longest_slate, most_dead)
         self.widest = max(self.widest, self._level_plans[number].most_children)
 
     def _below(self, item_set: ItemSet) -> int | None:
@@ -333,8 +354,8 @@ def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
     """Return a whole set's row of `Arena.sets`, but for where its sections are. Raises ItemSetError as `place` does."""
     check_tables(item_set)
     tables = item_set.trie.tables
-    row = np.zeros(WIDTHS + 1, np.int64)
-    row[ALIVE], row[WIDTHS] = NO_BITS, tables.token_bits
+    row = np.zeros(COLUMNS, np.int64)
+    row[ALIVE], row[WIDTHS], row[SEPARATOR] = NO_BITS, tables.token_bits, NO_TOKEN
     row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
     row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
     return row

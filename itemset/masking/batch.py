@@ -38,6 +38,7 @@ class Batch(NamedTuple):
     positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row holds in
         `tokens`, too. It is read from there, since history may be in the host's memory. A column outside begin .. end
         has no meaning, and other rows' are not read.
+    slates: whether any of the slots may have a slate, if the host knows: `slots.Slots` launches `grow` for them.
     """
 
     slots: Tensor
@@ -51,6 +52,7 @@ class Batch(NamedTuple):
     max_drafts: int | None = None
     rows_each: int | None = None
     positions: Tensor | None = None
+    slates: bool = False
 
     @property
     def rows(self) -> int:

@@ -23,7 +23,7 @@ Kernels = Literal["auto", "torch", "triton"]
 def kernels_for(device: torch.device | str, choice: Kernels = "auto") -> ModuleType:
     """Return `triton_kernels` on an accelerator that has Triton, else `torch_kernels`; or what `choice` says.
 
-    Both offer advance, walk, mask, step and forced, with equal arguments and results.
+    Both offer advance, grow, walk, mask, step and forced, with equal arguments and results.
     """
     return importlib.import_module(f"itemset.masking.{backend_for(device, choice)}_kernels")
 
@@ -116,6 +116,7 @@ class Slots:
         most: see `torch_kernels.walk`.
         """
         out = self._out(batch)
+        self._grow(batch, most)
         self.kernels.walk(self.arena, self.cells, self.marks, batch, out, most)
         return out
 
@@ -126,7 +127,12 @@ class Slots:
         Without Triton a step's work grows with it.
         """
         out = self._out(batch)
+        self._grow(batch, most)
         self.kernels.step(self.arena, self.cells, self.marks, batch, out, logits, most)
+
+    def _grow(self, batch: Batch, most: int | None) -> None:
+        if batch.slates:
+            self.kernels.grow(self.arena, self.cells, self.marks, batch, most)
 
     def _out(self, batch: Batch) -> Tensor:
         if batch.rows > len(self.row_states):

@@ -7,12 +7,15 @@ every tensor must have a stride of 1 in its last dimension, and ValueError names
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from itemset.masking.arena import Arena
+from itemset.masking.arena import DEAD_COUNT, DEAD_LIST, ENTRY, FIRST_DEAD, LEFT, MORE, SEPARATOR, Arena
 from itemset.masking.batch import CHAIN, COLUMNS, CONSUMED, CONSUMED_MASK, LOCAL, STATE, Batch
 from itemset.masking.torch_tables import TablesOf
+from itemset.trie.tables import TERMINAL
 from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING
 
 
@@ -38,37 +41,113 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
         `history` if None. The work grows with it. Triton looks at each request instead.
     """
     rounds = arena.widest.bit_length()
-    row_slots = _of_rows(batch.slots, batch.rows_each)
-    live = row_slots >= 0
-    slots = torch.where(live, row_slots, len(cells) - 1).long()
-    cell, row_marks = cells[slots], marks[slots]
-    rows = torch.arange(len(slots), device=slots.device)
-    place = slots if batch.by_slot else rows // (batch.rows_each or 1)
-    begin, end = (bound[torch.where(live, place, 0)].long() for bound in (batch.begin, batch.end))
-    total = end - begin
-    new = (total - (cell >> CONSUMED)) & CONSUMED_MASK
-    state = cell & STATE
-    constrained = live & (state & LOCAL != FREE)
-    # The window does not reach back so far: the tokens missed may have left the set.
-    state = torch.where(constrained & (new > end), state & ~LOCAL | DEAD, state)
-    above = rows % (batch.rows_each or 1) if batch.above is None else batch.above
-    last_column = batch.history.shape[1] - 1
-    for i in range(batch.history.shape[1] if most is None else most):
-        column = (end - new + i).clamp(0, last_column)
-        token = batch.history[torch.where(live, place, 0), column].long()
-        if batch.positions is not None and batch.tokens is not None:
-            first = rows - torch.where(live, above, 0)
-            token = torch.where(column == batch.positions[first], batch.tokens[first].long(), token)
-        after = TablesOf(arena, state).after(state, token, row_marks, rounds)
-        state = torch.where(constrained & (i < new), after, state)
-    cells[torch.where(constrained, slots, len(cells) - 1)] = state | (total & CONSUMED_MASK) << CONSUMED
+    rows = _Committed(cells, marks, batch)
+    state = rows.state
+    for token, new in rows.tokens(most):
+        state = torch.where(new, TablesOf(arena, state).after(state, token, rows.marks, rounds), state)
+    rows.keep(cells, state)
     state = torch.where(state & LOCAL == DEAD, state - DEAD + END, state)
-    state = torch.where(constrained, state, FREE)
+    state = torch.where(rows.constrained, state, FREE)
     if batch.tokens is not None:
-        for token, draft in _draft_steps(batch, above, batch.tokens):
-            after = TablesOf(arena, state).after(state, token, row_marks, rounds)
+        for token, draft in _draft_steps(batch, rows.above, batch.tokens):
+            after = TablesOf(arena, state).after(state, token, rows.marks, rounds)
             state = torch.where(draft, after, state)
     return out.copy_(state)
+
+
+def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | None = None) -> None:
+    """Take what each request with a slate has committed since the last call, and leave out the items in it from now on.
+
+    To be launched before the `walk` of a batch with slates, which then finds nothing to take: the rows of a request
+    could not write its list together. Other requests stay as they are. A request that has committed nothing begins its
+    slate anew. Arguments as for `walk`.
+    """
+    rounds = arena.widest.bit_length()
+    rows = _Committed(cells, marks, batch)
+    nobody, no_word = len(arena.sets) - 1, len(arena.words) - 1
+    fields = arena.sets[rows.state >> 32]
+    grows = rows.constrained & rows.leads & (fields[:, MORE] > 0)
+    begins = grows & (rows.consumed == 0) & ((rows.state & LOCAL == 0) | (rows.state & LOCAL == WAITING))
+    number = torch.where(begins, rows.state >> 32, nobody)
+    arena.sets[:, LEFT].index_put_((number,), fields[:, MORE])
+    arena.sets[:, DEAD_COUNT].index_put_((number,), fields[:, FIRST_DEAD])
+    places = torch.arange(arena.longest_slate + 1, device=cells.device)
+    first, at = fields[:, FIRST_DEAD, None], fields[:, DEAD_LIST, None] + places
+    copied = begins[:, None] & (places < first)
+    arena.words[torch.where(copied, at, no_word)] = arena.words[torch.where(copied, at - first, no_word)]
+    state = rows.state
+    for token, new in rows.tokens(most):
+        taking = grows & new
+        tables, local = TablesOf(arena, state), state & LOCAL
+        after = tables.after(state, token, rows.marks, rounds)
+        edge, found = tables.find(local, token, rounds)
+        _, children = _children(tables, local)
+        others = (local == 0) | (children + tables.may_end(local) > 1)
+        entry = torch.where(found & others, edge, tables.field(ENTRY))
+        ends = ~found & (local < WAITING) & (token == tables.field(SEPARATOR)) & (children > 0)
+        entry = torch.where(ends, TERMINAL + local, entry)
+        arena.sets[:, ENTRY].index_put_((torch.where(taking, state >> 32, nobody),), entry)
+        given = taking & (after & LOCAL == 0) & (local != WAITING)
+        dead, count = tables.field(DEAD_LIST)[:, None], tables.field(DEAD_COUNT)[:, None]
+        entries = tables.word(DEAD_LIST, torch.where(places < count, places, 0), each=True)
+        moves = (places < count) & (entries > entry[:, None])
+        to = torch.where(given[:, None] & moves, dead + places + 1, no_word)
+        arena.words[to] = entries.to(torch.int32)
+        place = tables.field(DEAD_LIST) + tables.field(DEAD_COUNT) - moves.sum(1)
+        arena.words[torch.where(given, place, no_word)] = entry.to(torch.int32)
+        number = torch.where(given, state >> 32, nobody)
+        arena.sets[:, DEAD_COUNT].index_put_((number,), tables.field(DEAD_COUNT) + 1)
+        arena.sets[:, LEFT].index_put_((number,), tables.field(LEFT) - 1)
+        state = torch.where(taking, after, state)
+    left = grows & (state & LOCAL == DEAD)  # only its end is right now, whatever is missing
+    arena.sets[:, LEFT].index_put_((torch.where(left, state >> 32, nobody),), torch.zeros_like(state))
+    rows.keep(cells, state, grows)
+
+
+class _Committed:
+    """What each row's request has committed since its cell was written. All tensors are [rows] int64, or bool.
+
+    state: before these tokens. consumed: how many led there. constrained: whether it has a set. above: how many drafts
+    lead to the row, or its parent. leads: whether the row is its request's first. marks: [rows, 1 + any].
+    """
+
+    def __init__(self, cells: Tensor, marks: Tensor, batch: Batch) -> None:
+        row_slots = _of_rows(batch.slots, batch.rows_each)
+        live = row_slots >= 0
+        slots = torch.where(live, row_slots, len(cells) - 1).long()
+        cell, self.marks = cells[slots], marks[slots]
+        rows = torch.arange(len(slots), device=slots.device)
+        place = slots if batch.by_slot else rows // (batch.rows_each or 1)
+        self._batch, self._rows, self._live, self._slots = batch, rows, live, slots
+        self._place = torch.where(live, place, 0)
+        begin, self._end = (bound[self._place].long() for bound in (batch.begin, batch.end))
+        self._total, self.consumed = self._end - begin, cell >> CONSUMED & CONSUMED_MASK
+        self._new = (self._total - self.consumed) & CONSUMED_MASK
+        state = cell & STATE
+        self.constrained = live & (state & LOCAL != FREE)
+        # The window does not reach back so far: the tokens missed may have left the set.
+        missed = self.constrained & (self._new > self._end)
+        self.state = torch.where(missed, state & ~LOCAL | DEAD, state)
+        self.above = rows % (batch.rows_each or 1) if batch.above is None else batch.above
+        self.leads = torch.ones_like(live) if batch.layout == COLUMNS else self.above <= 0
+
+    def tokens(self, most: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the next token of each row, and whether there is one. most: as for `walk`."""
+        batch, rows = self._batch, self._rows
+        last_column = batch.history.shape[1] - 1
+        for i in range(batch.history.shape[1] if most is None else most):
+            column = (self._end - self._new + i).clamp(0, last_column)
+            token = batch.history[self._place, column].long()
+            if batch.positions is not None and batch.tokens is not None:
+                first = rows - torch.where(self._live, self.above, 0)
+                token = torch.where(column == batch.positions[first], batch.tokens[first].long(), token)
+            yield token, self.constrained & (i < self._new)
+
+    def keep(self, cells: Tensor, state: Tensor, which: Tensor | None = None) -> None:
+        """Write the cells: the state after all tokens, of the rows with a set or of those that `which` says."""
+        written = self.constrained if which is None else which
+        cell = state | (self._total & CONSUMED_MASK) << CONSUMED
+        cells[torch.where(written, self._slots, len(cells) - 1)] = cell
 
 
 def mask(
@@ -76,9 +155,10 @@ def mask(
 ) -> Tensor:
     """Set to -inf, in place, what may not follow each row's state.
 
-    The children of its node or its tail's token may follow, and the stop tokens if an item may end there. Rows whose
-    state is FREE, WAITING or DEAD stay as they are. After an item, a stop token that something else has set to -inf
-    becomes 0: the row would be empty, and a sampler would take any token of it.
+    The children of its node or its tail's token may follow, and the stop tokens if an item may end there; in a slate,
+    until its last item, the separator in their place. Rows whose state is FREE, WAITING or DEAD stay as they are. After
+    an item, a stop token that something else has set to -inf becomes 0: the row would be empty, and a sampler would
+    take any token of it.
 
     logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. marks: [slots + 1, 1 + any] as
     for `advance`. slots: [rows], or [rows / rows_each] with `rows_each` as in `Batch`; -1 for none, then no stop token
@@ -101,6 +181,10 @@ def mask(
     tail = tables.tail_entry(local)[0][:, None]
     keep.scatter_(1, torch.where((local >= TAIL)[:, None] & (tail < vocabulary), tail, nothing), True)
     stop = marks[slots.clamp(min=0).long(), 1:].long()
+    if arena.slates:  # another item is to come
+        separator = torch.full_like(stop, -1)
+        separator[:, 0] = tables.field(SEPARATOR)
+        stop = torch.where(tables.field(LEFT)[:, None] > 0, separator, stop)
     allowed = (tables.may_end(local) & (slots >= 0))[:, None] & (stop >= 0) & (stop < vocabulary)
     keep.scatter_(1, torch.where(allowed, stop, nothing), True)
     keep = keep[:, :vocabulary]

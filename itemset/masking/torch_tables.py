@@ -10,11 +10,13 @@ from itemset.masking.arena import (
     DEAD_COUNT,
     DEAD_LIST,
     LABELS,
+    LEFT,
     NARROW_LABELS,
     NARROW_TARGETS,
     NO_BITS,
     NODE_BASE,
     ROW_OFFSETS,
+    SEPARATOR,
     TAIL_BASE,
     TAILS,
     TARGETS,
@@ -37,8 +39,11 @@ class TablesOf:
     def field(self, column: int) -> Tensor:
         return self.fields[..., column]
 
-    def word(self, column: int, index: Tensor) -> Tensor:
-        at = self.field(column) + index  # read flat: on a CPU several times faster than by an index of more dimensions
+    def word(self, column: int, index: Tensor, *, each: bool = False) -> Tensor:
+        """each: index is [states, any], or broadcasts to that."""
+        place = self.field(column)
+        at = (place[..., None] if each else place) + index
+        # Read flat: on a CPU several times faster than by an index of more dimensions.
         return self.arena.words.index_select(0, at.flatten()).view(at.shape).long() & 0xFFFFFFFF
 
     def element(self, column: int, index: Tensor, narrow_bit: int) -> Tensor:
@@ -118,8 +123,19 @@ class TablesOf:
         in_tail = torch.where(expected == token, torch.where(last, END, local + 1), DEAD)
         result = torch.where(local >= TAIL, in_tail, by_edge)
         result = torch.where((local == FREE) | (local == WAITING), local, result)
+        again = torch.zeros_like(found)
+        if self.arena.slates:
+            again = self._begins_next(local, token, result)
         if marks is not None:
             is_mark = (token >= 0)[:, None] & (marks == token[:, None])
-            result = torch.where((result == DEAD) & is_mark[:, 1:].any(1) & self.may_end(local), END, result)
+            ends = is_mark[:, 1:].any(1) & self.may_end(local) & (self.field(LEFT) == 0)
+            result = torch.where((result == DEAD) & ends, END, result)
             result = torch.where((local == WAITING) & is_mark[:, 0], 0, result)
-        return (states & ~LOCAL) | result
+        return (states & ~LOCAL) | torch.where(again, 0, result)
+
+    def _begins_next(self, local: Tensor, token: Tensor, result: Tensor) -> Tensor:
+        """Return whether the next item of a slate begins after the token, which leads along the edges to `result`."""
+        separator = self.field(SEPARATOR)
+        separates = (token == separator) & (result == DEAD) & self.may_end(local)
+        again = torch.where(separator >= 0, separates, (result == END) & (local != END))
+        return again & (self.field(LEFT) > 0) & (local != FREE) & (local != WAITING)

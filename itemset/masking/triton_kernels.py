@@ -51,6 +51,19 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
     return out
 
 
+def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | None = None) -> None:
+    _refuse_strides(
+        cells=cells, marks=marks, slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end,
+        above=batch.above, tokens=batch.tokens, positions=batch.positions,
+    )
+    _grow_kernel[(batch.rows,)](
+        arena.words, arena.sets, cells, marks, marks.stride(0),
+        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end,
+        batch.above, batch.tokens, batch.positions,
+        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
+    )
+
+
 def mask(
     arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None = None
 ) -> Tensor:
@@ -208,6 +221,61 @@ def _walk_kernel(
 
 
 @_jit
+def _grow_kernel(
+    words, sets, cells, marks, marks_stride,
+    slots, rows_each, history, history_stride, begins, ends, above, tokens, positions,
+    BY_SLOT: tl.constexpr, LAYOUT: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
+):
+    """The program of a request's first row alone reads and writes its cell, its list and its set's row."""
+    row = tl.program_id(0).to(tl.int64)
+    request = _request(rows_each)
+    slot = tl.load(slots + request).to(tl.int64)
+    drafts = row - request * rows_each if rows_each is not None else row * 0
+    if above is not None and LAYOUT != _COLUMNS:
+        drafts = tl.load(above + row).to(tl.int64)
+    if (slot >= 0) & (drafts <= 0):
+        place = slot if BY_SLOT else request
+        begin = tl.load(begins + place).to(tl.int64)
+        end = tl.load(ends + place).to(tl.int64)
+        row_marks = marks + slot * marks_stride
+        cell = tl.load(cells + slot)
+        state = cell & _STATE
+        own = tables.set_row(sets, state)
+        more = tl.load(own + tables.MORE)
+        if (state & tables.LOCAL != tables.FREE) & (more > 0):
+            consumed = (cell >> _CONSUMED) & _CONSUMED_MASK
+            new = (end - begin - consumed) & _CONSUMED_MASK
+            first_dead = tl.load(own + tables.FIRST_DEAD)
+            tl.debug_barrier()  # all threads have read the cell
+            if (consumed == 0) & ((state & tables.LOCAL == 0) | (state & tables.LOCAL == tables.WAITING)):
+                tl.store(own + tables.LEFT, more)
+                tl.store(own + tables.DEAD_COUNT, first_dead)
+                listed = words + tl.load(own + tables.DEAD_LIST)
+                for i in range(0, first_dead, LANES):
+                    lane = i + tl.arange(0, LANES)
+                    entries = tl.load(listed - first_dead + lane, mask=lane < first_dead, other=0)
+                    tl.store(listed + lane, entries, mask=lane < first_dead)
+            if positions is not None:
+                known = tl.load(positions + row).to(tl.int64)
+                newest = tl.load(tokens + row).to(tl.int64)
+            if new > end:  # the window does not reach back so far
+                state = (state & ~tables.LOCAL) | tables.DEAD
+            else:
+                for column in range(end - new, end):
+                    tl.debug_barrier()  # what was written is seen
+                    at = history + place * history_stride + column
+                    if positions is None:
+                        token = tl.load(at).to(tl.int64)
+                    else:
+                        token = tl.where(column == known, newest, tl.load(at, mask=column != known, other=0))
+                    state = _taken(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES)
+            if state & tables.LOCAL == tables.DEAD:  # only its end is right now, whatever is missing
+                tl.debug_barrier()
+                tl.store(own + tables.LEFT, more * 0)
+            tl.store(cells + slot, state | (((end - begin) & _CONSUMED_MASK) << _CONSUMED))
+
+
+@_jit
 def _mask_kernel(
     words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -255,6 +323,34 @@ def _forced_kernel(
             if going & (local != tables.END):
                 state = tables.next_state(words, fields, state, token, None, 0, 1, LANES)
         tl.store(out + row * out_stride + column, token, mask=applies)
+
+
+@triton.jit
+def _taken(
+    words, sets, state, token, row_marks, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr
+):
+    """Return a slate's state after one more token. If that completes an item, leave it out."""
+    own = tables.set_row(sets, state)
+    fields = tables.set_fields(sets, state)
+    entry = tl.load(own + tables.ENTRY)
+    before = state & tables.LOCAL
+    state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
+    after = state & tables.LOCAL
+    if (before < tables.WAITING) & (after != tables.DEAD):
+        edge = tables.edge_of(words, fields, before, token, LANES)
+        _, others = tables.children(words, fields, before, LANES)
+        if edge >= 0:
+            others += tables.ends_here(words, fields, before).to(tl.int64)
+            entry = tl.where((before == 0) | (others > 1), edge, entry)
+        else:
+            entry = tl.where(others > 0, before + tables.DEAD_NODE, entry)
+    tl.debug_barrier()  # all threads have read what is written here
+    tl.store(own + tables.ENTRY, entry)
+    if (after == 0) & (before != tables.WAITING) & (fields[tables.LEFT] > 0):
+        tables.insert_dead(words, fields, entry, LANES)
+        tl.store(own + tables.DEAD_COUNT, fields[tables.DEAD_COUNT] + 1)
+        tl.store(own + tables.LEFT, fields[tables.LEFT] - 1)
+    return state
 
 
 @triton.jit
@@ -308,6 +404,8 @@ def _keep(
     kept = tl.load(logits + label, mask=stays)
     stop_lane = tl.arange(0, STOP_LANES)
     stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & keep_stops, other=-1).to(tl.int64)
+    if fields[tables.LEFT] > 0:  # another item of a slate is to come
+        stop = tl.where((stop_lane == 0) & keep_stops, fields[tables.SEPARATOR], -1)
     stop_stays = (stop >= low) & (stop < high)
     kept_stop = tl.load(logits + stop, mask=stop_stays)
     kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)

@@ -35,6 +35,12 @@ ALIVE = tl.constexpr(arena_module.ALIVE)
 DEAD_LIST = tl.constexpr(arena_module.DEAD_LIST)
 DEAD_COUNT = tl.constexpr(arena_module.DEAD_COUNT)
 WIDTHS = tl.constexpr(arena_module.WIDTHS)
+SEPARATOR = tl.constexpr(arena_module.SEPARATOR)
+LEFT = tl.constexpr(arena_module.LEFT)
+MORE = tl.constexpr(arena_module.MORE)
+FIRST_DEAD = tl.constexpr(arena_module.FIRST_DEAD)
+ENTRY = tl.constexpr(arena_module.ENTRY)
+COLUMNS = tl.constexpr(arena_module.COLUMNS)
 NO_BITS = tl.constexpr(arena_module.NO_BITS)
 DEAD_NODE = tl.constexpr(tables_module.TERMINAL)
 NARROW_LABELS = tl.constexpr(arena_module.NARROW_LABELS)
@@ -57,13 +63,19 @@ def jit(values: Collection[str], addresses: Collection[str]) -> Callable[[Callab
 
 @triton.jit
 def set_fields(sets, state):
-    """Load the row of the state's set in `Arena.sets`, all of it in one round trip to memory."""
-    row = sets + (state >> 32) * (WIDTHS + 1)
+    """Load the row of the state's set in `Arena.sets`, but for what `grow` alone reads, in one round trip to memory."""
+    row = set_row(sets, state)
     return (
         tl.load(row + ROW_OFFSETS), tl.load(row + TERMINAL), tl.load(row + LABELS), tl.load(row + TARGETS),
         tl.load(row + NODE_BASE), tl.load(row + TAIL_BASE), tl.load(row + TAILS), tl.load(row + ALIVE),
-        tl.load(row + DEAD_LIST), tl.load(row + DEAD_COUNT), tl.load(row + WIDTHS),
+        tl.load(row + DEAD_LIST), tl.load(row + DEAD_COUNT), tl.load(row + WIDTHS), tl.load(row + SEPARATOR),
+        tl.load(row + LEFT),
     )
+
+
+@triton.jit
+def set_row(sets, state):
+    return sets + (state >> 32) * COLUMNS
 
 
 @triton.jit
@@ -89,7 +101,11 @@ def next_state(
         elif local < WAITING:
             may_end = ends_here(words, fields, local)
             result = child_state(words, fields, local, token, LANES)
-        if row_marks is not None:
+        if fields[LEFT] > 0:  # another item of a slate is to come
+            separates = (result == DEAD) & may_end & (token == fields[SEPARATOR])
+            if tl.where(fields[SEPARATOR] >= 0, separates, result == END):
+                result = local * 0
+        elif row_marks is not None:
             if (result == DEAD) & may_end:
                 if is_stop(row_marks, token, STOPS, STOP_LANES):
                     result = local * 0 + END
@@ -115,6 +131,36 @@ def child_state(words, fields, node, token, LANES: tl.constexpr):
         if is_dead(words, fields, carrying, found > 0, fields[DEAD_COUNT]):
             found = found * 0
     return tl.where(found > 0, found, DEAD).to(tl.int64)
+
+
+@triton.jit
+def edge_of(words, fields, node, token, LANES: tl.constexpr):
+    """Return the edge of a node that carries `token`, dead or not, or -1."""
+    first, end = row_bounds(words, fields, node)
+    first, count = narrowed(words, fields, first, end - first, token, LANES)
+    lane = tl.arange(0, LANES)
+    label = element(words, fields, LABELS, first + lane, NARROW_LABELS, lane < count)
+    return tl.max(tl.where((lane < count) & (label == token), first + lane, -1), 0)
+
+
+@triton.jit
+def insert_dead(words, fields, entry, LANES: tl.constexpr):
+    """Put an entry into the list of dead ones, which has room for it. Barriers must stand around it."""
+    listed = words + fields[DEAD_LIST]
+    lane = tl.arange(0, LANES)
+    end = fields[DEAD_COUNT]
+    place = end
+    while end > 0:
+        begin = tl.maximum(end - LANES, 0)
+        at = begin + lane
+        moves = (at < end) & (word(words, fields, DEAD_LIST, at, at < end) > entry)
+        moved = tl.load(listed + at, mask=moves, other=0)
+        tl.debug_barrier()  # each thread's entry goes where the next one's was
+        tl.store(listed + at + 1, moved, mask=moves)
+        count = tl.sum(moves.to(tl.int64), 0)
+        place -= count
+        end = tl.where(count == end - begin, begin, 0)
+    tl.store(listed + place, entry.to(tl.int32))
 
 
 @triton.jit

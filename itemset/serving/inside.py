@@ -28,7 +28,8 @@ from itemset.serving.admission import Checks
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, Sender
-from itemset.text import Escape, continues
+from itemset.text import Escape, continues, encode
+from itemset.trie.walk import NO_TOKEN
 
 ENVELOPE = "\0item_set_holes:"
 """Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
@@ -102,12 +103,15 @@ class Constraint:
     """A request's constraint with holes. In the request it stands in place of what it was made of.
 
     kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
+    slate: of a slate that a device can make, how many items come after the first, and the token between two, or
+        NO_TOKEN.
     """
 
     kind: str
     grammar: str
     holes: Sequence[SetHole]
     compiled: xgrammar.CompiledGrammar = field(repr=False)
+    slate: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: Any) -> Constraint:
         """Engines copy a request's parameters; this is immutable."""
@@ -252,7 +256,23 @@ class Constraints(_OverVocabulary):
             compiled = vocabulary.compile(grammar)
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
-        return Constraint(kind, grammar, holes, compiled)
+        return Constraint(kind, grammar, holes, compiled, self._slate(marked, holes))
+
+    def _slate(self, marked: Marked, holes: Sequence[SetHole]) -> tuple[int, int] | None:
+        """Return `Constraint.slate`: a separator must be one token of its own, which no item holds."""
+        if marked.slate is None:
+            return None
+        (n, separator), token = marked.slate, NO_TOKEN
+        if separator and n > 1:
+            try:
+                tokens = encode([separator], self._tokenizer, escape="text")[0].tolist()
+            except ItemSetError:
+                return None
+            token = tokens[0]
+            alone = len(tokens) == 1 and self.vocabulary.bytes[token] == separator.encode()
+            if not alone or holes[0].item_set.occurring([token]):
+                return None
+        return n - 1, token
 
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
         """Raises RefusedError for a set whose texts are not as they must be where it stands."""

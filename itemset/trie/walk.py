@@ -21,6 +21,8 @@ DEAD = TAIL - 2  # the tokens left the set
 FREE = TAIL - 3  # no set constrains this row
 WAITING = TAIL - 4  # the constraint has not begun (device path): nothing does yet
 
+NO_TOKEN = -1
+
 
 @compiled
 def advance(tables, state, token):  # type: ignore[no-untyped-def]

@@ -180,6 +180,28 @@ def test_swaps_under_clients(served: Served) -> None:
     assert clients.answers > 20
 
 
+def test_a_version_that_comes_while_long_requests_run(served: Served) -> None:
+    """Each answer is of one version throughout, also a slate of many items and a ranked list."""
+    films = served.films
+    slate = {"model": "tiny", "prompt": "p", "slate": {"item_set": "films", "n": 30, "separator": ""}}
+    listed = {"model": "tiny", "prompt": "p", "item_set": "films", "use_beam_search": True, "n": 20}
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(served.server.post, "/v1/completions", slate | {"max_tokens": 130}) for _ in range(3)]
+        asked += [pool.submit(served.server.post, "/v1/completions", listed | {"max_tokens": 9}) for _ in range(3)]
+        before, version = films.versions[-1].name, films.publish().name
+        served.refresh()
+        asked.append(pool.submit(served.server.post, "/v1/completions", slate | {"max_tokens": 130}))
+    answered = []
+    for status, answer in (one.result() for one in asked):
+        assert status == 200, answer
+        choices = answer["choices"]
+        items = choices[0].get("items") or [choice["item"] for choice in choices]
+        assert len({item["key"] for item in items}) == len(items) == (30 if len(choices) == 1 else 20)
+        answered.append({films.check(item) for item in items})
+    assert all(one in ({before}, {version}) for one in answered)
+    assert answered[-1] == {version}
+
+
 def test_copies_of_versions_that_nobody_has_are_deleted(served: Served) -> None:
     """The current version and the one before it stay, of a set that has not changed the one; one may be on its way."""
     served.films.publish()

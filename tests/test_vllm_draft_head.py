@@ -19,7 +19,7 @@ from itemset.huggingface import draft_states
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking.head import DraftHead
 from itemset.serving.words import REFERENCE
-from itemset.text import TokenizerId, identify
+from itemset.text import identify
 from vllm_static.one_request import list_params
 from vllm_static.ranking import RankingParams
 
@@ -178,17 +178,9 @@ def test_no_room_for_the_placeholders_is_said(engine):
     assert len(found) == 2
 
 
-BAD = {
-    "a hidden size of 64, this one has 128": {"hidden_size": 64},
-    "a vocabulary of 3,000, this one has 2,112": {"vocab_size": 3000},
-    "was trained with the tokenizer other": {"tokenizer": TokenizerId("other", "ab" * 32)},
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_a_head_of_another_model_ends_the_start(engines, tiny_model, static, tmp_path, message):
-    bad = saved(tmp_path / "other.head", tiny_model, **BAD[message])
-    with pytest.raises(ItemSetError, match=rf"other\.head .*{message}"):
+def test_a_head_of_another_model_ends_the_start(engines, tiny_model, static, tmp_path):
+    bad = saved(tmp_path / "other.head", tiny_model, hidden_size=64)
+    with pytest.raises(ItemSetError, match=r"other\.head .*a hidden size of 64, this one has 128"):
         engines("v2", tiny_model, **options(static, bad), **ROOMY)
 
 

@@ -78,6 +78,17 @@ def test_with_speculation_the_answers_are_the_same(runner, engines, tiny_model, 
         assert one.outputs[0].items == other.outputs[0].items, name
 
 
+def test_a_stop_token_that_is_the_separator_is_refused(engine):
+    (newline,) = [token for token, text in enumerate(token_texts()) if text == "\n"]
+    with pytest.raises(VLLMValidationError, match="begins as the slate's separator does"):
+        engine.generate(["p"], asking("slate alone", stop_token_ids=[newline]))
+
+
+def token_texts() -> list[str]:
+    tokenizer = tiny_tokenizer()
+    return [tokenizer.decode([token]) for token in range(len(tokenizer))]
+
+
 @pytest.mark.parametrize("sentence", BAD)
 def test_what_would_not_hold_is_refused(engine, sentence):
     structured = StructuredOutputsParams(json=BAD[sentence])

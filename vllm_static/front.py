@@ -94,6 +94,8 @@ class FrontEnd:
         of its answers. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
         alone = isinstance(wanted, str)
+        if not isinstance(wanted, str):
+            self.constraints.check_stops(wanted, params.all_stop_token_ids)
         for reference in [wanted] if isinstance(wanted, str) else wanted.references:
             self.checks.request(
                 reference,

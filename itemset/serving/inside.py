@@ -274,6 +274,20 @@ class Constraints(_OverVocabulary):
                 return None
         return n - 1, token
 
+    def check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
+        """Raises RefusedError for a stop token at which a slate would end after its first item."""
+        if constraint.kind != SLATE:
+            return
+        texts, begins = self.vocabulary.bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
+        for token in stop_tokens:
+            if begins and 0 <= token < len(texts) and texts[token].startswith(begins):
+                raise RefusedError(
+                    "stop token inside",
+                    f"the stop token {token} begins as the slate's separator does, so the slate would end after an "
+                    "item: leave it out, or give another separator",
+                    "stop_token_ids",
+                )
+
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
         """Raises RefusedError for a set whose texts are not as they must be where it stands."""
         unsafe = self._to_be_escaped(item_set.whole)

@@ -14,7 +14,7 @@ from itemset.inside.composite import Composite
 from itemset.serving import inside
 from itemset.serving.inside import EBNF, JSON, TAG, Constraint, holds_sets
 from itemset.serving.words import HOLES, SLATE
-from sglang_static.request import CUSTOM, places, without_words
+from sglang_static.request import places, without_words_anywhere
 
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
@@ -39,10 +39,8 @@ def names_sets(params: Mapping[str, Any]) -> bool:
 
 def with_constraint(params: Mapping[str, Any], constraint: Constraint) -> dict[str, Any]:
     """The same parameters, with the constraint in place of what it was made of."""
-    own = {**{key: value for key, value in without_words(params).items() if key not in KINDS}, HOLES: constraint}
-    if isinstance(own.get(CUSTOM), dict):
-        own[CUSTOM] = without_words(own[CUSTOM]) or None
-    return own
+    own = without_words_anywhere(params)
+    return {**{key: value for key, value in own.items() if key not in KINDS}, HOLES: constraint}
 
 
 def validate(kind: str, spec: str) -> None:

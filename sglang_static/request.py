@@ -89,7 +89,12 @@ def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
 
 def in_place(params: Mapping[str, Any], wanted: ItemRequest) -> dict[str, Any]:
     """The parameters of one prompt in which an ItemRequest stands in place of the words that it was read from."""
-    own = {**without_words(params), REFERENCE: wanted}
+    return {**without_words_anywhere(params), REFERENCE: wanted}
+
+
+def without_words_anywhere(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of one prompt without our words, also in their `custom_params`."""
+    own = without_words(params)
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
     return own

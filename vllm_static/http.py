@@ -201,12 +201,11 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
             [tool.model_dump() for tool in tools], lambda strict: kind == JSON or (kind == TAG and strict)
         )
     elsewhere = bool((request.model_extra or {}).get(BEAMS))  # a field that the endpoint does not know
-    if _asked(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None) is not None:
-        if elsewhere:
-            message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
-            raise RefusedError("beam search", message, BEAMS)
-        params.extra_args = _carried(request, params.extra_args)
-    elif (request.model_extra or {}).get(SLATE) is not None:
+    asked = _asked(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None) is not None
+    if asked and elsewhere:
+        message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
+        raise RefusedError("beam search", message, BEAMS)
+    if asked or (request.model_extra or {}).get(SLATE) is not None:
         params.extra_args = _carried(request, params.extra_args)
     return params
 

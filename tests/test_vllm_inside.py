@@ -84,6 +84,36 @@ def test_a_stop_token_that_is_the_separator_is_refused(engine):
         engine.generate(["p"], asking("slate alone", stop_token_ids=[newline]))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sampled", "sentence"),
+    [
+        ("p", {"max_tokens": 34}, "a slate of so many items has at least 35 tokens, but max_tokens=34: raise"),
+        (
+            "p",
+            {"min_tokens": 36, "max_tokens": 50},
+            "min_tokens=36 could forbid the end of the slate, which may have 35 tokens",
+        ),
+        ([5] * 230, {"max_tokens": None}, "at least 35 tokens, but max_model_len=256 leaves 26 after a prompt of 230"),
+    ],
+)
+def test_slates_without_room_are_refused(engine, prompt, sampled, sentence):
+    prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+    asked = {"item_set": "titles", "n": 18}
+    with pytest.raises(VLLMValidationError, match=sentence):
+        engine.generate([prompt], SamplingParams(**sampled, extra_args={"slate": asked}))
+
+
+def test_after_the_end_come_stop_tokens_alone(engine):
+    names, tokenizer = ["object", "slate", "tag", "slate alone"], tiny_tokenizer()
+    params = [asking(name, ignore_eos=True, max_tokens=200) for name in names]
+    for name, output in zip(names, engine.generate(["p"] * 4, params), strict=True):
+        (one,) = output.outputs
+        assert one.finish_reason == "length"
+        end = one.token_ids.index(tokenizer.eos_token_id)
+        assert set(one.token_ids[end:]) == {tokenizer.eos_token_id}
+        CASES[name][2](tokenizer.decode(one.token_ids[:end]), one.items)
+
+
 def token_texts() -> list[str]:
     tokenizer = tiny_tokenizer()
     return [tokenizer.decode([token]) for token in range(len(tokenizer))]
@@ -163,6 +193,8 @@ def test_refusals_over_http(server, stream):
     for sentence, fields in BAD_SLATES.items():
         status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "stream": stream, **fields})
         assert (status, sentence in json.dumps(answer)) == (400, True), answer
+        param = "exclude_keys" if "exclude_keys" in fields else "width" if "width" in fields else "slate"
+        assert stream or answer["error"]["param"] == param
     for sentence, schema in BAD.items():
         formats = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         for body in ({"structured_outputs": {"json": schema}}, {"response_format": formats}):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,7 @@ class Constraint:
 
     kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
     slate: of a slate that a device can make, how many items come after the first, and the token between two, or
-        NO_TOKEN.
+        NO_TOKEN. least: of a slate, tokens that none has fewer of.
     """
 
     kind: str
@@ -112,6 +112,7 @@ class Constraint:
     holes: Sequence[SetHole]
     compiled: xgrammar.CompiledGrammar = field(repr=False)
     slate: tuple[int, int] | None = None
+    least: int = 0
 
     def __deepcopy__(self, memo: Any) -> Constraint:
         """Engines copy a request's parameters; this is immutable."""
@@ -256,7 +257,17 @@ class Constraints(_OverVocabulary):
             compiled = vocabulary.compile(grammar)
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
-        return Constraint(kind, grammar, holes, compiled, self._slate(marked, holes))
+        return Constraint(kind, grammar, holes, compiled, self._slate(marked, holes), self._least(marked, holes))
+
+    def _least(self, marked: Marked, holes: Sequence[SetHole]) -> int:
+        """Return `Constraint.least`: a separator adds a token, unless one may be an item's end and the separator."""
+        if marked.slate is None:
+            return 0
+        (n, separator), item_set = marked.slate, holes[0].item_set
+        closing = self.vocabulary.bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
+        bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
+        adds = bool(separator) and not item_set.occurring(bridged)
+        return n * item_set.shortest + (n - 1) * adds
 
     def _slate(self, marked: Marked, holes: Sequence[SetHole]) -> tuple[int, int] | None:
         """Return `Constraint.slate`: a separator must be one token of its own, which no item holds."""
@@ -274,10 +285,26 @@ class Constraints(_OverVocabulary):
                 return None
         return n - 1, token
 
-    def check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
+    def check(
+        self,
+        constraint: Constraint,
+        *,
+        prompt_tokens: int,
+        min_tokens: int,
+        max_tokens: int | None,
+        stop_tokens: Collection[int],
+    ) -> None:
+        """Raises RefusedError where a constraint and the rest of the request leave no way to its end."""
+        for reference in constraint.references:
+            self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
+        if constraint.kind == SLATE:
+            self._check_stops(constraint, stop_tokens)
+            self._checks.slate(
+                constraint.least, prompt_tokens=prompt_tokens, min_tokens=min_tokens, max_tokens=max_tokens
+            )
+
+    def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
         """Raises RefusedError for a stop token at which a slate would end after its first item."""
-        if constraint.kind != SLATE:
-            return
         texts, begins = self.vocabulary.bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
         for token in stop_tokens:
             if begins and 0 <= token < len(texts) and texts[token].startswith(begins):

@@ -67,8 +67,6 @@ class HoleGrammar(BaseGrammarObject):
 
     def accept_token(self, token: int) -> None:
         """Raises ValueError for a token that leaves the grammar."""
-        if self._composite.is_terminated:
-            return
         if not self._composite.accept(token):
             raise ValueError(f"the token {token} leaves the grammar")
         self.current_token = token
@@ -77,7 +75,8 @@ class HoleGrammar(BaseGrammarObject):
         self._composite.rollback(k)
 
     def is_terminated(self) -> bool:
-        return self._composite.is_terminated
+        """Never: see `backend.StaticGrammar`."""
+        return False
 
     def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
         self._composite.fill_bitmask(vocab_mask[idx].numpy())

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import random
+import time
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -20,6 +26,8 @@ from itemset.inside.composite import Composite, Found
 from itemset.inside.holes import Hole, Items
 from itemset.inside.marks import PLACES, Marker
 from itemset.inside.vocabulary import HOLES, Vocabulary
+from itemset.serving.grammars import Grammars
+from itemset.serving.inside import ENVELOPE
 
 SEEN, SHORT = ({"type": "string", "item_set": name} for name in ("seen", "short"))
 
@@ -512,6 +520,50 @@ def test_refuses_grammars(grammar: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["item_set", "not", "if", "enum", "$ref", "properties", "items", "const"])
+class Counting(Vocabulary):
+    """How often it was asked for what takes its time."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.counts = Counter[str]()
+
+    def compile(self, grammar: str) -> xgrammar.CompiledGrammar:
+        self.counts["compiled"] += 1
+        return super().compile(grammar)
+
+    @functools.lru_cache  # noqa: B019
+    def _bridges(self, closers: bytes) -> Any:
+        self.counts["bridges"] += 1
+        time.sleep(0.05)  # so that the others come in the meantime
+        return super()._bridges(closers)
+
+
+def test_copies_of_a_request_share_its_grammar() -> None:
+    """With `n` all of them come at once. When they have ended, nothing of it is left."""
+    at, made = setting("tiny"), list[Vocabulary]()
+
+    def vocabulary() -> Vocabulary:
+        made.append(Counting(at.info))
+        return made[-1]
+
+    found, grammars = marked("slate", {"item_set": "few", "n": 3}), Grammars(vocabulary)
+    closing = [closers.decode() for closers in found.closers()]
+    holes = [["few", closers, one.group, one.begins] for one, closers in zip(found.holes, closing, strict=True)]
+    spec = ENVELOPE + json.dumps([found.ebnf(at.vocabulary.first), holes])
+    with ThreadPoolExecutor(16) as pool:
+        shared = list(pool.map(lambda _: grammars.get(spec, lambda name: at.set_of(name, False)), range(16)))
+    assert len({*shared}) == len(made) == 1
+    assert made[0].counts == {"compiled": 1, "bridges": 1}
+    first, second = (one.begin([at.stop]) for one in shared[:2])
+    for token in at.tokenizer.encode("Up", add_special_tokens=False):
+        assert first.accept(token)
+    assert not second.found
+    alone = weakref.ref(shared[0])
+    del shared, first, second
+    gc.collect()
+    assert alone() is None
+
+
 def test_a_property_may_have_any_name(word: str) -> None:
     """Also one that is a keyword: with a set as its value, and with a string beside a set."""
     for value in (FILM, {"type": "string"}):

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from inside import BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
+from inside import ALONE, BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
 from models import tiny_tokenizer
+from test_vllm_server import figures
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -141,8 +142,11 @@ def server(servers, tiny_model, options):
     return servers("v2", tiny_model, arguments=(*backend, *tools, "--item-set", *flags))
 
 
+ROOMY = {"max_tokens": 150}
+
+
 def completed(server: Any, **body: Any) -> dict[str, Any]:
-    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 150, **body})
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", **ROOMY, **body})
     assert status == 200, answer
     return answer["choices"][0]
 
@@ -164,6 +168,18 @@ def test_over_http(server):
         if choice["finish_reason"] == "stop":
             CASES[name][2](choice["text"], choice["items"])
     assert sum(choice["finish_reason"] == "stop" for choice in choices) > len(choices) / 2
+
+
+def test_items_inside_are_counted(server):
+    before = figures(server)
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "n": 2, **ROOMY, "slate": ALONE})
+    assert status == 200, answer
+    completed(server, slate={"item_set": ["red", "blue"], "n": 2})
+    gained = {name: value - before.get(name, 0) for name, value in figures(server).items() if "inside" in name}
+    assert gained == {
+        'item_set:items_inside_total{item_set="titles"}': 2 * ALONE["n"],
+        'item_set:items_inside_total{item_set="inline"}': 2,
+    }
 
 
 def test_chat_tools_and_streams(server):

@@ -10,9 +10,9 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from itemset.inside.composite import Composite
 from itemset.inside.vocabulary import Vocabulary
 from itemset.serving import words
+from itemset.serving.grammars import SharedGrammar
 from itemset.serving.inside import EBNF, JSON, LARK, SLATE, TAG, Constraint
 from itemset.serving.words import STRUCTURED
 
@@ -85,8 +85,8 @@ def validate(kind: str, spec: str) -> None:
 class HoleGrammar(StructuredOutputGrammar):
     """One request's grammar with holes as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
 
-    def __init__(self, composite: Composite) -> None:
-        self._composite = composite
+    def __init__(self, shared: SharedGrammar, stop_token_ids: set[int]) -> None:
+        self._shared, self._composite = shared, shared.begin(stop_token_ids)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         for token in tokens:

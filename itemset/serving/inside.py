@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import xgrammar
@@ -123,7 +122,7 @@ class Constraint:
         return list(dict.fromkeys(hole.reference for hole in self.holes))
 
     def spec(self) -> str:
-        """Return what `Grammars` reads in the engine."""
+        """Return what `grammars.Grammars` reads in the engine."""
         holes = [
             [hole.reference, hole.closers.decode("latin-1"), hole.place.group, hole.place.begins] for hole in self.holes
         ]
@@ -134,7 +133,7 @@ class Constraint:
         return [sender.carried(reference) for reference in self.references]
 
 
-class _OverVocabulary:
+class OverVocabulary:
     """What stands on a model's vocabulary, which is made once it is asked for. Safe for threads."""
 
     def __init__(self, make: Callable[[], Vocabulary]) -> None:
@@ -150,7 +149,7 @@ class _OverVocabulary:
             return self._vocabulary
 
 
-class Constraints(_OverVocabulary):
+class Constraints(OverVocabulary):
     """Those of one front end. Safe for threads."""
 
     def __init__(
@@ -382,33 +381,3 @@ class ExpectedItems:
 
 def _group(hole: SetHole) -> tuple[int | None, bool]:
     return hole.place.group, hole.place.begins
-
-
-class Grammars(_OverVocabulary):
-    """Makes the grammars of one engine core or scheduler. Safe for threads."""
-
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        super().__init__(vocabulary)
-        self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
-
-    def maker(
-        self, spec: str, sets: Callable[[str], ItemSet], stop_token_ids: Iterable[int]
-    ) -> Callable[[], Composite]:
-        """Compile a constraint, and return what makes a request's grammar of it.
-
-        spec: `Constraint.spec()`. sets: by reference. Raises RuntimeError as xgrammar does, and as `sets` does.
-        """
-        vocabulary, (grammar, given) = self.vocabulary, json.loads(spec.removeprefix(ENVELOPE))
-        compiled = vocabulary.compile(grammar)
-        holes = []
-        for reference, closers, group, begins in given:
-            bridges = vocabulary.bridges(closers.encode("latin-1")) if closers else None
-            holes.append(Hole(self._of(reference, sets), bridges, group, begins))
-        stops = list(stop_token_ids)
-        return lambda: Composite(vocabulary, compiled, holes, stops)
-
-    def _of(self, reference: str, sets: Callable[[str], ItemSet]) -> Items:
-        with self._lock:
-            if (items := self._items.get(reference)) is None:
-                self._items[reference] = items = Items(sets(reference))
-            return items

@@ -77,20 +77,23 @@ def _build(args: argparse.Namespace) -> None:
     needed = needed_memory(args.source, args.column, args.key, args.attribute)
     allowed = available_memory() // 2 if args.memory is None else args.memory
     reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
-    on_disk = needed > allowed
+    on_disk = args.sorted or needed > allowed
+    if args.sorted:
+        reason = "in order already (--sorted)"
     s = _build_on_disk(args, output, allowed, reason) if on_disk else _build_in_memory(args, output)
     report.print_table(
         [
             *report.facts(s),
             ("file", f"{output} ({output.stat().st_size:,} bytes)"),
-            ("sorted", f"{'on disk' if on_disk else 'in memory'}: {reason}"),
+            ("sorted", reason if args.sorted else f"{'on disk' if on_disk else 'in memory'}: {reason}"),
             ("time", f"{time.perf_counter() - start:.1f} s"),
         ]
     )
 
 
 def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: str) -> ItemSet:
-    print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
+    if not args.sorted:
+        print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     try:
         with scratch_folder(output) as folder, build_bar() as progress:
@@ -103,6 +106,7 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: 
                 prefix=args.prefix,
                 escape=args.escape,
                 vocab_size=args.vocab_size,
+                in_order=args.sorted,
                 memory=memory,
                 folder=folder,
                 progress=progress,
@@ -275,6 +279,11 @@ def _parser() -> argparse.ArgumentParser:
         type=_size,
         help="memory to sort in, for instance 4GB (default: half of what is available); "
         "an input that needs more is sorted on disk, beside FILE",
+    )
+    sub.add_argument(
+        "--sorted",
+        action="store_true",
+        help="the items ascend already by their token ids, an item before those that it begins: nothing is sorted",
     )
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 

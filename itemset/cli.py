@@ -19,7 +19,7 @@ from itemset.building.external import build_external, check_options
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
-from itemset.commands import output_file, publish, publish_usage, update
+from itemset.commands import output_file, publish, publish_usage, update, write_report
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
 from itemset.storage import file_at
@@ -289,6 +289,17 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("info", _info, "say what an index file holds", "itemset info films.itemset")
     sub.add_argument("file", metavar="FILE")
+
+    sub = command(
+        "report",
+        write_report,
+        "write a page about an index file: sizes, levels, what a model chooses, attributes, some items",
+        "itemset report films.itemset --tokenizer DIR -o films.html",
+    )
+    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("--compare", metavar="FILE", help="an earlier index file: which items came and went")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with, to show texts")
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the HTML file to write")
 
     sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
     sub.add_argument("file", metavar="FILE")

@@ -28,8 +28,11 @@ ALLOWED = {
     "beam": "trie item_set masking ranking",
     "huggingface": "item_set masking ranking",
     "report": "trie item_set",
+    "shape": "trie item_set",
+    "charts": "",
+    "page": "trie item_set report shape charts",
     "__init__": "errors trie item_set opening building",
-    "commands": "errors text storage item_set published building report __init__",
+    "commands": "errors text storage item_set published building report page __init__",
     "cli": "errors text storage trie item_set published building report commands __init__",
     "__main__": "cli",
 }

@@ -16,7 +16,18 @@ from itemset.building import sources
 from itemset.building.external import check_options
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.storage import is_uri
 from itemset.text import load_tokenizer
+
+
+def output_file(given: str) -> Path:
+    """Return the file to be written. Raises ItemSetError if it cannot be one."""
+    output = Path(given)
+    if is_uri(given):
+        raise ItemSetError(f"cannot write {given}: name a file of this machine, and copy it there when it is whole")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    return output
 
 
 def publish_usage(args: argparse.Namespace) -> str:
@@ -69,9 +80,7 @@ def _time(version: published.Version) -> str:
 
 def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
-    output = Path(args.output)
-    if output.is_dir() or not output.parent.is_dir():
-        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    output = output_file(args.output)
     start = time.perf_counter()
     before = itemset.load(args.file)
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key)

@@ -165,12 +165,12 @@ class FrontEnd:
 
         wanted: as for `expected`. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        stops, alone = set(params.stop_token_ids or ()) | self._ends, isinstance(wanted, str)
-        if not isinstance(wanted, str):
-            self.constraints.check_stops(wanted, stops)
-        for reference in [wanted] if isinstance(wanted, str) else wanted.references:
-            least = params.min_new_tokens if alone else 0
-            self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=least, stop_tokens=stops)
+        stops = set(params.stop_token_ids or ()) | self._ends
+        least: dict[str, int] = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
+        if isinstance(wanted, str):
+            self.checks.request(wanted, stop_tokens=stops, **least)
+        else:
+            self.constraints.check(wanted, stop_tokens=stops, max_tokens=params.max_new_tokens, **least)
         if not stops:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         if isinstance(wanted, str):

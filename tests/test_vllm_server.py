@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from request_fields import BAD_SELECTIONS
 from servers import start_expecting_failure, wait_for
 from sets import named_flags, tagged_keys
+from stores import web_server
 
 import itemset
 
@@ -29,9 +31,15 @@ COLOURS = ["red", "green", "blue"]
 LONG = "a label of many words, whose encoding takes its time"
 
 
+@pytest.fixture(scope="module")
+def flags(named_sets):
+    """Of them, one is an index under a URI."""
+    with web_server(Path(named_sets["one"].path).parent) as (address, _):
+        yield named_flags(named_sets | {"one": replace(named_sets["one"], path=f"{address}/one.itemset")})
+
+
 @pytest.fixture
-def server(runner, servers, tiny_model, static, named_sets):
-    flags = named_flags(named_sets)
+def server(runner, servers, tiny_model, static, flags):
     compact = ("--structured-outputs-config.disable_any_whitespace", "true")  # which is xgrammar's
     words = {"v1": (*compact, "--structured-outputs-config.backend"), "v2": ("--guided-decoding-backend",)}[runner]
     return servers(runner, tiny_model, arguments=(*words, "static", *flags))

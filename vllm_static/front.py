@@ -93,16 +93,13 @@ class FrontEnd:
         wanted: a set's reference, or the constraint. Returns a function of an EngineCoreRequest: what names the items
         of its answers. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        alone = isinstance(wanted, str)
-        if not isinstance(wanted, str):
-            self.constraints.check_stops(wanted, params.all_stop_token_ids)
+        request: dict[str, Any] = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
+        request["stop_tokens"] = params.all_stop_token_ids
+        if isinstance(wanted, str):
+            self.checks.request(wanted, **request)
+        else:
+            self.constraints.check(wanted, max_tokens=params.max_tokens, **request)
         for reference in [wanted] if isinstance(wanted, str) else wanted.references:
-            self.checks.request(
-                reference,
-                prompt_tokens=prompt_tokens,
-                min_tokens=params.min_tokens if alone else 0,
-                stop_tokens=params.all_stop_token_ids,
-            )
             metrics.REQUESTS.labels(metrics.label(reference)).inc()
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):

@@ -107,12 +107,16 @@ class Composite:
         """stop_token_ids: the request's; by default those of the tokenizer."""
         self._vocabulary, self._holes = vocabulary, holes
         stops = sorted(stop_token_ids) or None
-        matcher = _Matcher(xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops))
-        self._history = [[_Thread(matcher, {}, None)]]
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        self._stops = frozenset(matcher.stop_token_ids)
+        self._history = [[_Thread(_Matcher(matcher), {}, None)]]
         self._read = [0]  # bytes of the text so far, after each token
         self._wide = torch.empty((1, vocabulary.words), dtype=torch.int32)
         self._outside: NDArray[np.int32] = self._wide.numpy()[0, : vocabulary.model_words]
         self._inside = np.zeros(vocabulary.model_words, np.int32)
+        self._end = np.zeros(vocabulary.model_words, np.uint32)
+        for token in self._stops:
+            self._end[token >> 5] |= np.uint32(1 << (token & 31))
 
     # What happened
 
@@ -142,18 +146,11 @@ class Composite:
     # Moving
 
     def accept(self, token: int) -> bool:
-        """Take a token; return False, and stay, if it is not allowed."""
+        """Take a token; return False, and stay, if it is not allowed. After the end only stop tokens are."""
         if not 0 <= token < self._vocabulary.size:
             return False
-        before, after = self._history[-1], list[_Thread]()
-        for thread in before:
-            if thread.hole < 0 and not self._open(thread):
-                if thread.matcher.accept(token):
-                    after.append(_Thread(thread.matcher, thread.given, thread.found))
-            elif thread.hole < 0:
-                self._from_outside(thread, token, after)
-            else:
-                self._from_inside(thread, token, after)
+        before = self._history[-1]
+        after = self._after(before, token)
         if not after:
             for thread in before:
                 thread.matcher.to(thread.depth)
@@ -183,6 +180,20 @@ class Composite:
 
     def reset(self) -> None:
         self.rollback(len(self._history) - 1)
+
+    def _after(self, before: list[_Thread], token: int) -> list[_Thread]:
+        if self.is_terminated:
+            return before if token in self._stops else []
+        after = list[_Thread]()
+        for thread in before:
+            if thread.hole < 0 and not self._open(thread):
+                if thread.matcher.accept(token):
+                    after.append(_Thread(thread.matcher, thread.given, thread.found))
+            elif thread.hole < 0:
+                self._from_outside(thread, token, after)
+            else:
+                self._from_inside(thread, token, after)
+        return after
 
     def _from_outside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
         entered = []
@@ -297,7 +308,7 @@ class Composite:
                 for hole, items in self._open(thread):
                     self._fill_inside(thread, hole, items, 0, row, empty)
         if empty:
-            row[:] = 0
+            np.copyto(row, self._end.view(np.int32)[: len(row)])
 
     def _fill_inside(
         self, thread: _Thread, hole: int, items: Items, state: int, row: NDArray[np.int32], empty: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,7 @@ class Vocabulary:
 
     def __init__(self, info: xgrammar.TokenizerInfo, threads: int = 2) -> None:
         """info: of the model's tokenizer, its size that of the model's logits. threads: of one compilation."""
+        self._lock = threading.Lock()
         self.bytes: list[bytes] = list(info.decoded_vocab)
         """What each token adds to a text; of a special token, whatever xgrammar takes it for."""
         self.size = len(self.bytes)
@@ -72,9 +74,13 @@ class Vocabulary:
                 return True
         return False
 
-    @functools.lru_cache(16)  # noqa: B019 - one object a process
     def bridges(self, closers: bytes) -> Bridges:
         """Return the bridges over each of these bytes, with which what follows a hole begins."""
+        with self._lock:  # the first request may be many at once, for which one of them looks
+            return self._bridges(closers)
+
+    @functools.lru_cache(16)  # noqa: B019 - one object a process
+    def _bridges(self, closers: bytes) -> Bridges:
         ids: dict[bytes, list[int]] = {}  # SentencePiece has two tokens of one byte
         for token, text in enumerate(self.bytes):
             if token not in self._special:

@@ -20,6 +20,7 @@ from vllm_static import (
     drafts,  # noqa: F401
     lists,  # noqa: F401
     metrics,
+    weights,  # noqa: F401
 )
 from vllm_static.compat import hook
 

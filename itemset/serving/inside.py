@@ -354,7 +354,9 @@ class ExpectedItems:
     stop_tokens: frozenset[int]
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
 
-    def told(self, tokens: Sequence[int], *, cut: bool) -> dict[str, Any]:
+    weighed = False
+
+    def told(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
         """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
         tokens = tokens if self.content is None else self.content(tokens)
         bridges = self.vocabulary.bridges

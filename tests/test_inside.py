@@ -376,6 +376,35 @@ def test_every_item_in_its_own_tokens(name: str) -> None:
     assert bridged or name == "tiny"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mask_has_every_bridge_that_is_taken(name: str) -> None:
+    """And no other: of texts after an item that are tokens of their own, and of those that are none."""
+    at, seen = setting(name), Counter[bool]()
+
+    def tokens(text: str) -> list[int]:
+        return at.tokenizer.encode("\n" + text, add_special_tokens=False)[len(newline) :]
+
+    newline, row = at.tokenizer.encode("\n", add_special_tokens=False), np.zeros(at.vocabulary.model_words, np.int32)
+    field, _ = at.made("schema", object_of(film=FILM, reason={"type": "string"}), any_whitespace=False)
+    distinct, _ = at.made("schema", {"type": "array", "items": FEW, "uniqueItems": True}, any_whitespace=False)
+    cases = [(field, tokens('{"film": "'), item) for item in at.set_of("films", True).items()]
+    for first, second in permutations(at.set_of("few", True).items(), 2):
+        cases.append((distinct, [*tokens('["'), *first, *tokens('", "')], second))
+    for composite, before, item in cases:
+        for token in (*before, *item[:-1]):
+            assert composite.accept(token)
+        composite.fill_bitmask(row)
+        allowed, bridges = {*bits(row).tolist()}, at.vocabulary.bridges(b'"')
+        for token, pairs in bridges.by_token.items():
+            taken = composite.accept(token)
+            composite.rollback(taken)
+            assert taken == (token in allowed), (at.text_of(item), at.vocabulary.bytes[token])
+            for _, rest in pairs if taken else ():
+                seen[rest in bridges.alone] += 1
+        composite.reset()
+    assert seen[True] or name == "tiny", seen
+
+
 def test_readings_that_differ_find_what_they_share() -> None:
     """`M` and `Alien` are films and people: which of them was given, nothing tells. The others are found."""
     at = setting("tekken")

@@ -21,18 +21,19 @@ HOLES = 31
 _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:\d+\s*,\s*)*\d+)")
 
 
-@dataclass
+@dataclass(eq=False)
 class Bridges:
     """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
 
-    by_last: of each token that may be the item's last, the bridges with the text after it, the shortest first.
+    by_last: of each token that may be the item's last, the bridges with the text after it.
     by_token: of each bridge, its last tokens with the text after them. last: a bit for each key of `by_last`,
-        [ceil(vocabulary / 32)] uint32.
+        [ceil(vocabulary / 32)] uint32. alone: of a text after a last token, the token that it is, if there is one.
     """
 
     last: NDArray[np.uint32]
     by_last: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     by_token: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    alone: dict[bytes, int] = field(default_factory=dict)
 
 
 class Vocabulary:
@@ -95,6 +96,6 @@ class Vocabulary:
                     found.by_last.setdefault(last, []).append((token, text[at:]))
                     found.by_token.setdefault(token, []).append((last, text[at:]))
                     found.last[last >> 5] |= np.uint32(1 << (last & 31))
-        for bridges in found.by_last.values():
-            bridges.sort(key=lambda bridge: len(bridge[1]))
+                    if text[at:] in ids:
+                        found.alone[text[at:]] = ids[text[at:]][0]
         return found

@@ -30,7 +30,6 @@ their order, or how many draws there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,8 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places, ScoredTree
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places, ScoredTree, Shared
+from itemset.ranking.search import Pass
 from itemset.trie.jit import compiled
 
 _AHEAD = 6  # by default a round takes one pass for so many that went before
@@ -79,7 +78,7 @@ class Draws(NamedTuple):
         return {"passes": self.passes, "rounds": self.rounds, **({"open": self.open} if self.open else {})}
 
 
-class Drawing:
+class Drawing(Shared):
     """Draws of items. Score `passes`, give the answers to `take`, until there are none; then read `result`.
 
     All draws share the passes. A round scores the prefix for which each unfinished draw waits. Up to its width it goes
@@ -98,6 +97,7 @@ class Drawing:
         width: int | None = None,
         max_passes: int | None = None,
         approximate: bool = False,
+        paths: bool = False,
     ) -> None:
         """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0 and at most 1.
 
@@ -109,33 +109,17 @@ class Drawing:
         width: passes in a round at least, if so many can be of use; by default rounds grow with the passes so far.
         max_passes: stop after so many. approximate: let the draws that are not finished then go on among the items that
         have been found; otherwise `result` raises CutOffError.
+        paths: give path passes, for a model that scores many rows in a pass: fewer rounds. No draw depends on it.
         """
         for name, value in (("n", n), ("width", width), ("max_passes", max_passes)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: make it at least 1")
         if not 0 < temperature <= 1:
             raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
-        self._tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature)
+        super().__init__(ScoredTree(item_set, end_token=end_token, power=1 / temperature, paths=paths), max_passes)
         self._seeds, self._races = np.random.SeedSequence(seed), list[_Race]()
         self._draws, self._wanted = (n, 1) if replace else (1, n)
-        self._width, self._max_passes, self._approximate = width, max_passes, approximate
-        self._taken, self._rounds = 0, 0
-        self._passes: list[Pass] | None = None
-
-    @property
-    def passes(self) -> list[Pass]:
-        """The round to score next. Empty: the draws have ended."""
-        if self._passes is None:
-            keys = self._seeds.generate_state(self._draws, np.uint64)
-            self._races = [_Race.of(key, self._wanted) for key in keys]
-            self._passes = self._next_round()
-        return self._passes
-
-    def take(self, answers: Sequence[Answer]) -> None:
-        """Take the answers to `passes`, one each: the races go on, and `passes` becomes the next round."""
-        self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
-        self._tree.take(answers)
-        self._passes = self._next_round()
+        self._width, self._approximate = width, approximate
 
     @property
     def result(self) -> Draws:
@@ -147,12 +131,15 @@ class Drawing:
         items = []
         for race in self._races:
             exact = len(race.found)
-            found = race.found if race.over else race.among_known(self._tree.places)
-            items += [Draw(*self._tree.item(place), i < exact) for i, place in enumerate(found)]
-        return Draws(items, self._taken, self._rounds, self._tree.unknown_share() if cut else 0.0)
+            found = race.found if race.over else race.among_known(self.tree.places)
+            items += [Draw(*self.tree.item(place), i < exact) for i, place in enumerate(found)]
+        return Draws(items, self._taken, self._rounds, self.tree.unknown_share() if cut else 0.0)
 
     def _next_round(self) -> list[Pass]:
-        places = self._tree.places
+        if not self._races:
+            keys = self._seeds.generate_state(self._draws, np.uint64)
+            self._races = [_Race.of(key, self._wanted) for key in keys]
+        places = self.tree.places
         waiting = [race for race in self._races if not race.run(places)]
         left = len(waiting) if self._max_passes is None else self._max_passes - self._taken
         wanted = list(dict.fromkeys(race.waits_for for race in waiting))[: max(0, left)]
@@ -166,7 +153,7 @@ class Drawing:
             if len(wanted) >= most:
                 break
             wanted += race.next_after(places, min(share, most - len(wanted)))
-        return self._tree.ask(wanted)
+        return self.tree.ask(wanted)
 
 
 @dataclass

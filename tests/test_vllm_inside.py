@@ -176,7 +176,7 @@ def test_items_inside_are_counted(server):
     assert status == 200, answer
     completed(server, slate={"item_set": ["red", "blue"], "n": 2})
     gained = {name: value - before.get(name, 0) for name, value in figures(server).items() if "inside" in name}
-    assert gained == {
+    assert {name: count for name, count in gained.items() if count} == {  # other tests have asked for other sets
         'item_set:items_inside_total{item_set="titles"}': 2 * ALONE["n"],
         'item_set:items_inside_total{item_set="inline"}': 2,
     }

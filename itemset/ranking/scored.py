@@ -37,6 +37,27 @@ class Places(NamedTuple):
     second: NDArray[np.int32]
 
 
+class Steps(NamedTuple):
+    """What follows each place token by token, as columns beside those of `Places`.
+
+    tokens: int64, a place's own token, the end token for an item; -1 for parts that are several children.
+    runs, lengths: int32, where in the last two columns the tokens stand that are certain to follow a scored place.
+    after: float64, the mass of a scored place with these.
+    children, counts: int32. The children after them stand side by side, those that are possible: the first, and how
+        many.
+    run_tokens, run_masses: int64 and float64, certain tokens, and what each adds to the mass.
+    """
+
+    tokens: NDArray[np.int64]
+    runs: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    after: NDArray[np.float64]
+    children: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    run_tokens: NDArray[np.int64]
+    run_masses: NDArray[np.float64]
+
+
 class _Asked(NamedTuple):
     """A pass that is under way: of which place, with which row of tokens, and the edges that follow."""
 
@@ -64,10 +85,20 @@ class ScoredTree:
         self._masses = np.zeros(64)
         self._first, self._second = np.full(64, UNSCORED, np.int32), np.full(64, -1, np.int32)
         self._rows, self._edges = np.zeros(64, np.int32), np.zeros(64, np.int32)
+        self._labels, self._after = np.full(64, -1, np.int64), np.zeros(64)
+        self._runs, self._lengths, self._children, self._counts = np.zeros((4, 64), np.int32)
+        self._run_size, self._run_tokens, self._run_masses = 0, np.zeros(64, np.int64), np.zeros(64)
 
     @property
     def places(self) -> Places:
         return Places(self._masses[: self._size], self._first[: self._size], self._second[: self._size])
+
+    @property
+    def steps(self) -> Steps:
+        return Steps(
+            self._labels, self._runs, self._lengths, self._after, self._children, self._counts,
+            self._run_tokens, self._run_masses,
+        )  # fmt: skip
 
     def ask(self, places: Sequence[int]) -> list[Pass]:
         """The passes that score these prefixes, none of which has been asked for."""
@@ -100,10 +131,11 @@ class ScoredTree:
         """Take the answers to the passes of `ask`, one each."""
         asked, self._asked = self._asked, []
         for one, (run, after) in zip(asked, answers, strict=True):
-            scores = float(np.sum(run)) + np.asarray(after, np.float64)
-            masses = self._masses[one.place] + self._power * scores
+            self._note_run(one, self._power * np.asarray(run, np.float64))
+            masses = self._after[one.place] + self._power * np.asarray(after, np.float64)
             edges = np.append(one.edges, _SELF) if one.ends else one.edges
             possible = masses > -np.inf
+            self._children[one.place], self._counts[one.place] = self._size, np.count_nonzero(possible)
             self._first[one.place] = self._divide(masses[possible], one.row, edges[possible])
 
     def item(self, place: int) -> tuple[tuple[int, ...], float]:
@@ -129,6 +161,18 @@ class ScoredTree:
         states, runs = tokens_after(self._tables, self._edges[which])
         return rows, runs, states, [len(self._tokens[row]) + 1 for row in rows]
 
+    def _note_run(self, one: _Asked, masses: NDArray[np.float64]) -> None:
+        first, self._run_size = self._run_size, self._run_size + len(masses)
+        if self._run_size > len(self._run_tokens):
+            more = max(self._run_size, 2 * len(self._run_tokens)) - len(self._run_tokens)
+            self._run_tokens = np.concatenate([self._run_tokens, np.zeros(more, np.int64)])
+            self._run_masses = np.concatenate([self._run_masses, np.zeros(more)])
+        tokens = self._tokens[one.row]
+        self._run_tokens[first : self._run_size] = tokens[len(tokens) - len(masses) :]
+        self._run_masses[first : self._run_size] = masses
+        self._runs[one.place], self._lengths[one.place] = first, len(masses)
+        self._after[one.place] = self._masses[one.place] + np.sum(masses)
+
     def _divide(self, masses: NDArray[np.float64], row: int, edges: NDArray[np.int64]) -> int:
         """Add children and, above them, a place for each two parts; return the place of all of them. Each sum is made
         of its parts, largest and smallest alike, so that none is lost to a difference."""
@@ -141,6 +185,7 @@ class ScoredTree:
         self._first[first : first + count] = np.where(edges == _SELF, ITEM, UNSCORED)
         self._rows[first : first + count] = row
         self._edges[first : first + count] = edges
+        self._labels[first : first + count] = np.where(edges == _SELF, self._end, self._tables.labels[edges])
         level, free = np.arange(first, first + count), first + count
         while len(level) > 1:
             pairs = len(level) // 2
@@ -160,3 +205,8 @@ class ScoredTree:
             self._second = np.concatenate([self._second, np.full(room, -1, np.int32)])
             self._rows = np.concatenate([self._rows, np.zeros(room, np.int32)])
             self._edges = np.concatenate([self._edges, np.zeros(room, np.int32)])
+            self._labels = np.concatenate([self._labels, np.full(room, -1, np.int64)])
+            self._after = np.concatenate([self._after, np.zeros(room)])
+            self._runs, self._lengths, self._children, self._counts = np.concatenate(
+                [(self._runs, self._lengths, self._children, self._counts), np.zeros((4, room), np.int32)], 1
+            )

@@ -21,7 +21,7 @@ from test_draws import SURE, drawn, logs, random_model
 from test_kernels import NothingReadBack
 from test_ranked_beams import placed
 
-from itemset.ranking import clocks, races
+from itemset.ranking import clocks, torch_races
 from itemset.ranking.draws import Draw, Drawing
 from itemset.ranking.races import Races
 
@@ -49,16 +49,14 @@ def of_toy(toy: Toy) -> LogProbs:
 
 def run(
     items: Sequence[Sequence[int]], after: LogProbs, drawing: Drawing, end: int, width: int,
-    *, kernels: str = "auto", narrow: bool = False, together: int | None = None, temperature: float = 1.0,
+    *, kernels: str = "auto", narrow: bool = False, temperature: float = 1.0,
 ) -> Races:  # fmt: skip
-    """The races of a drawing. together: children that stand in memory at once."""
+    """The races of a drawing."""
     arena, (number,), (built,) = placed(list(map(list, items)))
     keys, wanted = drawing.races
     options: dict[str, Any] = {"width": width, "k": wanted, "end_token": end, "kernels": kernels}
     given = torch.tensor(keys, device=DEVICE)
     found = Races(arena, [number] * len(keys), built.level_plan, given, temperature=temperature, **options)
-    if together is not None:
-        found._together = max(width + 1, together)
     while found.passes_left:
         rows, queries = found.rows if found.taken else 1, found.queries
         tokens = found.tokens[:, :rows].flatten(0, 1).cpu().numpy()
@@ -103,20 +101,20 @@ def test_both_have_the_same_random_numbers():
     keys = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
     on_device = torch.tensor(keys.view(np.int64), device=DEVICE)
     for n in (clocks.NOBODY, clocks.TOKEN, 150_000):
-        numbers = races.mixed(on_device, torch.tensor(n, device=DEVICE))
+        numbers = torch_races.mixed(on_device, torch.tensor(n, device=DEVICE))
         assert numbers.cpu().numpy().view(np.uint64).tolist() == [int(clocks.mixed(key, n)) for key in keys]
     expected = [clocks.log_exponential(key) for key in keys]
-    np.testing.assert_allclose(races.log_exponential(on_device).cpu().numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(torch_races.log_exponential(on_device).cpu().numpy(), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(("temperature", "kernels"), [(1.0, "auto"), (0.5, "torch")])
 @pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS)
-def test_races_follow_the_distribution(toy, temperature):
+def test_races_follow_the_distribution(toy, temperature, kernels):
     """Also of a set that holds the beginnings of items, and where a likely prefix leads to unlikely items alone."""
     drawing = partial(Drawing, end_token=END, temperature=temperature, seed=8)
     (_, _, (built,)) = placed([list(item) for item in toy.items])
     width, n = (64, SAMPLES // 4) if len(toy.items) > 9 else (9, SAMPLES)
-    found = run(toy.items, of_toy(toy), drawing(built, n), END, width, temperature=temperature)
+    found = run(toy.items, of_toy(toy), drawing(built, n), END, width, temperature=temperature, kernels=kernels)
     assert bool(found.proven.all())
     items = [one[0] for one in decided(found)]
     assert fit(toy.counts([item for item, _ in items]), toy.weights(temperature)) > SURE
@@ -154,9 +152,10 @@ def test_what_is_decided_is_what_rounds_find(items, seed, data):
     expected = [[one] for one in whole.items] if replace else [whole.items]
     for width in (1, 3, 80):
         kernels = data.draw(st.sampled_from(["auto", "torch", "triton"]))
-        more = {"narrow": data.draw(st.booleans()), "together": data.draw(st.sampled_from([None, 5]))}
-        begun = drawing()
-        found = run(items, logs, begun, LAST, width, kernels=kernels, **more, **options)
+        begun, narrow = drawing(), data.draw(st.booleans())
+        with pytest.MonkeyPatch.context() as few:  # children that stand in memory at once
+            few.setattr(torch_races, "_TOGETHER", data.draw(st.sampled_from([5, 1 << 20])))
+            found = run(items, logs, begun, LAST, width, kernels=kernels, narrow=narrow, **options)
         known = {}
         for i, (one, wanted) in enumerate(zip(decided(found), expected, strict=True)):
             sure = same(one, wanted)

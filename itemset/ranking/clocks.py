@@ -127,13 +127,13 @@ def log_exponential(bits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _log_left(total):  # type: ignore[no-untyped-def]
+def log_left(total):  # type: ignore[no-untyped-def]
     """The logarithm of what a total of shares leaves of 1; all that rounding leaves of nothing is nothing."""
     return math.log1p(-total) if total < 1 else -math.inf
 
 
 @compiled
-def _gap(time, earliest):  # type: ignore[no-untyped-def]
+def gap(time, earliest):  # type: ignore[no-untyped-def]
     """The logarithm of the time from the earliest one on; all of these are logarithms."""
     if time <= earliest:
         return -math.inf
@@ -141,7 +141,7 @@ def _gap(time, earliest):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _sum(a, b):  # type: ignore[no-untyped-def]
+def log_of_sum(a, b):  # type: ignore[no-untyped-def]
     """The logarithm of a sum. The first is finite."""
     return max(a, b) + math.log1p(math.exp(-abs(a - b)))
 
@@ -164,10 +164,10 @@ def _run(masses, first, steps, heap, size, among_known):  # type: ignore[no-unty
         if window == 0:
             clock, mass = heap.clocks[0], masses[place]
             for i in range(steps.runs[place], steps.runs[place] + steps.lengths[place]):
-                nobody = log_exponential(mixed(key, NOBODY)) - _log_left(math.exp(steps.run_masses[i]))
+                nobody = log_exponential(mixed(key, NOBODY)) - log_left(math.exp(steps.run_masses[i]))
                 key = mixed(key, TOKEN + steps.run_tokens[i])
                 time = log_exponential(key) - steps.run_masses[i]
-                clock = _sum(clock, _gap(time, min(time, nobody)) - mass)
+                clock = log_of_sum(clock, gap(time, min(time, nobody)) - mass)
                 mass += steps.run_masses[i]
         size, done = _let_in(masses, steps, heap, size, place, clock, key, max(window, np.int32(1)))
         if not done:
@@ -183,7 +183,7 @@ def _let_in(masses, steps, heap, size, place, clock, key, window):  # type: igno
     total = 0.0
     for i in range(begin, begin + count):
         total += math.exp(masses[i] - mass)
-    earliest = log_exponential(mixed(key, NOBODY)) - _log_left(total)
+    earliest = log_exponential(mixed(key, NOBODY)) - log_left(total)
     times, keys = np.empty(count), np.empty(count, np.uint64)
     for i in range(count):
         keys[i] = mixed(key, TOKEN + steps.tokens[begin + i])
@@ -193,7 +193,7 @@ def _let_in(masses, steps, heap, size, place, clock, key, window):  # type: igno
     low = -math.inf if window == 1 else unit + (window - 2) * _DOUBLE
     high, rest, entries = unit + (window - 1) * _DOUBLE, math.inf, 0
     for i in range(count):
-        times[i] = _gap(times[i], earliest)
+        times[i] = gap(times[i], earliest)
         entries += low <= times[i] < high
         rest = min(rest, times[i]) if times[i] >= high else rest
     if size + entries >= len(heap.keys):
@@ -201,12 +201,12 @@ def _let_in(masses, steps, heap, size, place, clock, key, window):  # type: igno
     size = _pop(heap, size)
     for i in range(count):
         if low <= times[i] < high:
-            size = _push(heap, size, _sum(clock, times[i] - mass), begin + i, keys[i], 0.0, 0)
+            size = _push(heap, size, log_of_sum(clock, times[i] - mass), begin + i, keys[i], 0.0, 0)
     if rest < math.inf:
         later = max(window + 1, window + 1 + int((rest - high) / _DOUBLE))
         while unit + (later - 2) * _DOUBLE > rest:  # by a rounding
             later -= 1
-        size = _push(heap, size, _sum(clock, unit + (later - 2) * _DOUBLE - mass), place, key, clock, later)
+        size = _push(heap, size, log_of_sum(clock, unit + (later - 2) * _DOUBLE - mass), place, key, clock, later)
     return size, True
 
 

@@ -19,9 +19,10 @@ from itemset.building.external import build_external, check_options
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
-from itemset.commands import publish, publish_usage, update
+from itemset.commands import output_file, publish, publish_usage, update, write_report
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
+from itemset.storage import file_at
 from itemset.text import encode, load_tokenizer
 
 
@@ -69,29 +70,30 @@ def _show_warning(original: Any) -> Any:
 
 
 def _build(args: argparse.Namespace) -> None:
-    output = Path(args.output)
-    if output.is_dir() or not output.parent.is_dir():
-        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    output = output_file(args.output)
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start = time.perf_counter()
     needed = needed_memory(args.source, args.column, args.key, args.attribute)
     allowed = available_memory() // 2 if args.memory is None else args.memory
     reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
-    on_disk = needed > allowed
+    on_disk = args.sorted or needed > allowed
+    if args.sorted:
+        reason = "in order already (--sorted)"
     s = _build_on_disk(args, output, allowed, reason) if on_disk else _build_in_memory(args, output)
     report.print_table(
         [
             *report.facts(s),
             ("file", f"{output} ({output.stat().st_size:,} bytes)"),
-            ("sorted", f"{'on disk' if on_disk else 'in memory'}: {reason}"),
+            ("sorted", reason if args.sorted else f"{'on disk' if on_disk else 'in memory'}: {reason}"),
             ("time", f"{time.perf_counter() - start:.1f} s"),
         ]
     )
 
 
 def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: str) -> ItemSet:
-    print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
+    if not args.sorted:
+        print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     try:
         with scratch_folder(output) as folder, build_bar() as progress:
@@ -104,6 +106,7 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: 
                 prefix=args.prefix,
                 escape=args.escape,
                 vocab_size=args.vocab_size,
+                in_order=args.sorted,
                 memory=memory,
                 folder=folder,
                 progress=progress,
@@ -131,7 +134,7 @@ def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
 
 def _info(args: argparse.Namespace) -> None:
     s = itemset.load(args.file, check=False)
-    size = Path(args.file).stat().st_size
+    size = file_at(args.file).size
     tokenizer = f"{s.tokenizer.name} ({s.tokenizer.fingerprint})" if s.tokenizer else "none recorded"
     report.print_table(
         [
@@ -243,10 +246,15 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "build",
         _build,
-        "build an index file from the items of a file",
+        "build an index file from the items of a file, a folder of files, or a URI",
         "itemset build films.csv --column title --key movie_id --tokenizer DIR -o films.itemset",
     )
-    sub.add_argument("source", metavar="SOURCE", help=".txt, .csv, .tsv, .jsonl, .ndjson, .parquet, or .npy [N, L]")
+    sub.add_argument(
+        "source",
+        metavar="SOURCE",
+        help=".txt, .csv, .tsv, .jsonl, .ndjson, .parquet, or .npy [N, L]: a file, a folder of "
+        "such files, a glob in quotes ('parts/*.parquet'), or one of them under a URI (s3://, gs://, hf://, https://)",
+    )
     sub.add_argument("--column", metavar="C", help="column of the items: texts or lists of token ids")
     sub.add_argument("--key", metavar="K", help="column of the keys: integers or strings (default: row numbers)")
     sub.add_argument(
@@ -272,10 +280,26 @@ def _parser() -> argparse.ArgumentParser:
         help="memory to sort in, for instance 4GB (default: half of what is available); "
         "an input that needs more is sorted on disk, beside FILE",
     )
+    sub.add_argument(
+        "--sorted",
+        action="store_true",
+        help="the items ascend already by their token ids, an item before those that it begins: nothing is sorted",
+    )
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
     sub = command("info", _info, "say what an index file holds", "itemset info films.itemset")
     sub.add_argument("file", metavar="FILE")
+
+    sub = command(
+        "report",
+        write_report,
+        "write a page about an index file: sizes, levels, what a model chooses, attributes, some items",
+        "itemset report films.itemset --tokenizer DIR -o films.html",
+    )
+    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("--compare", metavar="FILE", help="an earlier index file: which items came and went")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with, to show texts")
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the HTML file to write")
 
     sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
     sub.add_argument("file", metavar="FILE")

@@ -1,4 +1,4 @@
-"""What the subcommands `publish` and `update` do: for catalogues that change."""
+"""What the subcommands `publish`, `update` and `report` do: for catalogues that change, and to look at one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ from typing import Any
 import pyarrow as pa
 
 import itemset
-from itemset import published, report
+from itemset import page, published, report
 from itemset.building import sources
 from itemset.building.external import check_options
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.storage import is_uri
 from itemset.text import load_tokenizer
+
+
+def output_file(given: str) -> Path:
+    """Return the file to be written. Raises ItemSetError if it cannot be one."""
+    output = Path(given)
+    if is_uri(given):
+        raise ItemSetError(f"cannot write {given}: name a file of this machine, and copy it there when it is whole")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    return output
 
 
 def publish_usage(args: argparse.Namespace) -> str:
@@ -67,11 +78,26 @@ def _time(version: published.Version) -> str:
     return f"{version.published.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
+def write_report(args: argparse.Namespace) -> None:
+    """Write a page about an index."""
+    output = output_file(args.output)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    s = itemset.load(args.file)
+    before = itemset.load(args.compare) if args.compare else None
+    for one in (s, before):
+        if tokenizer is not None and one is not None:
+            one.check_tokenizer(tokenizer)
+    text = page.page_of(s, str(args.file), before=before, name_before=str(args.compare), tokenizer=tokenizer)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ItemSetError(f"cannot write {output}: {error.strerror}: choose a folder you can write to") from error
+    report.print_table([("file", f"{output} ({len(text.encode()):,} bytes)")])
+
+
 def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
-    output = Path(args.output)
-    if output.is_dir() or not output.parent.is_dir():
-        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    output = output_file(args.output)
     start = time.perf_counter()
     before = itemset.load(args.file)
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key)

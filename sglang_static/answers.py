@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from itemset.serving.answer import FIELDS
+from sglang_static import weights
 from sglang_static.compat import hook
 
 EXPECTED = "expected_item"
@@ -31,9 +32,10 @@ async def stream_one_response(
     async with aclosing(original(self, obj=obj, state=state, request=request)) as parts:
         async for part in parts:
             finish = part["meta_info"].get("finish_reason")
+            weight = weights.taken(part["meta_info"], state) if expected is not None and expected.weighed else None
             if expected is not None and finish:
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
-                part["meta_info"].update(expected.told(state.output_ids, cut=cut))
+                part["meta_info"].update(expected.told(state.output_ids, cut=cut, weight=weight))
             yield part
 
 

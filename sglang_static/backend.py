@@ -17,7 +17,7 @@ from itemset.masking.host import HostState, fill_bitmasks, warm_up
 from itemset.masking.slates import Slate
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.inside import Grammars
+from itemset.serving.grammars import Grammars
 from itemset.serving.words import HOLES, REFERENCE
 from sglang_static import compat, processor
 from sglang_static.device import claim
@@ -143,8 +143,8 @@ class StaticBackend:
                 return False
 
         def compiled() -> Any:
-            make = self._grammars.maker(spec, sets.__getitem__, compat.stop_tokens(request))
-            return compat.behind_reasoning(manager, request, HoleGrammar(make))
+            grammar = HoleGrammar(self._grammars.get(spec, sets.__getitem__), compat.stop_tokens(request))
+            return compat.behind_reasoning(manager, request, grammar)
 
         compat.compile_later(manager, request, HOLES, compiled)
         return True

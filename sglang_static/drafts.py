@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_static import processor
+from sglang_static import processor, weights
 from sglang_static.compat import hook
 from sglang_static.processor import ItemSetSampler
 
@@ -40,10 +40,13 @@ def eagle_sample(
 ) -> Any:
     """EAGLE, STANDALONE, NGRAM and their kin verify here (speculative/eagle_utils.py)."""
     sampler = processor.current()
-    if sampler is None or batch.forward_mode.is_idle() or not sampler.numbers(batch):
-        return original(verify_input, batch, logits_output, grammar_mask, *args, **kw)
-    mask = sampler.tree_mask(verify_input, batch, grammar_mask)
-    predict, lengths, indices = original(verify_input, batch, logits_output, mask, *args, **kw)
+    mask, ours = grammar_mask, sampler is not None and not batch.forward_mode.is_idle() and sampler.numbers(batch)
+    if sampler is not None and ours:
+        mask = sampler.tree_mask(verify_input, batch, grammar_mask)
+    with weights.verified(batch, logits_output.next_token_logits):
+        predict, lengths, indices = original(verify_input, batch, logits_output, mask, *args, **kw)
+    if sampler is None or not ours:
+        return predict, lengths, indices
     sampler.accept(batch, predict[indices.long()], lengths, walked=1)
     return predict, lengths, indices
 

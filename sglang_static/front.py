@@ -17,8 +17,8 @@ from itemset.serving.following import Follower
 from itemset.serving.inside import Constraint, Constraints, ExpectedItems
 from itemset.serving.lists import Lists
 from itemset.serving.travel import Sender
-from itemset.serving.words import BEAMS, HOLES, LIST
-from sglang_static import compat, http
+from itemset.serving.words import BEAMS, HOLES, LIST, WEIGHT
+from sglang_static import compat, http, weights
 from sglang_static.inside import constraint_of, validate, with_constraint
 from sglang_static.one_request import OneRequest, Wanted
 from sglang_static.request import as_json, asked, in_place, wants_list
@@ -63,6 +63,7 @@ class FrontEnd:
         self._sender = Sender(self.checks.catalogue, engines=compat.schedulers(manager.server_args))
         self.lists = Lists(compat.seats(manager.server_args), lambda: compat.unfinished(manager))
         self.one_request = OneRequest()
+        self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
         self.host_path = reason is not None
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
@@ -114,6 +115,8 @@ class FrontEnd:
                 assert constraint is not None
                 judged.append(with_constraint(params or {}, constraint))
                 continue
+            if one.weighed:
+                self._check_weighed(request, i, params or {})
             if one.chooses:
                 one = await while_connected(self.checks.prepare(one), http_request)
             elif (texts := one.choice) is not None:
@@ -132,13 +135,28 @@ class FrontEnd:
         given = constraint_of(params, http.fields())
         return await while_connected(self.constraints.prepare(*given), http_request) if given is not None else None
 
+    def _check_weighed(self, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
+        """Raises RefusedError where the weights of the answers to one of a request's prompts cannot be had: see
+        `weights`."""
+        reason = self._why_no_weights
+        logprobs = getattr(request, "return_logprob", None)
+        if isinstance(logprobs, list):
+            logprobs = prompt < len(logprobs) and logprobs[prompt]
+        if logprobs and not hasattr(request, weights.ASKED):
+            reason = "log-probabilities exclude it, in whose place the weights come: leave one of them out"
+        if params.get("ignore_eos"):
+            reason = "with ignore_eos an answer goes on after its end: leave one of them out"
+        if reason:
+            raise RefusedError("set weight", f"{WEIGHT} cannot be had here: {reason}", WEIGHT)
+
     def expected(self, wanted: str | Constraint, request: Any, params: Any) -> Expected | ExpectedItems:
         """What names the items of a request's answers. wanted: its set's reference, or its constraint with sets in it.
         request: a GenerateReqInput; params: its `SamplingParams`."""
         stops = frozenset({*(params.stop_token_ids or ()), *self._all_ends})
         content, catalogue = compat.content_after_reasoning(self._tokenizer, request), self.checks.catalogue
         if isinstance(wanted, str):
-            return Expected(catalogue[wanted], stops, content, catalogue.told(wanted))
+            weighed = hasattr(request, weights.ASKED)
+            return Expected(catalogue[wanted], stops, content, catalogue.told(wanted), weighed)
         return ExpectedItems(wanted, self.constraints.vocabulary, catalogue, stops, content)
 
     def attach(self, wanted: str | Constraint, params: Any, prompt_tokens: int) -> None:
@@ -147,12 +165,12 @@ class FrontEnd:
 
         wanted: as for `expected`. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        stops, alone = set(params.stop_token_ids or ()) | self._ends, isinstance(wanted, str)
-        if not isinstance(wanted, str):
-            self.constraints.check_stops(wanted, stops)
-        for reference in [wanted] if isinstance(wanted, str) else wanted.references:
-            least = params.min_new_tokens if alone else 0
-            self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=least, stop_tokens=stops)
+        stops = set(params.stop_token_ids or ()) | self._ends
+        least: dict[str, int] = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
+        if isinstance(wanted, str):
+            self.checks.request(wanted, stop_tokens=stops, **least)
+        else:
+            self.constraints.check(wanted, stop_tokens=stops, max_tokens=params.max_new_tokens, **least)
         if not stops:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         if isinstance(wanted, str):

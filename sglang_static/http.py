@@ -26,19 +26,20 @@ from itemset.serving.words import (
     SELECTION,
     SLATE,
     STRUCTURED,
+    WEIGHT,
 )
 from sglang_static.inside import constraint_of
 from sglang_static.request import CUSTOM
 
 PARAMS = "sampling_params"
 _BODY = {"": words.WORDS, STRUCTURED: (CHOICE,)}
-_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, SLATE, DRAWS, DRAW)
+_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
 _OPENAI = _BODY | {CUSTOM: _WITHIN}
 SERVED = {
     "/v1/completions": _OPENAI,
     "/v1/chat/completions": _OPENAI,
     "/v1/responses": _BODY
-    | {"": tuple(word for word in words.WORDS if word not in (DRAWS, DRAW))},  # no custom_params are read
+    | {"": tuple(word for word in words.WORDS if word not in (DRAWS, DRAW, WEIGHT))},  # no custom_params are read
     "/generate": _BODY | {PARAMS: _WITHIN, f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 SURFACE = words.Surface(
@@ -53,6 +54,7 @@ SURFACE = words.Surface(
         **dict.fromkeys(
             (DRAWS, DRAW), "send draws beside item_set to /v1/completions, /v1/chat/completions or /generate"
         ),
+        WEIGHT: f"send {WEIGHT} beside item_set to /v1/completions, /v1/chat/completions or /generate",
     },
 )
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
@@ -123,14 +125,15 @@ def _judge(scope: Any, body: Any) -> None:
     if ours and drawing.wants_draws(body) and path in _OPENAI_DRAWS:
         drawing.with_beams(body)
     of_draws = ("seed", "temperature") if drawing.wants_draws(body) else ()
-    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, SLATE, *OPTIONS, *DRAWN, *of_draws)
+    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN, *of_draws)
     found = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         if CHOICE in found:
             raise RefusedError("two constraints", f"{CHOICE} is given twice, also in {STRUCTURED}: give one of them")
         found[CHOICE] = structured[CHOICE]
     places = [found, *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in words.at(body, place))]
-    if any(one.get(word) is not None for one in places for word in (REFERENCE, CHOICE, *SELECTION, SLATE, DRAWS)):
+    ask = (REFERENCE, CHOICE, *SELECTION, SLATE, DRAWS, WEIGHT)
+    if any(one.get(word) is not None for one in places for word in ask):
         if ours:
             _refuse_what_is_ignored(path, body)
         _fields.set(found)
@@ -155,7 +158,7 @@ async def _make(request: Any, body: Any) -> None:
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in words.at(body, PARAMS):
-        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, SLATE, *OPTIONS, *DRAWN) if word in one]
+        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN) if word in one]
         custom = one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:

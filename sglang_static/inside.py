@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from itemset.inside.composite import Composite
 from itemset.serving import inside
+from itemset.serving.grammars import SharedGrammar
 from itemset.serving.inside import EBNF, JSON, TAG, Constraint, holds_sets
 from itemset.serving.words import HOLES, SLATE
 from sglang_static.request import places, without_words_anywhere
@@ -61,14 +61,13 @@ class HoleGrammar(BaseGrammarObject):
     move_vocab_mask = staticmethod(XGrammarGrammar.move_vocab_mask)
     apply_vocab_mask = XGrammarGrammar.apply_vocab_mask
 
-    def __init__(self, make: Callable[[], Composite]) -> None:
+    def __init__(self, shared: SharedGrammar, stop_token_ids: set[int]) -> None:
         super().__init__()
-        self._make, self._composite = make, make()
+        self._shared, self._stops = shared, stop_token_ids
+        self._composite = shared.begin(stop_token_ids)
 
     def accept_token(self, token: int) -> None:
         """Raises ValueError for a token that leaves the grammar."""
-        if self._composite.is_terminated:
-            return
         if not self._composite.accept(token):
             raise ValueError(f"the token {token} leaves the grammar")
         self.current_token = token
@@ -77,13 +76,14 @@ class HoleGrammar(BaseGrammarObject):
         self._composite.rollback(k)
 
     def is_terminated(self) -> bool:
-        return self._composite.is_terminated
+        """Never: see `backend.StaticGrammar`."""
+        return False
 
     def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
         self._composite.fill_bitmask(vocab_mask[idx].numpy())
 
     def copy(self) -> HoleGrammar:
-        return HoleGrammar(self._make)
+        return HoleGrammar(self._shared, self._stops)
 
     def try_jump_forward(self, tokenizer: Any) -> None:
         """SGLang 0.5 asks no grammar any more."""

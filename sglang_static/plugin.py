@@ -10,13 +10,14 @@ from itemset.serving import flags, startup
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import HOLES, REFERENCE
+from itemset.serving.words import HOLES, REFERENCE, WEIGHT
 from sglang_static import (
     answers,
     beams,  # noqa: F401 - its hooks
     compat,
     drafts,  # noqa: F401 - its hooks
     following,
+    weights,
 )
 from sglang_static.compat import hook
 from sglang_static.request import places, without_words
@@ -169,6 +170,8 @@ def _create_tokenized_object(
         front_end.attach_list(*wanted, tokenized.sampling_params)
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
+    if weighed := getattr(given.get(REFERENCE), "weighed", False):
+        weights.ask(obj)
     try:
         tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
     finally:
@@ -178,6 +181,8 @@ def _create_tokenized_object(
         wanted = front_end.checks.reference(wanted)
     if wanted is not None:
         front_end.attach(wanted, tokenized.sampling_params, len(input_ids or ()))
+        if weighed:
+            tokenized.sampling_params.custom_params[WEIGHT] = True
         setattr(obj, answers.EXPECTED, front_end.expected(wanted, obj, tokenized.sampling_params))
     return tokenized
 
@@ -241,6 +246,8 @@ def _forward(original: Callable[..., Any], self: Any, batch: Any = None, *args: 
     sampler = getattr(self.model_runner, "item_set_sampler", None)
     if sampler is not None and batch is not None:
         sampler.stage(batch)
+    if batch is not None:
+        weights.note(batch)
     return original(self, batch, *args, **kwargs)
 
 

@@ -12,9 +12,10 @@ from itemset.serving.drawing import refuse_beside, wants_draws
 from itemset.serving.inside import Constraint
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, arrived
-from itemset.serving.words import BEAMS, CHOICE, FILTERED, HOLES, INDEX, REFERENCE, SELECTION, SLATE
+from itemset.serving.words import BEAMS, CHOICE, FILTERED, HOLES, INDEX, REFERENCE, SELECTION, SLATE, WEIGHT
 
 CUSTOM = "custom_params"
+_WORDS = (REFERENCE, CHOICE, HOLES, SLATE, WEIGHT, *SELECTION)
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's own constraints, in `sampling_params`."""
 
@@ -101,7 +102,7 @@ def without_words_anywhere(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key not in (REFERENCE, CHOICE, HOLES, SLATE, *SELECTION)}
+    return {key: value for key, value in params.items() if key not in _WORDS}
 
 
 def as_json(carried: Carried) -> dict[str, Any]:

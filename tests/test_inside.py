@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import random
-from itertools import pairwise
+import time
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, permutations
 from typing import Any
 
 import jsonschema
@@ -14,10 +20,14 @@ import xgrammar
 from holes import FEW, FILM, PERSON, TEXTS, Setting, as_json, items_in, setting, size_of, written_out
 from real_tokenizers import NAMES
 
+import itemset
 from itemset import ItemSetError
 from itemset.inside.composite import Composite, Found
+from itemset.inside.holes import Hole, Items
 from itemset.inside.marks import PLACES, Marker
 from itemset.inside.vocabulary import HOLES, Vocabulary
+from itemset.serving.grammars import Grammars
+from itemset.serving.inside import ENVELOPE
 
 SEEN, SHORT = ({"type": "string", "item_set": name} for name in ("seen", "short"))
 
@@ -285,6 +295,7 @@ SLATES = {
     "lines": {"item_set": "few", "n": 3},
     "all of them": {"item_set": "few", "n": 4, "separator": "; and:"},
     "a separator that items have": {"item_set": "few", "n": 2, "separator": ","},
+    "a space that is no ASCII": {"item_set": "few", "n": 2, "separator": ",\xa0"},
     "one": {"item_set": "people", "n": 1, "separator": ""},
     "of a view": {"item_set": "short", "n": 2, "separator": '"\\\n'},
 }
@@ -308,6 +319,27 @@ def test_walks_of_slates(shape: str, name: str) -> None:
             assert separator.join(found) == text
             assert len(found) == slate["n"]
     assert ended
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_slates_without_a_separator(n: int) -> None:
+    """Where a text could be of other items, too, the tokens tell: `ab` is an item, or `a` and `b`."""
+    at = setting("tekken")
+    items = {(token,): text for token, text in enumerate(at.vocabulary.bytes) if text in (b"a", b"ab", b"b", b"abb")}
+    assert len(items) == 4
+    marked = Marker(lambda _: 4).slate({"item_set": "few", "n": n, "separator": ""})
+    compiled, _ = at.composite(marked)
+    films = Items(itemset.build([*items]))
+    holes = [Hole(films, None, place.group, place.begins) for place in marked.holes]
+    for order in permutations(items, n):
+        composite = Composite(at.vocabulary, compiled, holes)
+        for i, (token,) in enumerate(order):
+            row = np.zeros(at.vocabulary.model_words, np.int32)
+            composite.fill_bitmask(row)
+            assert bits(row).tolist() == sorted(token for (token,) in {*items} - {*order[:i]})
+            assert composite.accept(token)
+        assert composite.is_completed
+        assert [one.tokens for one in composite.found] == [*order]
 
 
 def accepted(composite: Composite, tokens: list[int]) -> bool:
@@ -342,6 +374,35 @@ def test_every_item_in_its_own_tokens(name: str) -> None:
                 composite.reset()
                 bridged += 1
     assert bridged or name == "tiny"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mask_has_every_bridge_that_is_taken(name: str) -> None:
+    """And no other: of texts after an item that are tokens of their own, and of those that are none."""
+    at, seen = setting(name), Counter[bool]()
+
+    def tokens(text: str) -> list[int]:
+        return at.tokenizer.encode("\n" + text, add_special_tokens=False)[len(newline) :]
+
+    newline, row = at.tokenizer.encode("\n", add_special_tokens=False), np.zeros(at.vocabulary.model_words, np.int32)
+    field, _ = at.made("schema", object_of(film=FILM, reason={"type": "string"}), any_whitespace=False)
+    distinct, _ = at.made("schema", {"type": "array", "items": FEW, "uniqueItems": True}, any_whitespace=False)
+    cases = [(field, tokens('{"film": "'), item) for item in at.set_of("films", True).items()]
+    for first, second in permutations(at.set_of("few", True).items(), 2):
+        cases.append((distinct, [*tokens('["'), *first, *tokens('", "')], second))
+    for composite, before, item in cases:
+        for token in (*before, *item[:-1]):
+            assert composite.accept(token)
+        composite.fill_bitmask(row)
+        allowed, bridges = {*bits(row).tolist()}, at.vocabulary.bridges(b'"')
+        for token, pairs in bridges.by_token.items():
+            taken = composite.accept(token)
+            composite.rollback(taken)
+            assert taken == (token in allowed), (at.text_of(item), at.vocabulary.bytes[token])
+            for _, rest in pairs if taken else ():
+                seen[rest in bridges.alone] += 1
+        composite.reset()
+    assert seen[True] or name == "tiny", seen
 
 
 def test_readings_that_differ_find_what_they_share() -> None:
@@ -386,10 +447,14 @@ def test_stop_tokens_of_a_request() -> None:
     composite.fill_bitmask(row)
     assert other in bits(row)
     assert at.stop not in bits(row)
-    assert composite.accept(other)
-    assert composite.is_terminated
-    composite.fill_bitmask(row)
-    assert not composite.accept(other)
+    for _ in range(2):  # with ignore_eos a request goes on
+        assert composite.accept(other)
+        assert composite.is_terminated
+        composite.fill_bitmask(row)
+        assert bits(row).tolist() == [other]
+        assert not any(map(composite.accept, (at.stop, *at.tokenizer.encode("x", add_special_tokens=False))))
+    composite.rollback(2)
+    assert not composite.is_terminated
 
 
 def marked(kind: str, given: Any, size: Any = size_of) -> Any:
@@ -483,6 +548,50 @@ def test_refuses_grammars(grammar: str) -> None:
         marked("ebnf", grammar)
 
 
+class Counting(Vocabulary):
+    """How often it was asked for what takes its time."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.counts = Counter[str]()
+
+    def compile(self, grammar: str) -> xgrammar.CompiledGrammar:
+        self.counts["compiled"] += 1
+        return super().compile(grammar)
+
+    @functools.lru_cache  # noqa: B019
+    def _bridges(self, closers: bytes) -> Any:
+        self.counts["bridges"] += 1
+        time.sleep(0.05)  # so that the others come in the meantime
+        return super()._bridges(closers)
+
+
+def test_copies_of_a_request_share_its_grammar() -> None:
+    """With `n` all of them come at once. When they have ended, nothing of it is left."""
+    at, made = setting("tiny"), list[Vocabulary]()
+
+    def vocabulary() -> Vocabulary:
+        made.append(Counting(at.info))
+        return made[-1]
+
+    found, grammars = marked("slate", {"item_set": "few", "n": 3}), Grammars(vocabulary)
+    closing = [closers.decode() for closers in found.closers()]
+    holes = [["few", closers, one.group, one.begins] for one, closers in zip(found.holes, closing, strict=True)]
+    spec = ENVELOPE + json.dumps([found.ebnf(at.vocabulary.first), holes])
+    with ThreadPoolExecutor(16) as pool:
+        shared = list(pool.map(lambda _: grammars.get(spec, lambda name: at.set_of(name, False)), range(16)))
+    assert len({*shared}) == len(made) == 1
+    assert made[0].counts == {"compiled": 1, "bridges": 1}
+    first, second = (one.begin([at.stop]) for one in shared[:2])
+    for token in at.tokenizer.encode("Up", add_special_tokens=False):
+        assert first.accept(token)
+    assert not second.found
+    alone = weakref.ref(shared[0])
+    del shared, first, second
+    gc.collect()
+    assert alone() is None
+
+
 @pytest.mark.parametrize("word", ["item_set", "not", "if", "enum", "$ref", "properties", "items", "const"])
 def test_a_property_may_have_any_name(word: str) -> None:
     """Also one that is a keyword: with a set as its value, and with a string beside a set."""
@@ -500,18 +609,21 @@ def test_a_property_may_have_any_name(word: str) -> None:
 
 
 BAD_SLATES: dict[str, Any] = {
-    "must be an object": ["films"],
-    "must be an object such": {"n": 5},
+    "must be an object of item_set, n and separator": ["films"],
+    'such as {"item_set": "films", "n": 5, "separator": "\\\\n"}, not \'films\'': "films",
+    "slate has no item_set": {"n": 5},
     "no JSON": "{",
     "there is no 'k'": {"item_set": "films", "k": 5},
-    "n must be a number": {"item_set": "films"},
+    "slate has no n, which is how many items": {"item_set": "films"},
+    "n must be a number": {"item_set": "films", "n": "5"},
     "not True": {"item_set": "films", "n": True},
     "not 0": {"item_set": "films", "n": 0},
     "not 1001": {"item_set": "films", "n": 1_001},
     "there are 4 distinct": {"item_set": "few", "n": 5},
     "not 7": {"item_set": "few", "n": 1, "separator": 7},
-    "can be printed": {"item_set": "few", "n": 1, "separator": "\0"},
-    "be printed, not": {"item_set": "few", "n": 1, "separator": "\ud800"},
+    r"the character U\+0000": {"item_set": "few", "n": 1, "separator": "\0"},
+    r"the character U\+D800": {"item_set": "few", "n": 1, "separator": "\ud800"},
+    r"the character U\+200D, which is invisible": {"item_set": "few", "n": 1, "separator": ",\u200d"},
     "end in a space": {"item_set": "few", "n": 1, "separator": ", "},
     "must be a set's name": {"item_set": 5, "n": 1},
     "must be a list of keys": {"item_set": "few", "n": 1, "only_keys": 3},

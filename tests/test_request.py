@@ -29,6 +29,8 @@ def test_what_a_request_asks_for():
     best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9)
     assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).ranked == best
     assert asked("films", k=10).ranked == ListOptions(10)
+    assert asked("films", return_set_weight=True) == ItemRequest("films", weighed=True)
+    assert asked("films", return_set_weight=False) == ItemRequest("films")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,11 @@ def test_what_a_request_asks_for():
         ({"named": "a", "k": 2, "width": True}, "width must be a number of beams, at least 1, not True", "width"),
         ({"named": "a", "k": "2"}, "n must be a number of items, at least 1, not '2'", "n"),
         ({"named": "a", "k": 2, "max_passes": 0}, "max_passes must be a number of forward passes", "max_passes"),
+        ({"named": "a", "return_set_weight": 1}, "return_set_weight must be true or false, not 1", "return_set_weight"),
+        ({"return_set_weight": True}, "return_set_weight is of one sampled answer with item_set", "return_set_weight"),
+        ({"named": "a", "k": 2, "return_set_weight": True}, "not of slates, lists, draws", "return_set_weight"),
+        ({"slate": {}, "return_set_weight": True}, "not of slates, lists, draws", "return_set_weight"),
+        ({"named": "a", "return_set_weigth": True}, "did you mean return_set_weight?", "return_set_weigth"),
         ({"named": "a", "k": 2, "exact": "yes"}, "exact must be true or false, not 'yes'", "exact"),
         ({"named": "a", "k": 2, "renormalised": 1}, "renormalised must be true or false, not 1", "renormalised"),
     ],

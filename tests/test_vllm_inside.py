@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from inside import BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
+from inside import ALONE, BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
 from models import tiny_tokenizer
+from test_vllm_server import figures
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -84,6 +85,36 @@ def test_a_stop_token_that_is_the_separator_is_refused(engine):
         engine.generate(["p"], asking("slate alone", stop_token_ids=[newline]))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sampled", "sentence"),
+    [
+        ("p", {"max_tokens": 34}, "a slate of so many items has at least 35 tokens, but max_tokens=34: raise"),
+        (
+            "p",
+            {"min_tokens": 36, "max_tokens": 50},
+            "min_tokens=36 could forbid the end of the slate, which may have 35 tokens",
+        ),
+        ([5] * 230, {"max_tokens": None}, "at least 35 tokens, but max_model_len=256 leaves 26 after a prompt of 230"),
+    ],
+)
+def test_slates_without_room_are_refused(engine, prompt, sampled, sentence):
+    prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+    asked = {"item_set": "titles", "n": 18}
+    with pytest.raises(VLLMValidationError, match=sentence):
+        engine.generate([prompt], SamplingParams(**sampled, extra_args={"slate": asked}))
+
+
+def test_after_the_end_come_stop_tokens_alone(engine):
+    names, tokenizer = ["object", "slate", "tag", "slate alone"], tiny_tokenizer()
+    params = [asking(name, ignore_eos=True, max_tokens=200) for name in names]
+    for name, output in zip(names, engine.generate(["p"] * 4, params), strict=True):
+        (one,) = output.outputs
+        assert one.finish_reason == "length"
+        end = one.token_ids.index(tokenizer.eos_token_id)
+        assert set(one.token_ids[end:]) == {tokenizer.eos_token_id}
+        CASES[name][2](tokenizer.decode(one.token_ids[:end]), one.items)
+
+
 def token_texts() -> list[str]:
     tokenizer = tiny_tokenizer()
     return [tokenizer.decode([token]) for token in range(len(tokenizer))]
@@ -111,8 +142,11 @@ def server(servers, tiny_model, options):
     return servers("v2", tiny_model, arguments=(*backend, *tools, "--item-set", *flags))
 
 
+ROOMY = {"max_tokens": 150}
+
+
 def completed(server: Any, **body: Any) -> dict[str, Any]:
-    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 150, **body})
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", **ROOMY, **body})
     assert status == 200, answer
     return answer["choices"][0]
 
@@ -134,6 +168,18 @@ def test_over_http(server):
         if choice["finish_reason"] == "stop":
             CASES[name][2](choice["text"], choice["items"])
     assert sum(choice["finish_reason"] == "stop" for choice in choices) > len(choices) / 2
+
+
+def test_items_inside_are_counted(server):
+    before = figures(server)
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "n": 2, **ROOMY, "slate": ALONE})
+    assert status == 200, answer
+    completed(server, slate={"item_set": ["red", "blue"], "n": 2})
+    gained = {name: value - before.get(name, 0) for name, value in figures(server).items() if "inside" in name}
+    assert gained == {
+        'item_set:items_inside_total{item_set="titles"}': 2 * ALONE["n"],
+        'item_set:items_inside_total{item_set="inline"}': 2,
+    }
 
 
 def test_chat_tools_and_streams(server):
@@ -163,6 +209,8 @@ def test_refusals_over_http(server, stream):
     for sentence, fields in BAD_SLATES.items():
         status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "stream": stream, **fields})
         assert (status, sentence in json.dumps(answer)) == (400, True), answer
+        param = "exclude_keys" if "exclude_keys" in fields else "width" if "width" in fields else "slate"
+        assert stream or answer["error"]["param"] == param
     for sentence, schema in BAD.items():
         formats = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         for body in ({"structured_outputs": {"json": schema}}, {"response_format": formats}):

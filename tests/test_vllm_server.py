@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from request_fields import BAD_SELECTIONS
 from servers import start_expecting_failure, wait_for
 from sets import named_flags, tagged_keys
+from stores import web_server
 
 import itemset
 
@@ -29,9 +31,15 @@ COLOURS = ["red", "green", "blue"]
 LONG = "a label of many words, whose encoding takes its time"
 
 
+@pytest.fixture(scope="module")
+def flags(named_sets):
+    """Of them, one is an index under a URI."""
+    with web_server(Path(named_sets["one"].path).parent) as (address, _):
+        yield named_flags(named_sets | {"one": replace(named_sets["one"], path=f"{address}/one.itemset")})
+
+
 @pytest.fixture
-def server(runner, servers, tiny_model, static, named_sets):
-    flags = named_flags(named_sets)
+def server(runner, servers, tiny_model, static, flags):
     compact = ("--structured-outputs-config.disable_any_whitespace", "true")  # which is xgrammar's
     words = {"v1": (*compact, "--structured-outputs-config.backend"), "v2": ("--guided-decoding-backend",)}[runner]
     return servers(runner, tiny_model, arguments=(*words, "static", *flags))
@@ -114,6 +122,33 @@ def test_chat_streaming_and_the_other_endpoints(server, named_sets):
     status, answer = server.post("/v1/responses", {"model": "tiny", "input": "p", "item_set": "labels"})
     assert status == 200, answer
     assert answer["usage"]["output_tokens"] == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_weights(server, path):
+    """What they must be: test_vllm_weights.py."""
+    prompt = {"messages": [{"role": "user", "content": "p"}]} if "chat" in path else {"prompt": "p"}
+    body = {"model": "tiny", "max_tokens": 40, "item_set": "ragged", "return_set_weight": True, **prompt}
+    status, answer = server.post(path, body | {"n": 2})
+    assert status == 200, answer
+    assert len(answer["choices"]) == 2
+    *_, last = (event for event in server.events(path, body | {"stream": True}) if event["choices"])
+    for choice in (*answer["choices"], *last["choices"]):
+        assert choice["item"].keys() == {"key", "set_weight"}
+        assert choice["item"]["set_weight"] < 0
+        assert choice.get("logprobs") is None
+    for wrong, message in (
+        ({"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}, "logprobs exclude it"),
+        ({"item_set": None}, "return_set_weight is of one sampled answer with item_set"),
+        ({"use_beam_search": True, "n": 2}, "return_set_weight is of one sampled answer with item_set"),
+        ({"draws": 2}, "return_set_weight is of one sampled answer with item_set"),
+        ({"return_set_weight": 1}, "return_set_weight must be true or false, not 1"),
+        ({"return_set_weight": None, "return_set_weights": True}, "there is no field return_set_weights"),
+        ({"return_set_weight": None, "vllm_xargs": {"return_set_weight": 1}}, "there is no field return_set_weight"),
+    ):
+        status, answer = server.post(path, body | wrong)
+        assert status == 400, (wrong, answer)
+        assert message in str(answer)
 
 
 @pytest.mark.parametrize(

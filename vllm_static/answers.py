@@ -12,6 +12,7 @@ from typing import Any
 
 from itemset.serving.answer import told_of
 from itemset.serving.hooks import IMPORTED
+from vllm_static import metrics
 from vllm_static.compat import hook
 
 EXPECTED = "expected_item"
@@ -37,11 +38,15 @@ def new_completion_output(
 ) -> Any:
     """The one place where all tokens of a finished answer are known."""
     output = original(self, token_ids, finish_reason, stop_reason)
-    expected = getattr(self, EXPECTED, None)
+    expected, weight = getattr(self, EXPECTED, None), None
+    if expected is not None and expected.weighed:  # nobody has asked for the columns in which the weights came
+        weight, output.logprobs, output.cumulative_logprob = output.cumulative_logprob, None, None
     if expected is not None and finish_reason is not None:
         # By a stop string, or aborted.
         cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
-        for name, value in expected.told(self.detokenizer.output_token_ids, cut=cut).items():
+        told = expected.told(self.detokenizer.output_token_ids, cut=cut, weight=weight)
+        metrics.count_inside(told)
+        for name, value in told.items():
             setattr(output, name, value)
     return output
 

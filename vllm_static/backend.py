@@ -25,7 +25,8 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens, warm_up
 from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import StaticConfig
-from itemset.serving.inside import ENVELOPE, Grammars
+from itemset.serving.grammars import Grammars
+from itemset.serving.inside import ENVELOPE
 from itemset.serving.travel import arrived, tables
 from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE, SLATED
 from vllm_static import compat
@@ -161,7 +162,7 @@ class StaticBackend(StructuredOutputBackend):
     ) -> StructuredOutputGrammar:
         if grammar_spec.startswith(ENVELOPE):
             stops = stop_token_ids or {self.tokenizer.eos_token_id}
-            return HoleGrammar(self._grammars.maker(grammar_spec, self._catalogue.__getitem__, stops)())
+            return HoleGrammar(self._grammars.get(grammar_spec, self._catalogue.__getitem__), stops)
         if request_type != StructuredOutputOptions.CHOICE:
             return self._xgrammar_backend().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
         references = json.loads(grammar_spec)

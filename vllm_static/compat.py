@@ -186,6 +186,16 @@ def why_rounds(vllm_config: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def why_no_weights(vllm_config: Any) -> str | None:
+    """What keeps this engine from giving the weights of answers; None if nothing does."""
+    speculative = vllm_config.speculative_config
+    if vllm_config.use_v2_model_runner and not on_device_path(vllm_config):
+        return "vLLM's model runner V2 needs the device path for it, and this server takes the host path"
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "adaptive verification of drafts moves its rows on the device"
+    return None
+
+
 SHARING = ("FLASH_ATTN", "TRITON_ATTN")
 """Attention backends that can read a prompt once for all beams of a list (`shared_prefix`)."""
 

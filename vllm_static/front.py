@@ -22,7 +22,7 @@ from itemset.serving.inside import Constraint, Constraints, ExpectedItems
 from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Sender
-from itemset.serving.words import BEAMS, HOLES, SELECTION, SLATED
+from itemset.serving.words import BEAMS, HOLES, SELECTION, SLATED, WEIGHT
 from vllm_static import compat, metrics
 from vllm_static.drafting import drafting
 from vllm_static.inside import constraint_of, engine_constraint, json_options, validate, vocabulary_of
@@ -94,16 +94,13 @@ class FrontEnd:
         wanted: a set's reference, or the constraint. Returns a function of an EngineCoreRequest: what names the items
         of its answers. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        alone = isinstance(wanted, str)
-        if not isinstance(wanted, str):
-            self.constraints.check_stops(wanted, params.all_stop_token_ids)
+        request: dict[str, Any] = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
+        request["stop_tokens"] = params.all_stop_token_ids
+        if isinstance(wanted, str):
+            self.checks.request(wanted, **request)
+        else:
+            self.constraints.check(wanted, max_tokens=params.max_tokens, **request)
         for reference in [wanted] if isinstance(wanted, str) else wanted.references:
-            self.checks.request(
-                reference,
-                prompt_tokens=prompt_tokens,
-                min_tokens=params.min_tokens if alone else 0,
-                stop_tokens=params.all_stop_token_ids,
-            )
             metrics.REQUESTS.labels(metrics.label(reference)).inc()
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
@@ -114,17 +111,31 @@ class FrontEnd:
                     parameter,
                 )
         extra = {key: value for key, value in (params.extra_args or {}).items() if key not in SELECTION}
+        if weighed := bool(extra.get(WEIGHT)):
+            self._weigh(params)
         if isinstance(wanted, str):
             params.extra_args = {**extra, **self._sender.carried(wanted)}
             params.structured_outputs = StructuredOutputsParams(choice=[wanted])
             item_set, of_set = self.checks.catalogue[wanted], self.checks.catalogue.told(wanted)
-            return partial(self._expected, partial(Expected, item_set, of_set=of_set))
+            return partial(self._expected, partial(Expected, item_set, of_set=of_set, weighed=weighed))
         params.extra_args = {**extra, HOLES: wanted.carried(self._sender)}
         if wanted.slate is not None:
             params.extra_args[SLATED] = list(wanted.slate)
         params.structured_outputs = engine_constraint(wanted)
         made = partial(ExpectedItems, wanted, self.constraints.vocabulary, self.checks.catalogue)
         return partial(self._expected, made)
+
+    def _weigh(self, params: SamplingParams) -> None:
+        """Let a request's weights come as the log-probabilities of its tokens: see `weights`. Raises RefusedError if
+        they cannot."""
+        reason = compat.why_no_weights(self.vllm_config)
+        if params.logprobs is not None or params.logprob_token_ids:
+            reason = "logprobs exclude it, in whose place the weights come: leave one of them out"
+        if params.ignore_eos:
+            reason = "with ignore_eos an answer goes on after its end: leave one of them out"
+        if reason:
+            raise RefusedError("set weight", f"{WEIGHT} cannot be had here: {reason}", WEIGHT)
+        params.logprobs = 0
 
     def _expected(self, expected: Callable[..., Expected | ExpectedItems], request: Any) -> Expected | ExpectedItems:
         """To be called when vLLM has completed the request: whether it begins with reasoning is told last."""

@@ -26,6 +26,7 @@ from itemset.serving.words import (
     SELECTION,
     SLATE,
     STRUCTURED,
+    WEIGHT,
 )
 from vllm_static import metrics
 from vllm_static.inside import constraint_of
@@ -33,7 +34,8 @@ from vllm_static.request import asked_by
 
 XARGS = "vllm_xargs"
 
-_READ = {"": (REFERENCE, GUIDED, STRUCTURED, *SELECTION, SLATE), STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
+_OWN = (REFERENCE, GUIDED, STRUCTURED, *SELECTION, SLATE, WEIGHT)
+_READ = {"": _OWN, STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _TEXTS = 'send the texts as structured_outputs: {"choice": [...]}'
 SURFACE = words.Surface(
@@ -54,6 +56,7 @@ SURFACE = words.Surface(
         SLATE: "send slate beside the other fields",
         **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
         **dict.fromkeys((DRAWS, DRAW), f"send draws beside item_set to {' or '.join(_DRAWING)}"),
+        WEIGHT: f"send {WEIGHT} beside item_set",
     },
 )
 
@@ -252,7 +255,7 @@ def _asked(
             "its place; leave the tools out, or send it to /v1/chat/completions",
             STRUCTURED,
         )
-    ours = (REFERENCE, *SELECTION, SLATE)
+    ours = (REFERENCE, *SELECTION, SLATE, WEIGHT)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
     wanted = asked_by(extra_args, structured, fields, k=k, draws=draws)
@@ -262,5 +265,5 @@ def _asked(
 
 
 def _carried(request: Any, extra_args: dict[str, Any] | None) -> dict[str, Any]:
-    fields, ours = request.model_extra or {}, (REFERENCE, *SELECTION, SLATE, *OPTIONS, *DRAWN)
+    fields, ours = request.model_extra or {}, (REFERENCE, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN)
     return {**(extra_args or {}), **{key: fields[key] for key in ours if fields.get(key) is not None}}

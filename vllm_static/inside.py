@@ -10,9 +10,9 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from itemset.inside.composite import Composite
 from itemset.inside.vocabulary import Vocabulary
 from itemset.serving import words
+from itemset.serving.grammars import SharedGrammar
 from itemset.serving.inside import EBNF, JSON, LARK, SLATE, TAG, Constraint
 from itemset.serving.words import STRUCTURED
 
@@ -35,6 +35,13 @@ def constraint_of(params: Any) -> tuple[str, Any] | None:
 
         return LARK if grammar_is_likely_lark(structured.grammar) else EBNF, structured.grammar
     return None
+
+
+def asks_slate(asked: Any) -> bool:
+    """Whether a request, or its parameters, ask for a slate, made already or not."""
+    made = getattr(getattr(asked, STRUCTURED, None), "grammar", None)
+    given = (getattr(asked, "extra_args", None), getattr(asked, "model_extra", None))
+    return any((one or {}).get(words.SLATE) is not None for one in given) or getattr(made, "kind", None) == SLATE
 
 
 def with_constraint(params: SamplingParams, constraint: Constraint) -> SamplingParams:
@@ -78,33 +85,28 @@ def validate(kind: str, spec: str) -> None:
 class HoleGrammar(StructuredOutputGrammar):
     """One request's grammar with holes as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
 
-    def __init__(self, composite: Composite) -> None:
-        self._composite, self._terminated = composite, False
+    def __init__(self, shared: SharedGrammar, stop_token_ids: set[int]) -> None:
+        self._shared, self._composite = shared, shared.begin(stop_token_ids)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """As xgrammar's: what comes after the end is ignored."""
         for token in tokens:
-            if self._terminated:
-                return True
             if not self._composite.accept(token):
                 logger.error("Request %s: the token %s leaves its grammar.", request_id, token)
                 return False
-            self._terminated = self._composite.is_terminated
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return [] if self._terminated else self._composite.allowed_prefix(tokens)
+        return self._composite.allowed_prefix(tokens)
 
     def rollback(self, num_tokens: int) -> None:
         self._composite.rollback(num_tokens)
-        self._terminated = self._composite.is_terminated
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
         self._composite.fill_bitmask(bitmask[batch_index].numpy())
 
     def is_terminated(self) -> bool:
-        return self._terminated
+        """Never: see `backend.StaticGrammar`."""
+        return False
 
     def reset(self) -> None:
         self._composite.reset()
-        self._terminated = False

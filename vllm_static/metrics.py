@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter as Tally
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -19,6 +20,7 @@ REFUSED = Counter("item_set:refused_requests", "Requests refused for their item 
 ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were encoded.")
 LISTS = Counter("item_set:ranked_lists", "Ranked lists: in one request, or why by rounds of requests.", ["way"])
 DRAWS = Counter("item_set:draw_requests", "Requests for draws: in one request, or why rounds ended them.", ["way"])
+INSIDE = Counter("item_set:items_inside", "Items in slates, JSON and other answers that hold items.", ["item_set"])
 ANSWERED = Gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode="max")
 FORCED = Gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode="max")
 BY_PATH = Gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode="max")
@@ -63,6 +65,12 @@ def refused_version(name: str) -> None:
 def label(reference: str) -> str:
     """Inline sets are counted together: a label of its own for each would never end."""
     return "inline" if reference.startswith(INLINE) else name_of(reference)
+
+
+def count_inside(told: Mapping[str, Any]) -> None:
+    """Count the items of an answer that holds some. told: what it says."""
+    for item in told.get("items", ()):
+        INSIDE.labels(item.get("set", "inline")).inc()
 
 
 class Figures:

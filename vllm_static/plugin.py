@@ -11,7 +11,7 @@ from itemset.errors import ItemSetError
 from itemset.serving import flags, startup
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.hooks import IMPORTED, START
-from itemset.serving.words import REFERENCE, STRUCTURED
+from itemset.serving.words import REFERENCE, SLATE, STRUCTURED
 from vllm_static import (
     answers,
     chosen,  # noqa: F401 - its hooks
@@ -20,6 +20,7 @@ from vllm_static import (
     drafts,  # noqa: F401
     lists,  # noqa: F401
     metrics,
+    weights,  # noqa: F401
 )
 from vllm_static.compat import hook
 
@@ -113,14 +114,17 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
 def _refusals(params: Any = None) -> Iterator[None]:
     """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted.
 
-    params: the request's, or the request; its structured outputs are at fault if no other field is.
+    params: the request's, or the request; its slate or its structured outputs are at fault if no other field is.
     """
     from vllm.exceptions import VLLMValidationError
 
     try:
         yield
     except ItemSetError as error:
-        own = REFERENCE if getattr(params, "structured_outputs", None) is None else STRUCTURED
+        from vllm_static.inside import asks_slate
+
+        own = REFERENCE if getattr(params, STRUCTURED, None) is None else STRUCTURED
+        own = SLATE if asks_slate(params) else own
         metrics.REFUSED.labels(getattr(error, "reason", "bad items")).inc()
         raise VLLMValidationError(str(error), parameter=getattr(error, "param", None) or own) from error
 

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 
 import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, check_tables
-from itemset.masking.batch import COLUMNS, Batch
+from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.holding import Arrivals, Pieces
 from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
@@ -28,7 +28,8 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.preparing import begun
 from itemset.serving.travel import opened
 from itemset.serving.words import LIST, PLACE, SLATED
-from vllm_static import drafts
+from itemset.trie.walk import FREE
+from vllm_static import drafts, weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,10 +53,11 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] the set of the slot's request, whether it is a slate, and the committed tokens its slot has yet
-        # to walk.
+        # [max_num_reqs] the set of the slot's request, whether it is a slate, whether its answer is weighed, and the
+        # committed tokens its slot has yet to walk.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
+        self._weighed = np.zeros(req_states.max_num_reqs, np.bool_)
         self._behind = np.zeros(req_states.max_num_reqs, np.int64)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         self._drafts, self._dtype = 0, vllm_config.model_config.dtype
@@ -128,6 +130,7 @@ class ItemSetProcessor(LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again."""
         extra = sampling_params.extra_args or {}
+        self._weighed[req_idx] = weights.asks(sampling_params)
         if PLACE in extra:
             place = Place(*extra[PLACE])  # msgspec sends a tuple as a list
             if not self.arena.holds(place.digest, place.number, place.start):
@@ -176,6 +179,28 @@ class ItemSetProcessor(LogitsProcessor):
         self._slots.step(batch._replace(slates=bool(self._slates[slots].any())), logits, most=most)
         return logits
 
+    def weigh(self, logits: torch.Tensor, input_batch: Any, logprobs: Any) -> None:
+        """Write the weights of the requests that ask for them into the first of their columns, after the sampling.
+
+        logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each. NaN stands for a
+        request on the host path, whose logits were masked before.
+        """
+        asking = self._weighed[input_batch.idx_mapping_np]
+        if not asking.any():
+            return
+        counts = np.diff(input_batch.cu_num_logits_np)
+        rows = torch.from_numpy(np.flatnonzero(asking.repeat(counts)))
+        rows = rows.pin_memory().to(logits.device, non_blocking=True) if logits.device.type == "cuda" else rows
+        at, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
+        tokens, positions = input_batch.input_ids[at], input_batch.positions[at]
+        batch = self._batch(slots, above=input_batch.expanded_local_pos, tokens=tokens, positions=positions)
+        states = self._slots.walk(batch, most=0)[rows]  # again: long batches of drafts are masked in several pieces
+        legal = logits[rows].float()
+        whole = legal.logsumexp(-1)
+        self._slots.mask(states, slots[rows], legal)
+        inside = legal.logsumexp(-1) - whole
+        logprobs.logprobs[rows, 0] = inside.masked_fill_(states & LOCAL == FREE, torch.nan)
+
     def mask_drafts(
         self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor
     ) -> None:
@@ -220,6 +245,7 @@ class ItemSetProcessor(LogitsProcessor):
             zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
         )
         self._slots.step(batch._replace(slates=not self._drafts), logits, most=1)
+        self._slots.mask(self._slots.walk(batch, most=0), zeros(torch.int64), logits)  # as `weigh`
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)

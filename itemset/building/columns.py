@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +14,7 @@ import pyarrow.parquet as pa_parquet
 
 from itemset.building.written import Written, all_match, is_written_as
 from itemset.errors import ItemSetError
+from itemset.storage import SourceFile
 from itemset.trie.attributes import as_attributes
 
 _BLOCK_BYTES = 1 << 24  # no CSV row or JSON line may be longer; the readers' own 1 MiB is short for long items
@@ -46,33 +45,34 @@ class Columns:
         return Columns(table.column(column), column, keys, key, known, done)
 
 
-def read_csv(path: Path, column: str | None, key: str | None, attributes: Sequence[str] = ()) -> Iterator[Columns]:
+def read_csv(
+    source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str] = ()
+) -> Iterator[Columns]:
     """Read columns as strings, some megabytes at a time; fields are separated by commas, in .tsv by tabs.
 
     Keys are int64 if each is written as one, attributes of the type that all of them are written as (see `Written`). To
     know that, these columns are read once before.
     """
-    column, key = _choose(path, _csv_names(path), column, key, attributes)
-    types = _csv_types(path, attributes)
+    column, key = _choose(source, _csv_names(source), column, key, attributes)
+    types = _csv_types(source, attributes)
     if key is not None:
-        with pa_csv.open_csv(path, **_csv_options(path, key)) as reader:
-            integers = _written_as_integers(path, key, (batch.column(0) for batch in reader))
-    size = os.path.getsize(path)
-    options = _csv_options(path, column, key, *attributes)
-    with pa.OSFile(str(path)) as file, pa_csv.open_csv(file, **options) as reader:
+        with source.open() as file, pa_csv.open_csv(file, **_csv_options(source, key)) as reader:
+            integers = _written_as_integers(source, key, (batch.column(0) for batch in reader))
+    options = _csv_options(source, column, key, *attributes)
+    with source.open() as file, pa_csv.open_csv(file, **options) as reader:
         for batch in reader:
             table = pa.Table.from_batches([batch])
             known = _cast(table, types)
             if key is not None and integers:
                 table = table.set_column(table.column_names.index(key), key, table.column(key).cast(pa.int64()))
-            yield Columns.of(table, column, key, known, file.tell() / size)
+            yield Columns.of(table, column, key, known, file.tell() / source.size)
 
 
-def _csv_types(path: Path, attributes: Sequence[str]) -> dict[str, Any]:
+def _csv_types(source: SourceFile, attributes: Sequence[str]) -> dict[str, Any]:
     """Return the attributes' types."""
     written = {name: Written(numbers=True) for name in attributes}
     if written:
-        with pa_csv.open_csv(path, **_csv_options(path, *attributes)) as reader:
+        with source.open() as file, pa_csv.open_csv(file, **_csv_options(source, *attributes)) as reader:
             for batch in reader:
                 for name, seen in written.items():
                     seen.add(batch.column(name))
@@ -84,19 +84,19 @@ def _cast(table: pa.Table, types: dict[str, Any]) -> pa.Table:
     return table.select(list(types)).cast(pa.schema(list(types.items())))
 
 
-def _csv_names(path: Path) -> list[str]:
-    with pa_csv.open_csv(path, **_csv_options(path)) as head:
+def _csv_names(source: SourceFile) -> list[str]:
+    with source.open() as file, pa_csv.open_csv(file, **_csv_options(source)) as head:
         names: list[str] = head.schema.names
     return names
 
 
-def _csv_options(path: Path, *names: str | None) -> dict[str, Any]:
+def _csv_options(source: SourceFile, *names: str | None) -> dict[str, Any]:
     """Return how Arrow reads these columns, all if none is named, as strings."""
     columns = [name for name in dict.fromkeys(names) if name is not None]
     return {
         "read_options": pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
         "parse_options": pa_csv.ParseOptions(
-            delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True
+            delimiter="\t" if source.suffix == ".tsv" else ",", newlines_in_values=True
         ),
         # As strings: type inference would turn the title "1984" into a number and the key "007" into 7.
         "convert_options": pa_csv.ConvertOptions(
@@ -108,7 +108,7 @@ def _csv_options(path: Path, *names: str | None) -> dict[str, Any]:
     }
 
 
-def _written_as_integers(path: Path, key: str, chunks: Iterable[Any]) -> bool:
+def _written_as_integers(source: SourceFile, key: str, chunks: Iterable[Any]) -> bool:
     """Return whether every key is written as an integer of at most 64 bits. Raises ItemSetError if all are floats."""
     integers = floats = True
     first = None
@@ -119,34 +119,36 @@ def _written_as_integers(path: Path, key: str, chunks: Iterable[Any]) -> bool:
         if not (integers or floats):
             return False
     if floats and first is not None:
-        raise ItemSetError(f"{path}: keys in column {key!r} are floats ({first}, ...), write them as integers")
+        raise ItemSetError(f"{source}: keys in column {key!r} are floats ({first}, ...), write them as integers")
     return integers
 
 
-def read_jsonl(path: Path, column: str | None, key: str | None, attributes: Sequence[str] = ()) -> Iterator[Columns]:
+def read_jsonl(
+    source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str] = ()
+) -> Iterator[Columns]:
     """Read columns of strings, int64 or lists of int64, as the first row has them, some megabytes at a time.
 
     Attributes have the type that all their values have; strings that are all dates or times are these. To know that,
     the file is read once before. Other fields are not looked at.
     """
-    column, key, schema = _json_schema(path, column, key, attributes)
-    types = _json_types(path, attributes)
+    column, key, schema = _json_schema(source, column, key, attributes)
+    types = _json_types(source, attributes)
     read = {name: pa.string() if pa.types.is_temporal(kind) else kind for name, kind in types.items()} | schema
-    for lines, done in line_blocks(path):
+    for lines, done in line_blocks(source):
         if not lines.isspace():
-            table = _parse_json(path, lines, read, schema)
+            table = _parse_json(source, lines, read, schema)
             yield Columns.of(table, column, key, _cast(table, types), done)
 
 
-def line_blocks(path: Path) -> Iterator[tuple[bytes, float]]:
+def line_blocks(source: SourceFile) -> Iterator[tuple[bytes, float]]:
     """Yield a file in blocks of whole lines, without a byte order mark, and the share of the file up to their end."""
-    size, block = os.path.getsize(path), 2 * _BLOCK_BYTES
-    with path.open("rb") as file:
+    block = 2 * _BLOCK_BYTES
+    with source.open() as file:
         while lines := file.read(block) + file.readline():
-            yield lines if file.tell() > len(lines) else lines.removeprefix(codecs.BOM_UTF8), file.tell() / size
+            yield lines if file.tell() > len(lines) else lines.removeprefix(codecs.BOM_UTF8), file.tell() / source.size
 
 
-def _json_types(path: Path, attributes: Sequence[str]) -> dict[str, Any]:
+def _json_types(source: SourceFile, attributes: Sequence[str]) -> dict[str, Any]:
     """Return the attributes' types."""
     import msgspec
 
@@ -156,12 +158,12 @@ def _json_types(path: Path, attributes: Sequence[str]) -> dict[str, Any]:
     row = msgspec.defstruct("Row", [(field, Any, None) for field in fields], rename=fields)
     kinds: dict[str, set[Any]] = {name: set() for name in attributes}
     written = {name: Written(numbers=False) for name in attributes}
-    for lines, _ in line_blocks(path):
+    for lines, _ in line_blocks(source):
         try:
             rows = msgspec.json.Decoder(row).decode_lines(lines)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            _blame_json(path, {})
-            raise ItemSetError(f"{path} holds a line that is no JSON object: {error}") from error
+            _blame_json(source, {})
+            raise ItemSetError(f"{source} holds a line that is no JSON object: {error}") from error
         for field, name in fields.items():
             values = [value for row in rows if (value := getattr(row, field)) is not None]
             found = set(map(_attribute_kind, values))
@@ -174,7 +176,7 @@ def _json_types(path: Path, attributes: Sequence[str]) -> dict[str, Any]:
             found = {pa.float64()}
         if len(found) > 1 or None in found:
             raise ItemSetError(
-                f"{path}: the values of attribute {name!r} must be of one kind: bools, numbers of at most 64 bits, "
+                f"{source}: the values of attribute {name!r} must be of one kind: bools, numbers of at most 64 bits, "
                 "strings or lists of strings"
             )
         kind = next(iter(found), pa.string())
@@ -193,22 +195,22 @@ def _attribute_kind(value: object) -> Any:
 
 
 def _json_schema(
-    path: Path, column: str | None, key: str | None, attributes: Sequence[str]
+    source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]
 ) -> tuple[str, str | None, dict[str, Any]]:
     """Return the names of the items' and keys' columns, and their types by name."""
-    with path.open("rb") as file:
+    with source.open() as file:
         start = next((line for line in file if line.strip()), b"")
-    first = _json_object(path, start.removeprefix(codecs.BOM_UTF8), 1)
+    first = _json_object(source, start.removeprefix(codecs.BOM_UTF8), 1)
     # An attribute may be missing in some rows, the first among them.
-    column, key = _choose(path, list(dict.fromkeys([*first, *attributes])), column, key, attributes)
+    column, key = _choose(source, list(dict.fromkeys([*first, *attributes])), column, key, attributes)
     # The first row decides the types: inference would turn texts that look like dates into timestamps.
-    schema = {name: _json_type(path, name, first[name]) for name in (column, key) if name is not None}
+    schema = {name: _json_type(source, name, first[name]) for name in (column, key) if name is not None}
     if key is not None and pa.types.is_list(schema[key]):
-        raise ItemSetError(f"{path}: column {key!r} holds lists, keys must be integers or strings")
+        raise ItemSetError(f"{source}: column {key!r} holds lists, keys must be integers or strings")
     return column, key, schema
 
 
-def _parse_json(path: Path, lines: bytes, read: dict[str, Any], schema: dict[str, Any]) -> Any:
+def _parse_json(source: SourceFile, lines: bytes, read: dict[str, Any], schema: dict[str, Any]) -> Any:
     """Return the columns to be read. schema: those of them that are items and keys."""
     try:
         return pa_json.read_json(
@@ -219,26 +221,26 @@ def _parse_json(path: Path, lines: bytes, read: dict[str, Any], schema: dict[str
             ),
         )
     except pa.ArrowInvalid:
-        _blame_json(path, schema)
+        _blame_json(source, schema)
         raise
 
 
-def _json_object(path: Path, line: bytes, row: int) -> dict[str, Any]:
+def _json_object(source: SourceFile, line: bytes, row: int) -> dict[str, Any]:
     import msgspec
 
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ItemSetError(f"{path}, row {row} is no JSON object on one line: {error}") from error
+        raise ItemSetError(f"{source}, row {row} is no JSON object on one line: {error}") from error
 
 
-def _json_type(path: Path, name: str, value: object) -> Any:
+def _json_type(source: SourceFile, name: str, value: object) -> Any:
     """Return the Arrow type of a column with this first value."""
     if value is None:
-        raise ItemSetError(f"{path}, row 1 has no value in column {name!r}: fill it in or remove the row")
+        raise ItemSetError(f"{source}, row 1 has no value in column {name!r}: fill it in or remove the row")
     if (kind := _kind(value)) is None:
         raise ItemSetError(
-            f"{path}: column {name!r} holds {value!r:.60}, use texts or lists of token ids (keys: integers)"
+            f"{source}: column {name!r} holds {value!r:.60}, use texts or lists of token ids (keys: integers)"
         )
     return kind
 
@@ -257,45 +259,47 @@ def _is_int64(value: object) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-def _blame_json(path: Path, schema: dict[str, Any]) -> None:
+def _blame_json(source: SourceFile, schema: dict[str, Any]) -> None:
     """Raise the ItemSetError of the first bad row: Arrow counts rows from the start of its own blocks."""
-    with path.open("rb") as file:
+    with source.open() as file:
         rows = (line for line in file if line.strip())
         for row, line in enumerate(rows, 1):
-            record = _json_object(path, line.removeprefix(codecs.BOM_UTF8) if row == 1 else line, row)
+            record = _json_object(source, line.removeprefix(codecs.BOM_UTF8) if row == 1 else line, row)
             for name, wanted in schema.items():
                 value = record.get(name)
                 if value is not None and _kind(value) != wanted:
-                    raise ItemSetError(f"{path}, row {row}: column {name!r} holds {value!r:.60}, not {wanted}")
+                    raise ItemSetError(f"{source}, row {row}: column {name!r} holds {value!r:.60}, not {wanted}")
 
 
-def read_parquet(path: Path, column: str | None, key: str | None, attributes: Sequence[str] = ()) -> Iterator[Columns]:
+def read_parquet(
+    source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str] = ()
+) -> Iterator[Columns]:
     """Read the columns with the file's own types, some ten thousand rows at a time, never a whole row group."""
     # Not read_table(): that would read columns out of folder names such as year=2024, too.
-    with pa_parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-        column, key = _choose(path, file.schema_arrow.names, column, key, attributes)
-        rows, read = file.metadata.num_rows, 0
+    with source.open() as file, pa_parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as parquet:
+        column, key = _choose(source, parquet.schema_arrow.names, column, key, attributes)
+        rows, read = parquet.metadata.num_rows, 0
         wanted = list({column, column if key is None else key, *attributes})
-        for batch in file.iter_batches(_PARQUET_ROWS, columns=wanted):
+        for batch in parquet.iter_batches(_PARQUET_ROWS, columns=wanted):
             table = pa.Table.from_batches([batch])
             read += len(table)
             yield Columns.of(table, column, key, table.select(attributes), read / rows)
 
 
 def _choose(
-    path: Path, names: list[str], column: str | None, key: str | None, attributes: Sequence[str]
+    source: SourceFile, names: list[str], column: str | None, key: str | None, attributes: Sequence[str]
 ) -> tuple[str, str | None]:
     there = ", ".join(map(repr, names))
     for name in (column, key, *attributes):
         if name is not None and name not in names:
-            raise ItemSetError(f"{path} has no column {name!r}, it has {there}")
+            raise ItemSetError(f"{source} has no column {name!r}, it has {there}")
         if names.count(name) > 1:  # type: ignore[arg-type]
-            raise ItemSetError(f"{path} has more than one column {name!r}: rename one")
+            raise ItemSetError(f"{source} has more than one column {name!r}: rename one")
     if column is None:
         rest = [name for name in names if name != key and name not in attributes]
         if len(rest) != 1:
             raise ItemSetError(
-                f"{path} has the columns {there}: say which one holds the items with --column (in Python: column=)"
+                f"{source} has the columns {there}: say which one holds the items with --column (in Python: column=)"
             )
         column = rest[0]
     return column, key

@@ -1,4 +1,4 @@
-"""Building an item set from a file larger than memory: sorted by DuckDB, streamed through files without names.
+"""Building an item set from files larger than memory: sorted by DuckDB, streamed through files without names.
 
 DuckDB, because it sorted 20 million items of 8 tokens within 400 MB in 5 s where Polars 2.1 took 23 s (two cores; 10 s
 without a limit), and because memory and spill folder are given to a connection, not to the process's environment.
@@ -34,7 +34,7 @@ from itemset.item_set import ItemSet
 from itemset.text import Escape, encode, identify
 from itemset.trie.attributes import Column, Survey, Writer, packed
 from itemset.trie.keys import Keys, in_item_order
-from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows, sort_unique, token_dtype
+from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows, out_of_order, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
@@ -55,6 +55,7 @@ def build_external(
     prefix: str = "",
     escape: Escape | None = None,
     vocab_size: int | None = None,
+    in_order: bool = False,
     memory: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Callable[[str, float], None] = lambda stage, share: None,
@@ -63,6 +64,7 @@ def build_external(
 
     path, column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
     ids) and `build_text` (texts).
+    in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
     memory: bytes that sorting may take (at least 750 MB are used); by default half of what is available. The tables
     and one integer an item, about 20 bytes an item, are in memory in any case.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes. They have no
@@ -70,20 +72,20 @@ def build_external(
     killed.
     progress: called with the name of a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building")
     and the share of it that is done.
-    Raises ItemSetError as those functions do, if DuckDB is not installed, and if the disk is full.
+    Raises ItemSetError as those functions do, if DuckDB is needed and not installed, if the disk is full, and for the
+    first item that is out of the order that was promised.
     """
-    duckdb = _duckdb()
-    memory = available_memory() // 2 if memory is None else memory
+    if not in_order:
+        _duckdb()  # raises before the work
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
         with temporary as scratch:
             source = sources.batches(path, column=column, key=key, attributes=attributes)
             stored = _store(path, source, tokenizer, prefix, escape, vocab_size, scratch, progress)
-            config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(scratch)}
-            with duckdb.connect(config=config) as connection:
-                rows, lcp, of_keys = _interruptible(
-                    lambda: _merge(stored, _sort(stored, connection, progress), scratch), connection
-                )
+            if in_order:
+                rows, lcp, of_keys = _merge(stored, _in_order(path, stored, progress), scratch)
+            else:
+                rows, lcp, of_keys = _sorted(path, stored, memory, scratch, progress)
             progress("building", 0.0)
             trie, members = build_trie(rows, lcp)
             keys, section = _gather(of_keys, members, scratch, progress)
@@ -99,9 +101,6 @@ def build_external(
             )
             notices.of_build(item_set, tokenizer)
             return item_set
-    except duckdb.Error as error:
-        reason = str(error).partition("\n")[0]
-        raise ItemSetError(f"{path} cannot be sorted ({reason}): give more memory or disk") from error
     except OSError as error:
         where = folder or tempfile.gettempdir()
         raise ItemSetError(f"{path} cannot be sorted in {where}: {error.strerror or error}: give more disk") from error
@@ -229,6 +228,61 @@ class _Batch(NamedTuple):
     attributes: list[pa.Array]
 
 
+class _OfKeys(NamedTuple):
+    """What goes with the sorted rows, a value for each key: the keys themselves, and the attributes, packed."""
+
+    keys: Keys
+    columns: Sequence[Column]
+    attributes: list[pa.Array]
+
+
+_Merged = tuple[Rows, NDArray[np.uint16], _OfKeys]
+
+
+def _in_order(
+    path: str | os.PathLike[str], stored: _Stored, progress: Callable[[str, float], None]
+) -> Iterator[_Batch]:
+    """Yield the items as they are stored. Raises ItemSetError for the first that is out of order."""
+    last: Rows | None = None
+    done = 0
+    for rows, keys, attributes in stored.take():
+        tokens = rows.tokens.astype(token_dtype(stored.highest), copy=False)
+        rows = Rows(tokens, width=stored.width) if stored.width else Rows(tokens, rows.offsets)
+        known = 0 if last is None else 1
+        seen = rows if last is None else _after(last, rows)
+        if (row := out_of_order(seen)) is not None:
+            raise ItemSetError(
+                f"{path}: row {done + row - known + 1:,} is lower than the one before it: sort the items by their "
+                "token ids, an item before those that it begins, or build without --sorted (in_order)"
+            )
+        last = seen.take(np.array([len(seen) - 1]))
+        if keys is None:
+            keys = pa.array(np.arange(done, done + len(rows)))
+        columns = [] if attributes is None else packed(attributes, stored.columns).columns
+        yield _Batch(rows, keys, [column.chunk(0) for column in columns])
+        done += len(rows)
+        progress("merging", done / stored.items)
+
+
+def _sorted(
+    path: str | os.PathLike[str],
+    stored: _Stored,
+    memory: int | None,
+    folder: Path,
+    progress: Callable[[str, float], None],
+) -> _Merged:
+    """Sort the items with DuckDB, and merge them."""
+    duckdb = _duckdb()
+    memory = available_memory() // 2 if memory is None else memory
+    config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
+    try:
+        with duckdb.connect(config=config) as connection:
+            return _interruptible(lambda: _merge(stored, _sort(stored, connection, progress), folder), connection)
+    except duckdb.Error as error:
+        reason = str(error).partition("\n")[0]
+        raise ItemSetError(f"{path} cannot be sorted ({reason}): give more memory or disk") from error
+
+
 def _sort(stored: _Stored, connection: Any, progress: Callable[[str, float], None]) -> Iterator[_Batch]:
     """Yield the items in ascending order, equal ones in the order of the source."""
     codec = codec_of(stored.highest, stored.longest, stored.width)
@@ -262,15 +316,7 @@ def _sort(stored: _Stored, connection: Any, progress: Callable[[str, float], Non
             progress("merging", done / stored.items)
 
 
-class _OfKeys(NamedTuple):
-    """What goes with the sorted rows, a value for each key: the keys themselves, and the attributes, packed."""
-
-    keys: Keys
-    columns: Sequence[Column]
-    attributes: list[pa.Array]
-
-
-def _merge(stored: _Stored, batches: Iterator[_Batch], folder: Path) -> tuple[Rows, NDArray[np.uint16], _OfKeys]:
+def _merge(stored: _Stored, batches: Iterator[_Batch], folder: Path) -> _Merged:
     """Return the distinct rows of sorted batches, their lcp as in `rows.sort_unique`, and their keys; all in files."""
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)

@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
+from itemset.storage import SourceFile, files_at
+
 _ROW_BYTES, _TOKEN_BYTES = 22, 3  # an item and a token of a matrix, beside the matrix itself
 _FILE_FACTOR = 13  # other files: texts and lists are in memory as Arrow columns, Python strings and token ids
 
@@ -40,26 +42,32 @@ def _counter(file: Path, name: str) -> int:
 def needed_memory(
     path: str | os.PathLike[str], column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
 ) -> int:
-    """Estimate the peak memory of `build` or `build_text` for the items of this file, in bytes; 0 if it is unreadable.
+    """Estimate the peak memory of `build` or `build_text` for the items of these files, in bytes; 0 if unreadable.
 
-    The estimate comes from the file's size. It is high if a CSV or JSON file has other long columns.
+    path, column, key, attributes: as for `sources.read`. The estimate comes from the files' sizes. It is high if a CSV
+    or JSON file has other long columns.
     """
-    path = Path(path)
+    names = {column, key, *attributes} if column else set()
     try:
-        if path.suffix.lower() == ".npy":
-            matrix = np.load(path, mmap_mode="r")
-            rows, width = matrix.shape
-            return int(rows * (_ROW_BYTES + width * (matrix.itemsize + _TOKEN_BYTES)))
-        if path.suffix.lower() == ".parquet":
-            return _FILE_FACTOR * _parquet_bytes(path, {column, key, *attributes} if column else set())
-        return _FILE_FACTOR * path.stat().st_size
+        return sum(_needed(file, names) for file in files_at(path))
     except (OSError, ValueError, EOFError, AttributeError, pa.ArrowException):
         return 0  # `sources.read` says what is wrong with it
 
 
-def _parquet_bytes(path: Path, names: set[str | None]) -> int:
+def _needed(file: SourceFile, names: set[str | None]) -> int:
+    if file.suffix == ".npy" and file.system is None:
+        matrix = np.load(file.path, mmap_mode="r")
+        rows, width = matrix.shape
+        return int(rows * (_ROW_BYTES + width * (matrix.itemsize + _TOKEN_BYTES)))
+    if file.suffix == ".parquet":
+        return _FILE_FACTOR * _parquet_bytes(file, names)
+    return _FILE_FACTOR * file.size
+
+
+def _parquet_bytes(file: SourceFile, names: set[str | None]) -> int:
     """Return the uncompressed bytes of these columns, of all if none is named."""
-    metadata = pa_parquet.read_metadata(path)
+    with file.open() as stream:
+        metadata = pa_parquet.read_metadata(stream)
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     chunks = (group.column(i) for group in groups for i in range(group.num_columns))
     return sum(

@@ -1,13 +1,15 @@
-"""Items and keys out of a file: one text a line, CSV, TSV, JSON lines, Parquet, or a NumPy matrix of token ids."""
+"""Items and keys out of files: one text a line, CSV, TSV, JSON lines, Parquet, or a NumPy matrix of token ids.
+
+A file is on this machine or under a URI (`storage`), and may be one of the parts of a folder or a glob.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from itemset.building.columns import Columns, line_blocks, read_csv, read_jsonl, read_parquet
 from itemset.errors import ItemSetError
+from itemset.storage import SourceFile, files_at
 from itemset.trie.attributes import is_list, is_text
 from itemset.trie.rows import Rows
 
@@ -25,12 +28,12 @@ _NPY_BATCH_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Items:
-    """Consecutive items of a file, N of them: either `texts` or `tokens`, the other is None.
+    """Consecutive items, N of them: either `texts` or `tokens`, the other is None.
 
     texts: N strings. tokens: integer matrix [N, L], or Rows if lengths differ.
     keys: int64 or large_string array [N], None if no key was asked for.
     attributes: a table of N rows, None if none were asked for.
-    done: share of the file up to the last of these items.
+    done: share of all files up to the last of these items.
     """
 
     texts: list[str] | None = None
@@ -47,20 +50,22 @@ class Items:
 def read(
     path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
 ) -> Items:
-    """Read the items of a file; its suffix says the format. A .npy matrix is mapped, not read.
+    """Read the items of a file, or of all files of a folder or glob; their suffix says the format.
 
     .txt: one text a line. .csv, .tsv (with a header): texts. .jsonl, .ndjson, .parquet: texts or lists of token ids.
-    .npy: matrix of token ids [N, L].
+    .npy: matrix of token ids [N, L]; one on this machine is mapped, not read.
     column: the items' column, needed if there is more than one besides `key`. key: the column of the items' keys,
     integers or strings. In CSV and TSV, where everything is text, keys are integers if each is written as one
     (no leading zero). attributes: columns that are kept as they are; in CSV and TSV they are integers, floats, bools,
     dates or times if each is written as one, in JSON lines dates or times, else what they are there.
     Raises ItemSetError: no such file, unknown suffix or column, wrong type, a missing value (rows count from 1, header
-    and blank lines not counted), bad syntax, no item.
+    and blank lines not counted), bad syntax, parts that differ in kind, no item; for one that is elsewhere, also if it
+    cannot be reached or changes meanwhile.
     """
-    if Path(path).suffix.lower() == ".npy":
-        with _opened(path, column, key, attributes) as path:
-            return Items(tokens=_native(_map_npy(path)))
+    files = files_at(path)
+    if len(files) == 1 and files[0].suffix == ".npy":
+        with _opened(files[0], column, key, attributes):
+            return Items(tokens=_native(_map_npy(files[0])))
     return _joined(list(batches(path, column=column, key=key, attributes=attributes)))
 
 
@@ -69,64 +74,90 @@ def read_keys(path: str | os.PathLike[str], key: str | None = None) -> pa.Array:
 
     Returns an int64 or large_string array. Raises ItemSetError as `read` does.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix == ".npy" or (suffix in _TABLES and key is None):
-        raise ItemSetError(f"{path}: keys are lines of a .txt file, or a column (--key) of a table")
-    with _opened(path, None, None, ()) as path:
-        if suffix in _PLAIN:
-            return pa.array(list(chain.from_iterable(part.texts or () for part in _read_txt(path))), pa.large_string())
-        parts, before = [], 0
-        for part in _TABLES[suffix](path, key, key, ()):
-            parts.append(_keys(path, str(key), part.keys, before))
-            before += len(part.keys)
-        return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
+    parts: list[pa.Array] = []
+    for file in files_at(path):
+        if file.suffix == ".npy" or (file.suffix in _TABLES and key is None):
+            raise ItemSetError(f"{file}: keys are lines of a .txt file, or a column (--key) of a table")
+        with _opened(file, None, None, ()):
+            if file.suffix in _PLAIN:
+                texts = chain.from_iterable(part.texts or () for part in _read_txt(file))
+                parts.append(pa.array(list(texts), pa.large_string()))
+            else:
+                before = 0
+                for part in _TABLES[file.suffix](file, key, key, ()):
+                    parts.append(_keys(file, str(key), part.keys, before))
+                    before += len(part.keys)
+        _check_alike(file, "keys", parts[0].type if parts else None, parts[-1].type if parts else None)
+    return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
 
 
 def batches(
     path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
 ) -> Generator[Items]:
-    """Read a file as `read` does, some megabytes at a time: for files larger than memory."""
+    """Read files as `read` does, some megabytes at a time: for more than fits in memory."""
     attributes = list(dict.fromkeys(attributes))
-    with _opened(path, column, key, attributes) as path:
-        suffix, rows = path.suffix.lower(), 0
-        if suffix in _PLAIN:
-            parts = _PLAIN[suffix](path)
-        else:
-            parts = _table(path, _TABLES[suffix](path, column, key, attributes))
-        for items in parts:
-            rows += len(items)
-            yield items
-        if not rows:
-            raise ItemSetError(f"{path} has no rows: it must hold at least one item")
+    files = files_at(path)
+    if len(files) > 1:
+        files = [file for file in files if file.size] or files[:1]
+    rows, before, total, first = 0, 0, sum(file.size for file in files) or 1, None
+    for file in files:
+        if file.suffix != files[0].suffix:
+            raise ItemSetError(f"{path} holds files of several kinds, {files[0]} and {file}: keep one kind there")
+        with _opened(file, column, key, attributes):
+            if file.suffix in _PLAIN:
+                parts = _PLAIN[file.suffix](file)
+            else:
+                parts = _table(file, _TABLES[file.suffix](file, column, key, attributes))
+            for items in parts:
+                first = first or items
+                _check_same(file, first, items)
+                rows += len(items)
+                yield replace(items, done=(before + items.done * file.size) / total)
+        before += file.size
+    if not rows:
+        raise ItemSetError(f"{path} has no rows: it must hold at least one item")
+
+
+def _check_same(file: SourceFile, first: Items, items: Items) -> None:
+    """Raise ItemSetError if a part's rows are of another kind than those of the first part."""
+    if (items.texts is None) != (first.texts is None):
+        raise ItemSetError(f"{file} holds {_kind(items)}, files before it {_kind(first)}: keep them apart")
+    if items.keys is not None and first.keys is not None:
+        _check_alike(file, "keys", first.keys.type, items.keys.type)
+    if items.attributes is not None and first.attributes is not None:
+        for mine, theirs in zip(items.attributes.schema, first.attributes.schema, strict=True):
+            _check_alike(file, f"attribute {mine.name!r}", theirs.type, mine.type)
+
+
+def _check_alike(file: SourceFile, what: str, first: Any, here: Any) -> None:
+    if first != here:
+        raise ItemSetError(f"{file}: {what} of type {here}, and {first} in files before it: give all parts one type")
+
+
+def _kind(items: Items) -> str:
+    return "token ids" if items.texts is None else "texts"
 
 
 @contextmanager
-def _opened(
-    path: str | os.PathLike[str], column: str | None, key: str | None, attributes: Sequence[str]
-) -> Iterator[Path]:
-    """Check the path, its suffix and the options, and turn errors of Arrow and of the system into ItemSetErrors."""
-    path = Path(path)
-    suffix = path.suffix.lower()
-    if path.is_dir():
-        raise ItemSetError(f"{path} is a folder: name a file in it")
-    if not path.exists():
-        raise ItemSetError(f"no file {path}: check the path")
-    if suffix not in _PLAIN and suffix not in _TABLES:
-        raise ItemSetError(f"{path}: unknown suffix {suffix!r}, use one of {', '.join([*_PLAIN, *_TABLES])}")
+def _opened(file: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]) -> Iterator[None]:
+    """Check a file, its suffix and the options, and turn errors of Arrow and of the system into ItemSetErrors."""
+    if file.suffix not in _PLAIN and file.suffix not in _TABLES:
+        raise ItemSetError(f"{file}: unknown suffix {file.suffix!r}, use one of {', '.join([*_PLAIN, *_TABLES])}")
+    if not file.size:
+        raise ItemSetError(f"{file} is empty: it must hold at least one item")
+    if file.suffix in _PLAIN and (column is not None or key is not None or attributes):
+        raise ItemSetError(f"{file}: a {file.suffix} file has no columns, omit column, key and attributes")
     try:
-        if not path.stat().st_size:
-            raise ItemSetError(f"{path} is empty: it must hold at least one item")
-        if suffix in _PLAIN and (column is not None or key is not None or attributes):
-            raise ItemSetError(f"{path}: a {suffix} file has no columns, omit column, key and attributes")
-        yield path
+        yield
     except pa.ArrowException as error:
-        raise ItemSetError(f"{path} cannot be read: {error}") from error
+        raise ItemSetError(f"{file} cannot be read: {error}") from error
     except OSError as error:
-        raise ItemSetError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ItemSetError(f"{file} cannot be read: {error.strerror or error}") from error
+    file.check_unchanged()
 
 
 def _joined(parts: list[Items]) -> Items:
-    """Join the parts of a file."""
+    """Join what was read in parts."""
     keys = None if parts[0].keys is None else pa.concat_arrays([part.keys for part in parts])
     attributes = None if parts[0].attributes is None else pa.concat_tables([part.attributes for part in parts])
     if parts[0].texts is not None:
@@ -137,50 +168,54 @@ def _joined(parts: list[Items]) -> Items:
     return Items(tokens=tokens, keys=keys, attributes=attributes)
 
 
-def _read_txt(path: Path) -> Iterator[Items]:
+def _read_txt(file: SourceFile) -> Iterator[Items]:
     lines = 0
-    for data, done in line_blocks(path):
-        if texts := _lines(path, data, lines):
+    for data, done in line_blocks(file):
+        if texts := _lines(file, data, lines):
             yield Items(texts=texts, done=done)
             lines += len(texts)
 
 
-def _lines(path: Path, data: bytes, before: int) -> list[str]:
+def _lines(file: SourceFile, data: bytes, before: int) -> list[str]:
     """Return the texts of whole lines. before: the number of lines before them."""
     try:
         # Not splitlines(): that also splits at form feeds and Unicode separators, which may be part of an item.
         lines = data.decode().split("\n")
     except UnicodeDecodeError as error:
         line = before + data.count(b"\n", 0, error.start) + 1
-        raise ItemSetError(f"{path}, line {line}: not UTF-8, save the file as UTF-8") from error
+        raise ItemSetError(f"{file}, line {line}: not UTF-8, save the file as UTF-8") from error
     if not lines[-1]:
         lines.pop()
     texts = [line.removesuffix("\r") for line in lines]
     for number, text in enumerate(texts, before + 1):
         if not text or text.isspace():
-            raise ItemSetError(f"{path}, line {number} is blank: remove it, every line is an item")
+            raise ItemSetError(f"{file}, line {number} is blank: remove it, every line is an item")
     return texts
 
 
-def _read_npy(path: Path) -> Iterator[Items]:
-    matrix = _map_npy(path)
+def _read_npy(file: SourceFile) -> Iterator[Items]:
+    matrix = _map_npy(file)
     items, rows = len(matrix), max(1, _NPY_BATCH_BYTES // matrix[0].nbytes)
     for start in range(0, items, rows):
         # Copied out of a mapping of its own: pages that were read stay in memory as long as their mapping.
-        part = np.array(_map_npy(path)[start : start + rows], order="C")
+        part = np.array(_map_npy(file)[start : start + rows], order="C")
         yield Items(tokens=_native(part), done=min(1.0, (start + rows) / items))
 
 
-def _map_npy(path: Path) -> NDArray[Any]:
+def _map_npy(file: SourceFile) -> NDArray[Any]:
     try:
-        matrix = np.load(path, mmap_mode="r")
+        if file.system is None:
+            matrix = np.load(file.path, mmap_mode="r")
+        else:
+            with file.open() as stream:
+                matrix = np.load(stream)
     except (ValueError, EOFError) as error:
-        raise ItemSetError(f"{path} is no matrix of token ids: {error}") from error
+        raise ItemSetError(f"{file} is no matrix of token ids: {error}") from error
     if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.integer):
         what = f"{matrix.dtype} {list(matrix.shape)}" if isinstance(matrix, np.ndarray) else "an archive"
-        raise ItemSetError(f"{path} holds {what}: save one integer matrix [items, tokens]")
+        raise ItemSetError(f"{file} holds {what}: save one integer matrix [items, tokens]")
     if not matrix.size:
-        raise ItemSetError(f"{path} has shape {list(matrix.shape)}: it must hold at least one item of one token")
+        raise ItemSetError(f"{file} has shape {list(matrix.shape)}: it must hold at least one item of one token")
     return matrix
 
 
@@ -188,48 +223,48 @@ def _native(matrix: NDArray[Any]) -> NDArray[Any]:
     return matrix if matrix.dtype.isnative else matrix.astype(matrix.dtype.newbyteorder("="))
 
 
-def _table(path: Path, parts: Iterator[Columns]) -> Iterator[Items]:
+def _table(file: SourceFile, parts: Iterator[Columns]) -> Iterator[Items]:
     """Turn Arrow columns into texts or tokens, and keys."""
     before = 0
     for part in parts:
         if not len(part.items):
             continue
-        items = _plain(path, part.column, part.items, before)
-        keys = None if part.key is None else _keys(path, part.key, part.keys, before)
+        items = _plain(file, part.column, part.items, before)
+        keys = None if part.key is None else _keys(file, part.key, part.keys, before)
         if is_text(items.type):
             yield Items(items.to_pylist(), None, keys, part.attributes, part.done)
         elif is_list(items.type) and pa.types.is_integer(items.type.value_type):
-            yield Items(None, _tokens(path, part.column, items, before), keys, part.attributes, part.done)
+            yield Items(None, _tokens(file, part.column, items, before), keys, part.attributes, part.done)
         else:
             raise ItemSetError(
-                f"{path}: column {part.column!r} holds {items.type}, neither texts nor lists of token ids"
+                f"{file}: column {part.column!r} holds {items.type}, neither texts nor lists of token ids"
             )
         before += len(items)
 
 
-def _plain(path: Path, name: str, column: Any, before: int) -> Any:
+def _plain(file: SourceFile, name: str, column: Any, before: int) -> Any:
     """Return the column without dictionary encoding. Raises ItemSetError if a value is missing."""
     if column.null_count:
         row = before + pc.index(column.is_null(), True).as_py() + 1
-        raise ItemSetError(f"{path}, row {row} has no value in column {name!r}: fill it in or remove the row")
+        raise ItemSetError(f"{file}, row {row} has no value in column {name!r}: fill it in or remove the row")
     return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
-def _keys(path: Path, name: str, column: Any, before: int) -> pa.Array:
+def _keys(file: SourceFile, name: str, column: Any, before: int) -> pa.Array:
     """Return the column as one array of strings or int64."""
-    column = _plain(path, name, column, before)
+    column = _plain(file, name, column, before)
     if not is_text(column.type) and not pa.types.is_integer(column.type):
-        raise ItemSetError(f"{path}: key column {name!r} holds {column.type}, keys must be integers or strings")
+        raise ItemSetError(f"{file}: key column {name!r} holds {column.type}, keys must be integers or strings")
     return column.cast(pa.large_string() if is_text(column.type) else pa.int64()).combine_chunks()
 
 
-def _tokens(path: Path, name: str, column: Any, before: int) -> NDArray[Any] | Rows:
+def _tokens(file: SourceFile, name: str, column: Any, before: int) -> NDArray[Any] | Rows:
     lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
     flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks])
     if flat.null_count:
         where = pc.index(flat.is_null(), True).as_py()
         row = before + int(np.searchsorted(np.cumsum(lengths), where, side="right")) + 1
-        raise ItemSetError(f"{path}, row {row}: a list in column {name!r} holds a missing value, give every token id")
+        raise ItemSetError(f"{file}, row {row}: a list in column {name!r} holds a missing value, give every token id")
     return _matrix_or_rows(flat.to_numpy(), lengths)
 
 
@@ -247,8 +282,8 @@ def _matrix_or_rows(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray
     return Rows(tokens, np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))
 
 
-_PLAIN: dict[str, Callable[[Path], Iterator[Items]]] = {".txt": _read_txt, ".npy": _read_npy}
-_TABLES: dict[str, Callable[[Path, str | None, str | None, Sequence[str]], Iterator[Columns]]] = {
+_PLAIN: dict[str, Callable[[SourceFile], Iterator[Items]]] = {".txt": _read_txt, ".npy": _read_npy}
+_TABLES: dict[str, Callable[[SourceFile, str | None, str | None, Sequence[str]], Iterator[Columns]]] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".jsonl": read_jsonl,

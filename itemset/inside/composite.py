@@ -107,12 +107,16 @@ class Composite:
         """stop_token_ids: the request's; by default those of the tokenizer."""
         self._vocabulary, self._holes = vocabulary, holes
         stops = sorted(stop_token_ids) or None
-        matcher = _Matcher(xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops))
-        self._history = [[_Thread(matcher, {}, None)]]
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        self._stops = frozenset(matcher.stop_token_ids)
+        self._history = [[_Thread(_Matcher(matcher), {}, None)]]
         self._read = [0]  # bytes of the text so far, after each token
         self._wide = torch.empty((1, vocabulary.words), dtype=torch.int32)
         self._outside: NDArray[np.int32] = self._wide.numpy()[0, : vocabulary.model_words]
         self._inside = np.zeros(vocabulary.model_words, np.int32)
+        self._end = np.zeros(vocabulary.model_words, np.uint32)
+        for token in self._stops:
+            self._end[token >> 5] |= np.uint32(1 << (token & 31))
 
     # What happened
 
@@ -142,18 +146,11 @@ class Composite:
     # Moving
 
     def accept(self, token: int) -> bool:
-        """Take a token; return False, and stay, if it is not allowed."""
+        """Take a token; return False, and stay, if it is not allowed. After the end only stop tokens are."""
         if not 0 <= token < self._vocabulary.size:
             return False
-        before, after = self._history[-1], list[_Thread]()
-        for thread in before:
-            if thread.hole < 0 and not self._open(thread):
-                if thread.matcher.accept(token):
-                    after.append(_Thread(thread.matcher, thread.given, thread.found))
-            elif thread.hole < 0:
-                self._from_outside(thread, token, after)
-            else:
-                self._from_inside(thread, token, after)
+        before = self._history[-1]
+        after = self._after(before, token)
         if not after:
             for thread in before:
                 thread.matcher.to(thread.depth)
@@ -184,6 +181,20 @@ class Composite:
     def reset(self) -> None:
         self.rollback(len(self._history) - 1)
 
+    def _after(self, before: list[_Thread], token: int) -> list[_Thread]:
+        if token in self._stops and self.is_terminated:
+            return before
+        after = list[_Thread]()
+        for thread in before:
+            if thread.hole < 0 and not self._open(thread):
+                if thread.matcher.accept(token):
+                    after.append(_Thread(thread.matcher, thread.given, thread.found))
+            elif thread.hole < 0:
+                self._from_outside(thread, token, after)
+            else:
+                self._from_inside(thread, token, after)
+        return after
+
     def _from_outside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
         entered = []
         for hole, items in self._open(thread):
@@ -199,10 +210,11 @@ class Composite:
             matcher = thread.matcher.fork() if thread.matcher.takes(token) else None
         if matcher is not None and matcher.accept(token):
             after.append(_Thread(matcher, thread.given, thread.found))
-        own = [thread.matcher, *(thread.matcher.fork() for _ in entered[1:])]
-        for stays, (hole, items, state) in zip(own, entered, strict=False):
-            begin = self._read[-1]
+        begin, stays = self._read[-1], thread.matcher
+        forks = [stays.fork() for _ in entered[1:]]
+        for hole, items, state in entered:
             self._land(_Thread(stays, thread.given, thread.found, hole, items, state, (token,), begin), token, after)
+            stays = forks.pop() if forks else stays
 
     def _from_inside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
         items, bridges = thread.items, self._holes[thread.hole].bridges
@@ -276,11 +288,15 @@ class Composite:
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""
-        words = min(len(row), self._vocabulary.model_words)
-        if len(row) > words:
-            row[words:] = 0
-            row = row[:words]
-        outside = self._outside if words == len(self._outside) else self._outside[:words]
+        if len(row) == len(self._inside):
+            self._fill(row)
+            return
+        whole = np.empty_like(self._inside)
+        self._fill(whole)
+        row[len(whole) :] = 0
+        row[: len(whole)] = whole[: len(row)]
+
+    def _fill(self, row: NDArray[np.int32]) -> None:
         empty = True  # the first reading sets the row, the others add to it
         for thread in self._history[-1]:
             if thread.hole >= 0:
@@ -290,37 +306,39 @@ class Composite:
             elif not thread.matcher.matcher.is_terminated():
                 thread.matcher.matcher.fill_next_token_bitmask(self._wide)
                 if empty:
-                    np.copyto(row, outside)
+                    np.copyto(row, self._outside)
                 else:
-                    np.bitwise_or(row, outside, out=row)
+                    np.bitwise_or(row, self._outside, out=row)
                 empty = False
                 for hole, items in self._open(thread):
                     self._fill_inside(thread, hole, items, 0, row, empty)
         if empty:
-            row[:] = 0
+            np.copyto(row, self._end.view(np.int32))
 
     def _fill_inside(
         self, thread: _Thread, hole: int, items: Items, state: int, row: NDArray[np.int32], empty: bool
     ) -> None:
         """empty: nothing of the row has been set."""
-        inside = row if empty and len(row) == len(self._inside) else self._inside
+        inside = row if empty else self._inside
         items.fill(state, inside)
         if inside is not row:
-            np.bitwise_or(0 if empty else row, inside[: len(row)], out=row)
+            np.bitwise_or(row, inside, out=row)
         bridges = self._holes[hole].bridges
-        closing = items.closing(state, bridges) if bridges is not None else ()
-        if not closing or bridges is None:
+        closing = items.closing(state, bridges) if bridges is not None else None
+        matcher = thread.matcher.matcher
+        if closing is None or not matcher.accept_token(self._vocabulary.first + hole):
             return
-        matcher, taken, bits = thread.matcher.matcher, dict[bytes, bool](), row.view(np.uint32)
-        if not matcher.accept_token(self._vocabulary.first + hole):
-            return
-        for last in closing:
-            for token, rest in bridges.by_last[last]:
-                if (known := taken.get(rest)) is None:
-                    known = taken.get(rest[:-1], True)  # shorter ones come first
-                    if known and (known := matcher.accept_string(rest)):
-                        matcher.rollback(1)
-                    taken[rest] = known
-                if known:
-                    bits[token >> 5] |= np.uint32(1 << (token & 31))
+        matcher.fill_next_token_bitmask(self._wide)
+        others = [token for last, token, rest in closing.others if self._takes(thread.matcher, rest, last, inside)]
+        closing.let_in(self._outside, inside, row)
         matcher.rollback(1)
+        for token in others:
+            row.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+
+    @staticmethod
+    def _takes(matcher: _Matcher, rest: bytes, last: int, inside: NDArray[np.int32]) -> bool:
+        """Whether an item may end here with its last token, and this text come after it."""
+        if not inside[last >> 5] >> (last & 31) & 1 or not matcher.matcher.accept_string(rest):
+            return False
+        matcher.matcher.rollback(1)
+        return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,7 @@ _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|//[^\n]*
 _SPACES = re.compile(r"\s*")
 PLACES = 1_000
 """Places of one constraint; each takes its time."""
+_SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
 _NO_SPACE = (
     "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
 )
@@ -116,18 +118,28 @@ class Marker:
 
         What chooses among the items may stand in it, too.
         """
-        slate = self._parsed(given)
-        if not isinstance(slate, dict) or WORD not in slate:
-            raise ItemSetError(f'slate must be an object such as {{"{WORD}": "films", "n": 5}}, not {shown(slate)}')
+        is_json = not isinstance(given, str) or given.lstrip().startswith("{")
+        slate = self._parsed(given) if is_json else given
+        if not isinstance(slate, dict):
+            raise ItemSetError(f"slate must be an object of {WORD}, n and separator, {_SLATE}, not {shown(slate)}")
         if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):
             raise ItemSetError(
                 f"slate: there is no {shown(others[0])}, only {WORD}, n, separator, {', '.join(SELECTION)}"
             )
-        n, separator = slate.get("n"), slate.get("separator", "\n")
+        for word, meaning in ((WORD, "the set's name"), ("n", "how many items")):
+            if slate.get(word) is None:
+                raise ItemSetError(f"slate has no {word}, which is {meaning}: state it, {_SLATE}")
+        n, separator = slate["n"], slate.get("separator", "\n")
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= PLACES:
             raise ItemSetError(f"slate.n must be a number of items, 1 to {PLACES:,}, not {shown(n)}")
-        if not isinstance(separator, str) or not all(c.isprintable() or c in "\n\r\t" for c in separator):
-            raise ItemSetError(f"slate.separator must be a text that can be printed, not {shown(separator)}")
+        if not isinstance(separator, str):
+            raise ItemSetError(f"slate.separator must be a text, not {shown(separator)}")
+        for character in separator:
+            if unicodedata.category(character).startswith("C") and character not in "\n\r\t":
+                raise ItemSetError(
+                    f"slate.separator has the character U+{ord(character):04X}, which is invisible and no space: of "
+                    "such, only the line feed, the carriage return and the tab may stand in it"
+                )
         if separator.endswith(" "):
             raise ItemSetError(f"slate.separator {_NO_SPACE}")
         place = replace(self._place(slate, "slate"), closers=separator[:1], group=0)

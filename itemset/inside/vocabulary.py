@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,18 +21,19 @@ HOLES = 31
 _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:\d+\s*,\s*)*\d+)")
 
 
-@dataclass
+@dataclass(eq=False)
 class Bridges:
     """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
 
-    by_last: of each token that may be the item's last, the bridges with the text after it, the shortest first.
+    by_last: of each token that may be the item's last, the bridges with the text after it.
     by_token: of each bridge, its last tokens with the text after them. last: a bit for each key of `by_last`,
-        [ceil(vocabulary / 32)] uint32.
+        [ceil(vocabulary / 32)] uint32. alone: of a text after a last token, the token that it is, if there is one.
     """
 
     last: NDArray[np.uint32]
     by_last: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     by_token: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    alone: dict[bytes, int] = field(default_factory=dict)
 
 
 class Vocabulary:
@@ -39,6 +41,7 @@ class Vocabulary:
 
     def __init__(self, info: xgrammar.TokenizerInfo, threads: int = 2) -> None:
         """info: of the model's tokenizer, its size that of the model's logits. threads: of one compilation."""
+        self._lock = threading.Lock()
         self.bytes: list[bytes] = list(info.decoded_vocab)
         """What each token adds to a text; of a special token, whatever xgrammar takes it for."""
         self.size = len(self.bytes)
@@ -72,9 +75,13 @@ class Vocabulary:
                 return True
         return False
 
-    @functools.lru_cache(16)  # noqa: B019 - one object a process
     def bridges(self, closers: bytes) -> Bridges:
         """Return the bridges over each of these bytes, with which what follows a hole begins."""
+        with self._lock:  # the first request may be many at once, for which one of them looks
+            return self._bridges(closers)
+
+    @functools.lru_cache(16)  # noqa: B019 - one object a process
+    def _bridges(self, closers: bytes) -> Bridges:
         ids: dict[bytes, list[int]] = {}  # SentencePiece has two tokens of one byte
         for token, text in enumerate(self.bytes):
             if token not in self._special:
@@ -89,6 +96,6 @@ class Vocabulary:
                     found.by_last.setdefault(last, []).append((token, text[at:]))
                     found.by_token.setdefault(token, []).append((last, text[at:]))
                     found.last[last >> 5] |= np.uint32(1 << (last & 31))
-        for bridges in found.by_last.values():
-            bridges.sort(key=lambda bridge: len(bridge[1]))
+                    if text[at:] in ids:
+                        found.alone[text[at:]] = ids[text[at:]][0]
         return found

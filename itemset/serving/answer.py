@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,17 +23,26 @@ class Expected:
     """One request's set.
 
     stop_tokens: at which the request ends; none of them occurs in an item. content: what of the output comes after the
-    reasoning, None where there is none. of_set: what an answer says of the set, `Catalogue.told`.
+    reasoning, None where there is none. of_set: what an answer says of the set, `Catalogue.told`. weighed: whether the
+    answer's item says its `set_weight`.
     """
 
     item_set: ItemSet
     stop_tokens: frozenset[int]
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
     of_set: Mapping[str, str] = field(default_factory=dict)
+    weighed: bool = False
 
-    def told(self, tokens: Sequence[int], *, cut: bool) -> dict[str, Any]:
-        """What an answer says: its item. cut: whether it ended before its end, by a stop string or aborted."""
-        return {"item": None if cut else self.item(tokens)}
+    def told(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
+        """What an answer says: its item. cut: whether it ended before its end, by a stop string or aborted.
+
+        weight: of a weighed answer, the sum over its tokens of the logarithm of the legal mass: the model's probability
+        of all tokens that its item set allowed there. It is not finite if the engine could not tell.
+        """
+        item = None if cut else self.item(tokens)
+        if item is not None and self.weighed and weight is not None:
+            item["set_weight"] = weight if math.isfinite(weight) else None
+        return {"item": item}
 
     def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
         """What an answer says of its item, {"key": ...} and more; None if it ended elsewhere.

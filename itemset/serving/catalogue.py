@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
@@ -19,6 +20,7 @@ from itemset.opening import from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import delete_unused
 from itemset.serving.versions import VERSION, Opened, Versions
+from itemset.storage import is_uri
 from itemset.views import view, view_from_bytes
 
 INLINE = "inline:"
@@ -102,7 +104,7 @@ class Catalogue:
         Where the configuration names no versions, this is the process that starts the engine.
         """
         self._config, self.versions = config, Versions(config)
-        self._files = {name for name in config.item_sets if not where(config, name).is_dir()}
+        self._files = {name for name in config.item_sets if not os.path.isdir(where(config, name))}
         for name, (version, path) in at_start(config).items():
             self.versions.serve(self.versions.open(name, version, path))
         _check_bases(config, self.registered)
@@ -214,12 +216,13 @@ class Catalogue:
         return "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def where(config: StaticConfig, name: str) -> Path:
-    """Return the file of a set, or the folder of a published one."""
-    return Path(config.item_sets.get(name) or Path(config.item_set_dir or "", name)).expanduser()
+def where(config: StaticConfig, name: str) -> Path | str:
+    """Return the file of a set or its URI, or the folder of a published one."""
+    given = config.item_sets.get(name) or Path(config.item_set_dir or "", name)
+    return str(given) if is_uri(given) else Path(given).expanduser()
 
 
-def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
+def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path | str]]:
     """Return the sets that a process begins with: their versions, None for that of the file, and their files.
 
     Raises ItemSetError as `published.current` does.
@@ -229,15 +232,15 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path]]:
         in_folder = {*versions}
     elif config.item_set_dir is not None:
         in_folder = published.sets_in(config.item_set_dir)
-    found: dict[str, tuple[str | None, Path]] = {}
+    found: dict[str, tuple[str | None, Path | str]] = {}
     for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys() - config.item_views.keys())):
         path, version = where(config, name), versions[name] if versions is not None else None
-        if version is None and path.is_dir():
+        if version is None and os.path.isdir(path):
             try:
                 version, path = published.current(path)[:2]
             except ItemSetError as error:
                 raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
-        elif version is not None and (path.is_dir() or name not in config.item_sets):
+        elif version is not None and (os.path.isdir(path) or name not in config.item_sets):
             path = published.file_of(path, version)
         found[name] = version, path
     return found

@@ -77,7 +77,7 @@ class Follower:
         self._lock = threading.RLock()  # one look at a time
         self._started = threading.Event()
         for opened in checks.catalogue.versions.serving:
-            self._sets[opened.name] = Followed(where(config, opened.name), path=path)
+            self._sets[opened.name] = Followed(Path(where(config, opened.name)), path=path)
         self.follows = config.item_set_dir is not None or any(map(checks.catalogue.follows, self._sets))
 
     def start(self) -> None:
@@ -167,7 +167,7 @@ class Follower:
                 self._log.warning("Item sets stay as they are: %s", error)
             return
         for name in found - self._sets.keys() - self._config.item_views.keys():
-            self._sets[name] = Followed(where(self._config, name), path=self._path)
+            self._sets[name] = Followed(Path(where(self._config, name)), path=self._path)
         for name in self._sets.keys() - found - self._config.item_sets.keys():
             del self._sets[name]
             closed = self._checks.catalogue.drop(name)

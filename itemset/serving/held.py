@@ -21,6 +21,7 @@ from pathlib import Path
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.opening import from_index
+from itemset.storage import is_uri
 from itemset.trie import file as index_file
 
 KEPT_SECONDS = 3600  # that a copy stays which nobody maps, from when it was last opened: a restart finds it
@@ -41,14 +42,15 @@ def open_copy(
 ) -> tuple[ItemSet, str]:
     """The set of the index file at `path`, mapped from a private copy, and its version (`index_file.version`).
 
-    path: None if there is a copy already. folder: where copies are; None for the user's cache folder, or one in the
-    folder for temporary files. version: the one that is wanted. Its copy is opened, whatever stands at `path`; if there
-    is none, the file at `path` must be of this version. None for that of the file. sealed: what `seal` has told a
-    process that checked the version's copy. If that is the copy here, as it was then, it is not read again.
+    path: of the file, or its URI; None if there is a copy already. folder: where copies are; None for the user's cache
+    folder, or one in the folder for temporary files. version: the one that is wanted. Its copy is opened, whatever
+    stands at `path`; if there is none, the file at `path` must be of this version. None for that of the file. sealed:
+    what `seal` has told a process that checked the version's copy. If that is the copy here, as it was then, it is not
+    read again.
     Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be used, or a disk
     that is full.
     """
-    copies, found = _folder(folder), version or index_file.version(path or "")
+    copies, found = _folder(folder), version or _version(path or "")
     try:
         with _locked(copies, fcntl.LOCK_SH):
             item_set = _open(copies / found, sealed)
@@ -62,6 +64,11 @@ def open_copy(
     except OSError as error:
         raise ItemSetError(f"{copies} cannot be used: {error.strerror}: {_OPTION}") from error
     return item_set, found
+
+
+def _version(path: str | os.PathLike[str]) -> str:
+    """The version of a file. One under a URI is checked when it has been fetched, and that only if there is no copy."""
+    return index_file.named(path) if is_uri(path) else index_file.version(path)
 
 
 def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -> set[str]:

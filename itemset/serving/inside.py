@@ -6,11 +6,10 @@ import asyncio
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import xgrammar
@@ -104,7 +103,7 @@ class Constraint:
 
     kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
     slate: of a slate that a device can make, how many items come after the first, and the token between two, or
-        NO_TOKEN.
+        NO_TOKEN. least: of a slate, tokens that none has fewer of.
     """
 
     kind: str
@@ -112,6 +111,7 @@ class Constraint:
     holes: Sequence[SetHole]
     compiled: xgrammar.CompiledGrammar = field(repr=False)
     slate: tuple[int, int] | None = None
+    least: int = 0
 
     def __deepcopy__(self, memo: Any) -> Constraint:
         """Engines copy a request's parameters; this is immutable."""
@@ -122,7 +122,7 @@ class Constraint:
         return list(dict.fromkeys(hole.reference for hole in self.holes))
 
     def spec(self) -> str:
-        """Return what `Grammars` reads in the engine."""
+        """Return what `grammars.Grammars` reads in the engine."""
         holes = [
             [hole.reference, hole.closers.decode("latin-1"), hole.place.group, hole.place.begins] for hole in self.holes
         ]
@@ -133,7 +133,7 @@ class Constraint:
         return [sender.carried(reference) for reference in self.references]
 
 
-class _OverVocabulary:
+class OverVocabulary:
     """What stands on a model's vocabulary, which is made once it is asked for. Safe for threads."""
 
     def __init__(self, make: Callable[[], Vocabulary]) -> None:
@@ -149,7 +149,7 @@ class _OverVocabulary:
             return self._vocabulary
 
 
-class Constraints(_OverVocabulary):
+class Constraints(OverVocabulary):
     """Those of one front end. Safe for threads."""
 
     def __init__(
@@ -256,7 +256,17 @@ class Constraints(_OverVocabulary):
             compiled = vocabulary.compile(grammar)
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
-        return Constraint(kind, grammar, holes, compiled, self._slate(marked, holes))
+        return Constraint(kind, grammar, holes, compiled, self._slate(marked, holes), self._least(marked, holes))
+
+    def _least(self, marked: Marked, holes: Sequence[SetHole]) -> int:
+        """Return `Constraint.least`: a separator adds a token, unless one may be an item's end and the separator."""
+        if marked.slate is None:
+            return 0
+        (n, separator), item_set = marked.slate, holes[0].item_set
+        closing = self.vocabulary.bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
+        bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
+        adds = bool(separator) and not item_set.occurring(bridged)
+        return n * item_set.shortest + (n - 1) * adds
 
     def _slate(self, marked: Marked, holes: Sequence[SetHole]) -> tuple[int, int] | None:
         """Return `Constraint.slate`: a separator must be one token of its own, which no item holds."""
@@ -274,10 +284,26 @@ class Constraints(_OverVocabulary):
                 return None
         return n - 1, token
 
-    def check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
+    def check(
+        self,
+        constraint: Constraint,
+        *,
+        prompt_tokens: int,
+        min_tokens: int,
+        max_tokens: int | None,
+        stop_tokens: Collection[int],
+    ) -> None:
+        """Raises RefusedError where a constraint and the rest of the request leave no way to its end."""
+        for reference in constraint.references:
+            self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
+        if constraint.kind == SLATE:
+            self._check_stops(constraint, stop_tokens)
+            self._checks.slate(
+                constraint.least, prompt_tokens=prompt_tokens, min_tokens=min_tokens, max_tokens=max_tokens
+            )
+
+    def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
         """Raises RefusedError for a stop token at which a slate would end after its first item."""
-        if constraint.kind != SLATE:
-            return
         texts, begins = self.vocabulary.bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
         for token in stop_tokens:
             if begins and 0 <= token < len(texts) and texts[token].startswith(begins):
@@ -328,7 +354,9 @@ class ExpectedItems:
     stop_tokens: frozenset[int]
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
 
-    def told(self, tokens: Sequence[int], *, cut: bool) -> dict[str, Any]:
+    weighed = False
+
+    def told(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
         """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
         tokens = tokens if self.content is None else self.content(tokens)
         bridges = self.vocabulary.bridges
@@ -355,33 +383,3 @@ class ExpectedItems:
 
 def _group(hole: SetHole) -> tuple[int | None, bool]:
     return hole.place.group, hole.place.begins
-
-
-class Grammars(_OverVocabulary):
-    """Makes the grammars of one engine core or scheduler. Safe for threads."""
-
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        super().__init__(vocabulary)
-        self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
-
-    def maker(
-        self, spec: str, sets: Callable[[str], ItemSet], stop_token_ids: Iterable[int]
-    ) -> Callable[[], Composite]:
-        """Compile a constraint, and return what makes a request's grammar of it.
-
-        spec: `Constraint.spec()`. sets: by reference. Raises RuntimeError as xgrammar does, and as `sets` does.
-        """
-        vocabulary, (grammar, given) = self.vocabulary, json.loads(spec.removeprefix(ENVELOPE))
-        compiled = vocabulary.compile(grammar)
-        holes = []
-        for reference, closers, group, begins in given:
-            bridges = vocabulary.bridges(closers.encode("latin-1")) if closers else None
-            holes.append(Hole(self._of(reference, sets), bridges, group, begins))
-        stops = list(stop_token_ids)
-        return lambda: Composite(vocabulary, compiled, holes, stops)
-
-    def _of(self, reference: str, sets: Callable[[str], ItemSet]) -> Items:
-        with self._lock:
-            if (items := self._items.get(reference)) is None:
-                self._items[reference] = items = Items(sets(reference))
-            return items

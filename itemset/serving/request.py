@@ -24,6 +24,7 @@ from itemset.serving.words import (
     REFERENCE,
     SELECTION,
     SLATE,
+    WEIGHT,
     nearest,
 )
 from itemset.text import Escape
@@ -70,7 +71,8 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
     left of the registered one. item_filter, exclude_keys, only_keys: what chooses among its items, see `views.view`.
-    escape: how the texts of an inline set stand in an answer, see `itemset.build_text`.
+    escape: how the texts of an inline set stand in an answer, see `itemset.build_text`. weighed: whether its answers
+    say their `set_weight`.
     """
 
     item_set: str | None = None
@@ -81,6 +83,7 @@ class ItemRequest:
     exclude_keys: list[Any] | None = field(default=None, repr=False)
     only_keys: list[Any] | None = field(default=None, repr=False)
     escape: Escape | None = None
+    weighed: bool = False
 
     @property
     def chooses(self) -> bool:
@@ -115,6 +118,16 @@ class ItemRequest:
                     "wrong type", f"{key} is not for requests: name the set as item_set, or send a choice", key
                 )
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
+        weighed = given.get(WEIGHT)
+        if weighed is not None and not isinstance(weighed, bool):
+            raise RefusedError("wrong type", f"{WEIGHT} must be true or false, not {shown(weighed)}", WEIGHT)
+        if weighed and (not (named or choices) or k is not None or drawing.wants_draws(given)):
+            raise RefusedError(
+                "wrong type",
+                f"{WEIGHT} is of one sampled answer with {REFERENCE} or a choice, not of slates, lists, draws, or sets "
+                "inside a constraint: leave it out",
+                WEIGHT,
+            )
         if given.get(SLATE) is not None:
             _refuse_beside_slate(given, named or choices or other, ranked=k is not None)
             return None
@@ -159,7 +172,8 @@ class ItemRequest:
         if drawn:
             return cls(name, choice, drawn=DrawOptions.of(given), **selection)
         options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
-        return cls(name, choice, None if k is None else ListOptions(k, **options), **selection)
+        ranked = None if k is None else ListOptions(k, **options)
+        return cls(name, choice, ranked, weighed=bool(weighed), **selection)
 
 
 def _refuse_beside_slate(given: Mapping[str, Any], other: Any, *, ranked: bool) -> None:
@@ -183,7 +197,7 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
     """
     for key in (*islice(given, COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
         word = (None if drawn and key == CANDIDATES else ELSEWHERE.get(key)) or nearest(
-            key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN)
+            key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT)
         )
         if word not in (None, key):
             raise RefusedError("wrong type", f"there is no field {shown(key)}: did you mean {word}?", key)

@@ -28,6 +28,9 @@ OPTIONS = ("width", "exact", "renormalised", "max_passes")
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
 `itemset.serving.drawing`."""
+WEIGHT = "return_set_weight"
+"""Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer.Expected`. Inside the
+engine the request carries it as it is."""
 INDEX, FILTERED, PLACE, LIST, RACES, HOLES, SLATED = INTERNAL = (
     "item_set_index",
     "item_set_filter",
@@ -42,7 +45,7 @@ on, its set's place on the devices, the ranked list that it is, the temperature 
 made as that list is, what it carries of the sets in its constraint, and, of a slate that a device can make,
 `Constraint.slate`. They are no words of requests."""
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW)
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
@@ -53,14 +56,14 @@ OTHERS = frozenset({"items", "voice", "raw", "rows", "state", "slots", "date", "
 PLACES: Mapping[str, tuple[str, ...]] = {
     "": WORDS,
     "extra_body": WORDS,  # the openai client's word, which it takes off
-    STRUCTURED: (REFERENCE, CHOICE, GUIDED, SLATE, DRAWS, DRAW),
+    STRUCTURED: (REFERENCE, CHOICE, GUIDED, SLATE, DRAWS, DRAW, WEIGHT),
     "sampling_params": WORDS,
     f"sampling_params.{STRUCTURED}": (CHOICE, GUIDED),
-    "sampling_params.custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
-    "sampling_params.extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
-    "custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
-    "extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW),
-    "vllm_xargs": (REFERENCE, SLATE, DRAWS, DRAW),
+    "sampling_params.custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
+    "sampling_params.extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
+    "custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
+    "extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
+    "vllm_xargs": (REFERENCE, SLATE, DRAWS, DRAW, WEIGHT),
     "instances": WORDS,
     "parameters": WORDS,
 }

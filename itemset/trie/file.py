@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
+from itemset.storage import fetch, fetched, file_at, is_uri
 from itemset.text import Escape, TokenizerId
 
 FORMAT = 1
@@ -142,8 +142,13 @@ def _open_nameless(folder: Path, temporary: Path) -> tuple[int, bool]:
     return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), False
 
 
-def open_file(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open an index file for reading. Raises ItemSetError: no such file, a directory or a pipe, or not readable."""
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open an index file for reading; one under a URI is fetched before, into a file without a name.
+
+    Raises ItemSetError: no such file, a directory or a pipe, or not readable.
+    """
+    if is_uri(path):
+        return fetched(path)
     try:
         mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for a writer
         if stat.S_ISDIR(mode):
@@ -162,6 +167,9 @@ def copy_into(path: str | os.PathLike[str], target: int) -> None:
 
     Raises ItemSetError as `open_file` does, and OSError if the copy cannot be written.
     """
+    if is_uri(path):
+        fetch(path, target)
+        return
     with open_file(path) as source, open(target, "wb", closefd=False) as file:
         try:
             while hasattr(os, "copy_file_range") and os.copy_file_range(source.fileno(), target, 1 << 30):
@@ -199,7 +207,7 @@ def version(path: str | os.PathLike[str], name: str = "") -> str:
                 if not is_right:
                     raise _damaged(name, section)
     except OSError as error:
-        raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
+        raise ItemSetError(f"{name}: cannot be read: {error.strerror or error}") from error
     return _hashed(start)
 
 
@@ -216,21 +224,23 @@ def _is_right(descriptor: int, section: Section) -> bool:
 def named(path: str | os.PathLike[str], name: str = "") -> str:
     """Hash the file's prelude and header, which hold the checksum of everything else, in hex; check nothing else.
 
-    Raises ItemSetError as `open_file` and `parse` do.
+    Of a file under a URI nothing else is fetched. Raises ItemSetError as `open_file` and `parse` do.
     """
     name = name or str(path)
     try:
-        with open_file(path) as file:
+        with file_at(path).open() if is_uri(path) else open_file(path) as file:
             return _hashed(_read_header(file, name)[0])
     except OSError as error:
-        raise ItemSetError(f"{name}: cannot be read: {error.strerror}") from error
+        raise ItemSetError(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
-def _read_header(file: BufferedReader, name: str) -> tuple[bytes, Header]:
+def _read_header(file: BinaryIO, name: str) -> tuple[bytes, Header]:
     """Return the prelude and the header as they stand there, and what they say."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     start = file.read(_PRELUDE.size)
     start += file.read(_header_size(start))
-    return start, _parse_header(start, os.fstat(file.fileno()).st_size, name)
+    return start, _parse_header(start, size, name)
 
 
 def _hashed(start: bytes) -> str:

@@ -59,6 +59,28 @@ def test_beside_sets_and_other_grammars(engine):
         assert output["text"] in TITLES
 
 
+@pytest.mark.parametrize(
+    ("sampled", "sentence"),
+    [
+        ({"max_new_tokens": 34}, "a slate of so many items has at least 35 tokens, but max_new_tokens=34: raise"),
+        ({"min_new_tokens": 36}, "min_new_tokens=36 could forbid the end of the slate, which may have 35 tokens"),
+    ],
+)
+def test_slates_without_room_are_refused(engine, sampled, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        engine.generate("p", {"slate": {"item_set": "titles", "n": 18}, **sampled})
+
+
+def test_after_the_end_come_stop_tokens_alone(engine):
+    names, tokenizer = ["object", "slate", "tag", "slate alone"], tiny_tokenizer()
+    params = [asking(name, ignore_eos=True, max_new_tokens=200) for name in names]
+    for name, one in zip(names, engine.generate(["p"] * 4, params), strict=True):
+        assert one["meta_info"]["finish_reason"]["type"] == "length"
+        end = one["output_ids"].index(tokenizer.eos_token_id)
+        assert set(one["output_ids"][end:]) == {tokenizer.eos_token_id}
+        CASES[name][2](tokenizer.decode(one["output_ids"][:end]), one["meta_info"]["items"])
+
+
 @pytest.mark.parametrize("sentence", BAD)
 def test_what_would_not_hold_is_refused(engine, sentence):
     with pytest.raises(ValueError, match=r"[Ii]tem|constraint|exclude_keys") as raised:

@@ -6,6 +6,7 @@ import http.client
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from request_fields import BAD_SELECTIONS
 from servers import wait_for
 from sets import named_flags, tagged_keys
 from sglang_servers import start_expecting_failure
+from stores import web_server
 
 import itemset
 
@@ -27,12 +29,13 @@ ENCODING = "an inline set is encoded"  # cpu/sitecustomize.py
 
 @pytest.fixture(scope="module")
 def server(servers, tiny_model, named_sets):
-    sets = named_flags(named_sets)
-    return servers(
-        tiny_model,
-        arguments=("--grammar-backend", "static", "--constrained-json-disable-any-whitespace", *sets),
-        env={"SGLANG_ENABLE_REQUEST_DECOMPRESSION": "1"},
-    )
+    with web_server(Path(named_sets["one"].path).parent) as (address, _):  # one of them is an index under a URI
+        sets = named_flags(named_sets | {"one": replace(named_sets["one"], path=f"{address}/one.itemset")})
+        yield servers(
+            tiny_model,
+            arguments=("--grammar-backend", "static", "--constrained-json-disable-any-whitespace", *sets),
+            env={"SGLANG_ENABLE_REQUEST_DECOMPRESSION": "1"},
+        )
 
 
 def complete(server, **body) -> dict:

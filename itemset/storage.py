@@ -1,0 +1,265 @@
+"""Where files are: on this machine, or under a URI in an object store, on a web server or on a model hub.
+
+pyarrow's own file systems serve s3:// and gs://, fsspec's all others (hf://, https://, abfs://, ...), each with the
+credentials that it finds by itself: environment variables, its configuration files, the machine's role.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from itemset.errors import ItemSetError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
+
+PathLike = str | os.PathLike[str]
+TRIES = 3  # of each read: a connection may break in the middle
+_WAIT = 0.5  # seconds before the second try, twice that before the third
+_PIECE = 1 << 23  # bytes of one read
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+
+
+def is_uri(path: PathLike) -> bool:
+    """Return whether this names a file under a URI, and none of this machine."""
+    return isinstance(path, str) and _SCHEME.match(path) is not None
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to be read, wherever it is.
+
+    name: its path or URI, as errors call it. path: within its file system. size: its bytes. changed: when it was
+    changed last, in nanoseconds, None if the system does not tell. system: pyarrow's, None for this machine's.
+    """
+
+    name: str
+    path: str
+    size: int
+    changed: int | None
+    system: Any = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def suffix(self) -> str:
+        """In lower case, with its dot."""
+        return PurePosixPath(self.path).suffix.lower()
+
+    def open(self) -> BinaryIO:
+        """Open it for reading, at any place. Raises OSError, and so do reads, whatever the file system raises."""
+        if self.system is None:
+            return open(self.path, "rb")
+        return cast(BinaryIO, io.BufferedReader(_Remote(self), _PIECE))
+
+    def check_unchanged(self) -> None:
+        """Raise ItemSetError if another file stands there now: what was read may be of both."""
+        if self.system is not None and file_at(self.name) != self:
+            raise ItemSetError(f"{self.name} was changed while it was read: start again")
+
+
+def file_at(path: PathLike) -> SourceFile:
+    """Return the file that stands there. Raises ItemSetError: there is none, or it cannot be reached."""
+    if not is_uri(path):
+        return _local(Path(path))
+    from pyarrow import fs
+
+    name = str(path)
+    with reached(name):
+        system, inside = _system(name)
+        found = system.get_file_info(inside)
+    if found.type == fs.FileType.Directory:
+        raise ItemSetError(f"{name} is a folder: name a file in it")
+    if found.type == fs.FileType.NotFound:
+        raise ItemSetError(f"no file {name}: check the address")
+    return _remote(name, system, found)
+
+
+def files_at(path: PathLike) -> list[SourceFile]:
+    """Return the file that stands there, or those of a folder or a glob, in the order of their names.
+
+    A folder's files are also those in folders below it. Names that begin with "_" or "." are left out: clusters write
+    notes of their own beside the parts of a table. A glob has its `*` in the last part of the path.
+    Raises ItemSetError: nothing is there, or it cannot be reached.
+    """
+    name = str(path)
+    above, slash, last = name.rpartition("/")
+    if "*" in last:
+        found = [
+            one for one in _listed(above + slash, False) if fnmatch.fnmatchcase(PurePosixPath(one.path).name, last)
+        ]
+    elif _is_folder(path):
+        found = _listed(name, True)
+    else:
+        return [file_at(path)]
+    if not found:
+        raise ItemSetError(f"no file in {name}: check the path")
+    return sorted(found, key=lambda one: one.path)
+
+
+def fetch(path: PathLike, target: int) -> None:
+    """Copy the file under a URI to the file of the descriptor `target`.
+
+    Raises ItemSetError: it cannot be read, or was changed meanwhile; OSError if the copy cannot be written.
+    """
+    found = file_at(path)
+    with open(target, "wb", closefd=False) as copy, found.open() as file:
+        while True:
+            with reached(found.name):
+                piece = file.read(_PIECE)
+            if not piece:
+                break
+            copy.write(piece)
+    found.check_unchanged()
+
+
+def fetched(path: PathLike) -> BinaryIO:
+    """Return a copy of the file under a URI, which has no name and goes when it is closed. Raises as `fetch` does."""
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  it is returned
+    try:
+        fetch(path, copy.fileno())
+    except BaseException:
+        copy.close()
+        raise
+    return cast(BinaryIO, copy)
+
+
+@contextmanager
+def reached(name: str) -> Iterator[None]:
+    """Turn what file systems raise into ItemSetErrors."""
+    try:
+        yield
+    except ItemSetError:
+        raise
+    except ImportError as error:
+        raise ItemSetError(f"{name} cannot be read: {error} (pip install 'static-backend[remote]')") from error
+    except Exception as error:  # of fsspec's file systems: whatever their clients raise
+        raise ItemSetError(f"{name} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    text = text.partition("\n")[0]
+    denied = isinstance(error, PermissionError) or re.search(r"denied|forbidden|\b40[13]\b", text, re.IGNORECASE)
+    return f"{text}: give credentials that may read it" if denied else text
+
+
+def _system(uri: str) -> tuple[Any, str]:
+    """Return pyarrow's file system for a URI, and the path within it."""
+    import pyarrow as pa
+    from pyarrow import fs
+
+    try:
+        system, inside = fs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid:  # none of pyarrow's own
+        import fsspec  # type: ignore[import-untyped]
+
+        other, inside = fsspec.core.url_to_fs(uri)
+        system = fs.PyFileSystem(fs.FSSpecHandler(other))
+    return system, inside
+
+
+def _local(path: Path) -> SourceFile:
+    if path.is_dir():
+        raise ItemSetError(f"{path} is a folder: name a file in it")
+    if not path.exists():
+        raise ItemSetError(f"no file {path}: check the path")
+    return SourceFile(str(path), str(path), path.stat().st_size, None, None)
+
+
+def _remote(name: str, system: Any, info: Any) -> SourceFile:
+    if info.size is None:
+        raise ItemSetError(f"{name} cannot be read in parts, its server does not say its size: download it first")
+    return SourceFile(name, info.path, info.size, info.mtime_ns, system)
+
+
+def _is_folder(path: PathLike) -> bool:
+    if not is_uri(path):
+        return Path(path).is_dir()
+    from pyarrow import fs
+
+    with reached(str(path)):
+        system, inside = _system(str(path))
+        return bool(system.get_file_info(inside).type == fs.FileType.Directory)
+
+
+def _listed(folder: str, below: bool) -> list[SourceFile]:
+    """Return the files of a folder. below: and those of the folders in it."""
+    if not is_uri(folder):
+        top = Path(folder)
+        every = top.rglob("*") if below else top.glob("*")
+        return [_local(one) for one in every if one.is_file() and not _is_note(one.relative_to(top).parts)]
+    from pyarrow import fs
+
+    scheme = folder.partition("://")[0]
+    with reached(folder):
+        system, inside = _system(folder)
+        every = system.get_file_info(fs.FileSelector(inside, recursive=below))
+        return [
+            _remote(one.path if is_uri(one.path) else f"{scheme}://{one.path}", system, one)
+            for one in every
+            if one.type == fs.FileType.File and not _is_note(PurePosixPath(one.path).relative_to(inside).parts)
+        ]
+
+
+def _is_note(parts: tuple[str, ...]) -> bool:
+    return any(part.startswith(("_", ".")) for part in parts)
+
+
+class _Remote(io.RawIOBase):
+    """A file that is elsewhere, read where it is asked for. A read that fails is tried again on a new connection."""
+
+    def __init__(self, source: SourceFile) -> None:
+        super().__init__()
+        self._source, self._at = source, 0
+        self._file: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        room = memoryview(buffer).cast("B")
+        wanted = min(len(room), self._source.size - self._at)
+        if wanted <= 0:
+            return 0
+        data = self._read(wanted)
+        room[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _read(self, wanted: int) -> bytes:
+        tries = 0
+        while True:
+            try:
+                if self._file is None:
+                    self._file = self._source.system.open_input_file(self._source.path)
+                self._file.seek(self._at)
+                if data := self._file.read(wanted):
+                    return bytes(data)
+                raise OSError("it ends before its size")
+            except Exception as error:
+                self._file, tries = None, tries + 1
+                if tries == TRIES or isinstance(error, FileNotFoundError | PermissionError):
+                    raise OSError(_reason(error)) from error
+                time.sleep(_WAIT * tries)

@@ -1,0 +1,88 @@
+"""What `deploy/` and docs/deployment.md tell people to run: vLLM and `itemset` take these arguments."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from itemset import cli
+from itemset.serving.config import StaticConfig
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+OBJECTS: list[Any] = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+
+
+def pod(kind: str) -> dict[str, Any]:
+    (found,) = (one for one in OBJECTS if one["kind"] == kind)
+    spec = found["spec"]["jobTemplate"]["spec"] if kind == "CronJob" else found["spec"]
+    return spec["template"]["spec"]
+
+
+def entry_point() -> list[str]:
+    (line,) = (line for line in DOCKERFILE.splitlines() if line.startswith("ENTRYPOINT "))
+    return json.loads(line.removeprefix("ENTRYPOINT "))
+
+
+def options_of(arguments: list[str]) -> StaticConfig:
+    """The plugin's options of a server started by these arguments, as vLLM's own parser takes them."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_static import compat, plugin
+
+    plugin.register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(arguments)
+    compat.apply_flags(args)
+    assert args.structured_outputs_config.backend == "static"
+    return StaticConfig.of(args.additional_config)
+
+
+def test_the_container_serves_the_mounted_sets() -> None:
+    (container,) = pod("Deployment")["containers"]
+    model, *arguments = container["args"]
+    program, serve, *flags = entry_point()
+    assert (program, serve, model) == ("vllm", "serve", "Qwen/Qwen3-8B")
+    options = options_of([*flags, *arguments])
+    mounted = {one["mountPath"]: one for one in container["volumeMounts"]}
+    assert mounted[options.item_set_dir]["readOnly"]
+    assert "readOnly" not in mounted[options.item_set_cache]
+    assert mounted.keys() >= {"/sets", "/copies"}
+
+
+def test_the_job_publishes_where_servers_look() -> None:
+    (container,) = pod("CronJob")["containers"]
+    program, *words = container["command"]
+    assert program == "itemset"
+    args = cli._parser().parse_args(words)
+    assert args.run is cli.publish
+    (mount,) = container["volumeMounts"]
+    assert Path(args.folder).parent == Path(mount["mountPath"])
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod("CronJob")["volumes"]]
+    assert claims == [one["metadata"]["name"] for one in OBJECTS if one["kind"] == "PersistentVolumeClaim"]
+
+
+def test_every_mounted_volume_is_there_and_the_service_finds_its_pods() -> None:
+    for kind in ("Deployment", "CronJob"):
+        for container in pod(kind)["containers"]:
+            volumes = {volume["name"] for volume in pod(kind)["volumes"]}
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    (service,) = (one["spec"] for one in OBJECTS if one["kind"] == "Service")
+    (deployment,) = (one["spec"] for one in OBJECTS if one["kind"] == "Deployment")
+    assert service["selector"].items() <= deployment["template"]["metadata"]["labels"].items()
+    ports = [port["containerPort"] for one in pod("Deployment")["containers"] for port in one["ports"]]
+    assert [port["targetPort"] for port in service["ports"]] == ports
+
+
+def test_the_page_names_commands_that_exist() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    commands = [shlex.split(line.strip()) for line in page.splitlines() if line.strip().startswith("itemset ")]
+    assert commands
+    for command in commands:
+        cli._parser().parse_args(command[1:])
+    assert (ROOT / "deploy" / "Dockerfile").name in page

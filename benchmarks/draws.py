@@ -6,8 +6,9 @@ On tables of all log-probabilities, each item scored once by the model in Huggin
 SmolLM2-135M-Instruct, after plain prompts of two examples and after chats, and the semantic IDs of `bootstrap.py
 retrieval` with its trained model, after what users have watched. Distances are exact, but for DISC's, whose resampled
 part is an average over pools of candidates. Passes of masked sampling, DISC (algorithm 1, no pass used twice) and
-rejection follow from the tables; those of exact draws are counted, in requests of 1, 10 and 100 draws. A pass is one of
-ours in all of them: what is certain to follow a prefix is scored with it.
+rejection follow from the tables; those of exact draws, and of rejection that learns, are counted, in requests of 1, 10
+and 100 draws. A pass is one of ours in all of them: what is certain to follow a prefix is scored with it. A path pass
+scores what may follow at each token of a guessed path below its prefix too; rows are the rows of logits that it reads.
 
 The hits are those of `bootstrap.py retrieval`: the film that a user did watch next is the one drawn, or among ten that
 are drawn without replacement.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -64,7 +66,7 @@ class Table:
                 np.array([self.following[tokens[:i]][tokens[i]] for i in range(known, len(tokens))]),
                 np.array([self.following[tokens][token] for token in after.tolist()]),
             )
-            for tokens, known, after in passes
+            for tokens, known, after, _ in passes
         ]
 
     def laws(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -116,16 +118,48 @@ def disc(log_p: NDArray[np.float64], log_q: NDArray[np.float64], k: int) -> tupl
     return law, (1 - missed) / mass + missed * k
 
 
-def exact(table: Table, built: itemset.ItemSet, n: int, width: int | None, requests: int) -> Row:
-    """Passes and rounds of requests of `n` draws."""
+def exact(table: Table, built: itemset.ItemSet, n: int, width: int | None, requests: int, *, paths: bool) -> Row:
+    """Passes and rounds of requests of `n` draws; rows: of logits that a pass scores on average."""
     took = []
     for seed in range(requests):
-        drawing = Drawing(built, n, end_token=table.end, seed=seed, width=width)
+        drawing, rows = Drawing(built, n, end_token=table.end, seed=seed, width=width, paths=paths), 0
         while drawing.passes:
-            drawing.take(table(drawing.passes))
-        took.append((drawing.result.passes, drawing.result.rounds))
-    passes, rounds = np.mean(took, 0)
-    return {"passes": float(passes), "rounds": float(rounds)}
+            answers = [table([one, *one.then]) for one in drawing.passes]
+            rows += sum(len((one, *one.then)[-1].tokens) - one.known + 1 for one in drawing.passes)
+            drawing.take(answers)
+        took.append((drawing.result.passes, drawing.result.rounds, rows))
+    passes, rounds, rows = np.sum(took, 0)
+    return {"passes": passes / requests, "rounds": rounds / requests, "rows": rows / passes}
+
+
+def learning(table: Table, n: int, requests: int) -> Row:
+    """Passes of rejection that learns, as CARS does: requests of `n` draws.
+
+    Sequences are sampled from the model without what is known to be illegal: all illegal tokens after prefixes that
+    were looked at. A prefix that is new takes a pass and tells its legal mass, with which it is accepted; else all
+    begins anew, with that known. Draws are exact.
+    """
+    passes = 0
+    for seed in range(requests):
+        random, bound, drawn = np.random.default_rng(seed), dict[Item, float](), 0
+        while drawn < n:
+            prefix, token = (), -1
+            while token != table.end:
+                following = table.following[prefix]
+                if prefix not in bound:
+                    passes += not prefix or len(table.following[prefix[:-1]]) > 1
+                    before, bound[prefix] = 1.0, float(sum(np.exp(list(following.values()))))
+                    for i in reversed(range(len(prefix))):  # what was known above
+                        above, change = prefix[:i], bound[prefix[: i + 1]] - before
+                        before = bound[above]
+                        bound[above] += np.exp(table.following[above][prefix[i]]) * change
+                    if random.random() >= bound[prefix]:
+                        break
+                shares = [np.exp(p) * bound.get((*prefix, after), 1.0) for after, p in following.items()]
+                token = list(following)[random.choice(len(shares), p=np.array(shares) / sum(shares))]
+                prefix = (*prefix, token) if token != table.end else prefix
+            drawn += token == table.end
+    return {"passes": passes / requests}
 
 
 def measure(name: str, table: Table) -> list[Row]:
@@ -141,10 +175,13 @@ def measure(name: str, table: Table) -> list[Row]:
     rows.append({"kind": "rejection", "passes": float(places[:, 0].sum()) / mass, "tv": 0.0, "kl": 0.0})
     built = itemset.build([list(item) for item in table.items])
     for n, requests in REQUESTS.items():
-        for width in (1, 4, None) if n == 1 else (None,):
-            kind = f"exact, {n} draw{'s' * (n > 1)}" + (f", width {width}" if width else "")
-            row = {"kind": kind, "tv": 0.0, "kl": 0.0} | exact(table, built, n, width, requests)
-            rows.append(row | {"expected": expected_passes(places[:, 0], places[:, 1], n)})
+        row = {"kind": f"rejection that learns, {n} draw{'s' * (n > 1)}", "tv": 0.0, "kl": 0.0}
+        rows.append(row | learning(table, n, requests))
+    for n, requests in REQUESTS.items():
+        for width, paths in itertools.product((1, 4, 8, None) if n == 1 else (None,), (False, True)):
+            kind = f"exact, {n} draw{'s' * (n > 1)}" + (f", width {width}" if width else "") + ", paths" * paths
+            row = {"kind": kind, "tv": 0.0, "kl": 0.0} | exact(table, built, n, width, requests, paths=paths)
+            rows.append(row | ({} if paths else {"expected": expected_passes(places[:, 0], places[:, 1], n)}))
     return [{"set": name, "mass": mass, **row} for row in rows]
 
 
@@ -265,14 +302,14 @@ def averaged(rows: list[Row], by: tuple[str, ...]) -> list[Row]:
 
 
 def table_of(rows: list[Row]) -> str:
-    lines = ["| | total variation | KL | passes | rounds | by the formula |", "|---|" + "--:|" * 5]
+    lines = ["| | total variation | KL | passes | rounds | by the formula | rows a pass |", "|---|" + "--:|" * 6]
     last = None
     for row in rows:
         if row["set"] != last:
-            lines.append(f"| **{row['set']}**, mass {row['masses'][0]:.1e} to {row['masses'][1]:.1e} | | | | | |")
+            lines.append(f"| **{row['set']}**, mass {row['masses'][0]:.1e} to {row['masses'][1]:.1e} | | | | | | |")
         last = row["set"]
         cells = [f"{row['tv']:.3f}", f"{row['kl']:.3f}", f"{row['passes']:,.1f}"]
-        cells += [f"{row[name]:,.1f}" if name in row else "" for name in ("rounds", "expected")]
+        cells += [f"{row[name]:,.1f}" if name in row else "" for name in ("rounds", "expected", "rows")]
         lines.append(f"| {row['kind']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

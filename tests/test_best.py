@@ -38,7 +38,7 @@ class Model:
     def __call__(self, passes: Sequence[Pass]) -> list[tuple[np.ndarray, np.ndarray]]:
         self.rounds.append(list(passes))
         answers = []
-        for tokens, known, after in passes:
+        for tokens, known, after, _ in passes:
             run = [log_probs(tokens[:i], self.vocabulary)[tokens[i]] for i in range(known, len(tokens))]
             answers.append((np.array(run), log_probs(tokens, self.vocabulary)[after]))
         return answers
@@ -178,9 +178,7 @@ def test_equal_scores_are_ordered_by_tokens_and_impossible_items_are_not_found()
     items = [[a, b] for a in range(6) for b in range(5)] + [[6]]
 
     def score(passes: Sequence[Pass]) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [
-            (np.full(len(tokens) - known, -2.0), np.where(after == 3, -np.inf, -2.0)) for tokens, known, after in passes
-        ]
+        return [(np.full(len(one.tokens) - one.known, -2.0), np.where(one.after == 3, -np.inf, -2.0)) for one in passes]
 
     best = best_items(score, Search(itemset.build(items), 40, end_token=END))
     possible = sorted((tuple(item) for item in items if 3 not in item), key=lambda item: (len(item), item))

@@ -41,8 +41,8 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.ranking.clocks import Race
-from itemset.ranking.scored import ASKED, ScoredTree
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.scored import ASKED, ScoredTree, Shared
+from itemset.ranking.search import Pass
 
 _AHEAD = 6  # by default a round takes one pass for so many that went before
 
@@ -81,7 +81,7 @@ class Draws(NamedTuple):
         return {"passes": self.passes, "rounds": self.rounds, **({"open": self.open} if self.open else {})}
 
 
-class Drawing:
+class Drawing(Shared):
     """Draws of items. Score `passes`, give the answers to `take`, until there are none; then read `result`.
 
     All draws share the passes. A round scores the prefix for which each unfinished draw waits. Up to its width it goes
@@ -100,6 +100,7 @@ class Drawing:
         width: int | None = None,
         max_passes: int | None = None,
         approximate: bool = False,
+        paths: bool = False,
     ) -> None:
         """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0 and at most 1.
 
@@ -111,27 +112,19 @@ class Drawing:
         width: passes in a round at least, if so many can be of use; by default rounds grow with the passes so far.
         max_passes: stop after so many. approximate: let the draws that are not finished then go on among the items that
         have been found; otherwise `result` raises CutOffError.
+        paths: give path passes, for a model that scores many rows in a pass: fewer rounds. No draw depends on it.
         """
         for name, value in (("n", n), ("width", width), ("max_passes", max_passes)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: make it at least 1")
         if not 0 < temperature <= 1:
             raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
-        self._tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature)
+        super().__init__(ScoredTree(item_set, end_token=end_token, power=1 / temperature, paths=paths), max_passes)
         races, self._wanted = (n, 1) if replace else (1, n)
         self._races = [Race.of(key, self._wanted) for key in np.random.SeedSequence(seed).generate_state(races, "u8")]
         self._known: Mapping[int, Sequence[Draw]] = {}
         self._before = 0, 0
-        self._width, self._max_passes, self._approximate = width, max_passes, approximate
-        self._taken, self._rounds = 0, 0
-        self._passes: list[Pass] | None = None
-
-    @property
-    def passes(self) -> list[Pass]:
-        """The round to score next. Empty: the draws have ended."""
-        if self._passes is None:
-            self._passes = self._next_round()
-        return self._passes
+        self._width, self._approximate = width, approximate
 
     @property
     def races(self) -> tuple[list[int], int]:
@@ -142,12 +135,6 @@ class Drawing:
         """Take over what `races.Races` has found, before the first round: all items of some races, by number. The
         others begin again, and find what it would have found. passes, rounds: what that took, for the result."""
         self._known, self._before = known, (passes, rounds)
-
-    def take(self, answers: Sequence[Answer]) -> None:
-        """Take the answers to `passes`, one each: the races go on, and `passes` becomes the next round."""
-        self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
-        self._tree.take(answers)
-        self._passes = self._next_round()
 
     @property
     def result(self) -> Draws:
@@ -162,13 +149,13 @@ class Drawing:
                 items += self._known[i]
                 continue
             exact = len(race.found)
-            found = race.found if race.over else race.among_known(self._tree.places, self._tree.steps)
-            items += [Draw(*self._tree.item(place), n < exact) for n, place in enumerate(found)]
+            found = race.found if race.over else race.among_known(self.tree.places, self.tree.steps)
+            items += [Draw(*self.tree.item(place), n < exact) for n, place in enumerate(found)]
         passes, rounds = self._before
-        return Draws(items, passes + self._taken, rounds + self._rounds, self._tree.unknown_share() if cut else 0.0)
+        return Draws(items, passes + self._taken, rounds + self._rounds, self.tree.unknown_share() if cut else 0.0)
 
     def _next_round(self) -> list[Pass]:
-        places, steps = self._tree.places, self._tree.steps
+        places, steps = self.tree.places, self.tree.steps
         racing = (race for i, race in enumerate(self._races) if i not in self._known)
         waiting = [race for race in racing if not race.run(places, steps)]
         left = len(waiting) if self._max_passes is None else self._max_passes - self._taken
@@ -183,7 +170,7 @@ class Drawing:
             if len(wanted) >= most:
                 break
             wanted += race.next_after(places, steps, min(share, most - len(wanted)))
-        return self._tree.ask(wanted)
+        return self.tree.ask(wanted)
 
 
 def expected_passes(masses: NDArray[np.float64], below: NDArray[np.float64], n: int) -> float:

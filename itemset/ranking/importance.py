@@ -10,7 +10,6 @@ that is to the model's distribution. `draws.Drawing` is always exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,8 +18,8 @@ import numpy as np
 from itemset.item_set import ItemSet
 from itemset.ranking.clocks import mixed, uniform
 from itemset.ranking.draws import CutOffError
-from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places, ScoredTree
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places, ScoredTree, Shared
+from itemset.ranking.search import Pass
 from itemset.trie.jit import compiled
 
 
@@ -57,7 +56,7 @@ class Samples(NamedTuple):
         return {"passes": self.passes, "rounds": self.rounds}
 
 
-class Importance:
+class Importance(Shared):
     """Draws of items by importance. Score `passes`, give the answers to `take`, until there are none; then read
     `result`. All draws share the passes; a round scores what each waits for."""
 
@@ -79,23 +78,8 @@ class Importance:
         for name, value in (("n", n), ("candidates", candidates), ("max_passes", max_passes)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: make it at least 1")
-        self._tree = ScoredTree(item_set, end_token=end_token)
+        super().__init__(ScoredTree(item_set, end_token=end_token), max_passes)
         self._draws = [_Draw(key, candidates) for key in np.random.SeedSequence(seed).generate_state(n, np.uint64)]
-        self._max_passes, self._taken, self._rounds = max_passes, 0, 0
-        self._passes: list[Pass] | None = None
-
-    @property
-    def passes(self) -> list[Pass]:
-        """The round to score next. Empty: the draws have ended."""
-        if self._passes is None:
-            self._passes = self._next_round()
-        return self._passes
-
-    def take(self, answers: Sequence[Answer]) -> None:
-        """Take the answers to `passes`, one each, and go on."""
-        self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
-        self._tree.take(answers)
-        self._passes = self._next_round()
 
     @property
     def result(self) -> Samples:
@@ -104,17 +88,17 @@ class Importance:
         if not all(draw.over for draw in self._draws):
             raise CutOffError(f"the draws need more than {self._taken} passes")
         items = [
-            Resampled(*self._tree.item(draw.found), math.exp(draw.weight), draw.accepted, draw.number)
+            Resampled(*self.tree.item(draw.found), math.exp(draw.weight), draw.accepted, draw.number)
             for draw in self._draws
             if draw.found != NOTHING
         ]
         return Samples(items, self._taken, self._rounds)
 
     def _next_round(self) -> list[Pass]:
-        places = self._tree.places
+        places = self.tree.places
         wanted = list(dict.fromkeys(place for draw in self._draws for place in draw.run(places)))
         left = len(wanted) if self._max_passes is None else self._max_passes - self._taken
-        return self._tree.ask(wanted[:left]) if wanted[:left] else []
+        return self.tree.ask(wanted[:left]) if wanted[:left] else []
 
 
 @dataclass

@@ -25,15 +25,20 @@ class Pass(NamedTuple):
 
     Wanted are the log-probabilities of `tokens[known:]`, each after what stands before it, and those of `after` after
     all of them.
+    then: of a path pass, what the pass may score besides: each continues the tokens of the one before it, by one of its
+    `after`, and what follows.
     """
 
     tokens: tuple[int, ...]
     known: int
     after: NDArray[np.int64]
+    then: tuple[Pass, ...] = ()
 
 
 Answer = tuple[NDArray[Any], NDArray[Any]]
 """Of a pass: the log-probabilities of its run, [len(tokens) - known], and of `after`."""
+Answers = Answer | list[Answer]
+"""Of a path pass: its own answer and those of the first of its `then`, as many as were scored."""
 
 
 class Ranked(NamedTuple):

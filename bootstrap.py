@@ -330,7 +330,7 @@ def run_checks(environments: dict[str, Environment], pytest_arguments: list[str]
     first = next(iter(environments.values()))
     runs = [(first, [*tool]) for tool in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])]
     tests = {"vLLM": ["tests", "--ignore=tests/sglang"], "SGLang": ["tests/sglang"]}
-    common = [*IN_PARALLEL, "--durations=10", *pytest_arguments]
+    common = [*IN_PARALLEL, "--durations=40", *pytest_arguments]
     runs += [(where, ["pytest", *tests[engine], *common]) for engine, where in environments.items()]
     failed = []
     for environment, tool in runs:

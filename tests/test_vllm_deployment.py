@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,35 @@ def test_every_mounted_volume_is_there_and_the_service_finds_its_pods() -> None:
     assert service["selector"].items() <= deployment["template"]["metadata"]["labels"].items()
     ports = [port["containerPort"] for one in pod("Deployment")["containers"] for port in one["ports"]]
     assert [port["targetPort"] for port in service["ports"]] == ports
+
+
+def test_dashboards_and_alerts_ask_for_metrics_that_there_are() -> None:
+    from prometheus_client import REGISTRY
+
+    from vllm_static import metrics  # noqa: F401  which registers them
+
+    labels = {
+        name: set(getattr(collector, "_labelnames", ()))
+        for collector, names in REGISTRY._collector_to_names.items()
+        for name in names
+        if name.startswith("item_set:")
+    }
+    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    board = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    asked = [rule["expr"] for rule in rules]
+    asked += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    used = set()
+    for query in asked:
+        names = {f"item_set:{name}" for name in re.findall(r"item_set\[:_\](\w+)", query)}
+        assert names
+        assert names <= labels.keys(), query
+        known = set.union({"instance"}, *(labels[name] for name in names))
+        assert {one.strip() for by in re.findall(r"by \(([^)]*)\)", query) for one in by.split(",")} <= known, query
+        used |= names
+    page = (ROOT / "docs" / "serving.md").read_text()
+    shown = set(re.findall(r"`(item_set:\w+)", page))
+    assert shown <= labels.keys()
+    assert used == shown - {"item_set:version"}  # which is a label's value, and no figure
 
 
 def test_the_page_names_commands_that_exist() -> None:

@@ -22,7 +22,7 @@ MOST_LOGITS = 1 << 30  # bytes of a pass: vLLM has measured its own peak without
 
 class Asked(NamedTuple):
     """A list that is asked for: of `k` items, by a beam of so many. number: its set's, in the arena. prompt: with the
-    placeholders, if there are any."""
+    placeholders, if there are any. races: for draws their keys, each as wide and for `k` items, at a temperature."""
 
     number: int
     width: int
@@ -30,6 +30,18 @@ class Asked(NamedTuple):
     renormalised: int
     k: int
     prompt: Prompt
+    temperature: float = 0.0
+    races: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> tuple[float, ...]:
+        """What lists that are made together have in common."""
+        return (self.number, self.width, self.end_token, self.renormalised, self.k, self.temperature)
+
+    @property
+    def apart(self) -> list[Asked]:
+        """Each race by itself; a list as it is."""
+        return [self._replace(races=(key,)) for key in self.races] or [self]
 
 
 class DraftedLists:
@@ -82,7 +94,7 @@ class DraftedLists:
                 ready.append(self.asked.pop(request))
         if not ready:
             return {}
-        ready.sort(key=lambda pair: pair[0][:-1])
+        ready.sort(key=lambda pair: pair[0].kind)
         self._sets.arena.use([one.number for one, _ in ready])
         tables: dict[str, Tensor] = {}
         for group in self._groups(ready):
@@ -95,7 +107,7 @@ class DraftedLists:
 
     def _groups(self, ready: Sequence[tuple[Asked, Tensor]]) -> Iterator[list[tuple[Asked, Tensor]]]:
         """Lists that are made together: of one set, as wide, and no more than have room for their logits."""
-        for _, alike in groupby(ready, key=lambda pair: pair[0][:-1]):
+        for _, alike in groupby(ready, key=lambda pair: pair[0].kind):
             group = list(alike)
             most = max(1, MOST_LOGITS // (4 * self._head.width_of_logits * group[0][0].width))
             yield from (group[i : i + most] for i in range(0, len(group), most))

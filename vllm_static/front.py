@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset import ItemSet
+from itemset.ranking.draws import Drawing
 from itemset.ranking.search import Found, Rounds
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
@@ -175,14 +176,18 @@ class FrontEnd:
         drafts = self._drafting.drafts(reference, self.checks.catalogue[reference], asked.ranked)
         return self._drafting.placeholders if drafts else ()
 
-    def one_list(self, asked: ItemRequest, end_token: int, placeholders: int) -> ListParams | None:
-        """The parameters of the one request for a list that `ranked` has passed; None if rounds must make it.
+    def one_list(
+        self, asked: ItemRequest, end_token: int, placeholders: int, search: Rounds[Found]
+    ) -> ListParams | None:
+        """The parameters of the one request for a list or draws that `ranked` has passed; None if rounds must make it.
 
-        placeholders: how many stand after its prompt.
+        placeholders: how many stand after its prompt. search: what `ranked` gave.
         """
-        if asked.ranked is None:
-            return None  # draws
         reference = self.checks.reference(asked)
+        if isinstance(search, Drawing) and asked.drawn is not None:
+            return self.one_request.of_draws(reference, self._sender.carried, asked.drawn, end_token, search)
+        if asked.ranked is None:
+            return None  # draws by importance
         return self.one_request.params(reference, self._sender.carried, asked.ranked, end_token, placeholders)
 
     def lists(self, client: Any) -> Lists:

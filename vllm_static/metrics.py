@@ -19,6 +19,7 @@ REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set
 REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])
 ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were encoded.")
 LISTS = Counter("item_set:ranked_lists", "Ranked lists: in one request, or why by rounds of requests.", ["way"])
+DRAWS = Counter("item_set:draw_requests", "Requests for draws: in one request, or why rounds ended them.", ["way"])
 INSIDE = Counter("item_set:items_inside", "Items in slates, JSON and other answers that hold items.", ["item_set"])
 ANSWERED = Gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode="max")
 FORCED = Gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode="max")

@@ -1,4 +1,5 @@
-"""A ranked list as one request of the engine, as a front end asks for it; rounds of requests must make the others."""
+"""A ranked list, or draws, as one request of the engine, as a front end asks for it. Rounds of requests must make the
+other lists, and end the other draws."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from itemset.ranking.draws import Draw, Drawing, Draws
 from itemset.ranking.search import Best, Ranked, ordered
 from itemset.serving.config import StaticConfig
+from itemset.serving.drawing import DrawOptions
 from itemset.serving.lists import Refusals
 from itemset.serving.request import ListOptions
 from itemset.serving.travel import Carried
-from itemset.serving.words import LIST, REFERENCE
+from itemset.serving.words import LIST, RACES, REFERENCE
 from vllm_static import compat, metrics
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -33,6 +36,8 @@ REASONS = (
 """Why a worker did not make a list, by number: its answer is then a table of this one number."""
 FOR_GOOD = (TOO_DEEP, TOO_LONG, TOO_LARGE)  # it holds for all lists of the set that are as wide
 ONE_REQUEST, DRAFTED = "one request", "draft head"
+UNDECIDED = "more might ring before than there are beams"
+RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 
 
 class ListParams(SamplingParams):
@@ -81,24 +86,56 @@ class OneRequest:
             carried(reference), k=asked.k, width=width, end_token=end_token, renormalised=asked.renormalised
         )
 
-    def best(self, params: ListParams, table: NDArray[np.float64] | None) -> Best | None:
-        """Return the list of an answer, whose prompt_token_id_logprobs are its `table`; None if rounds must make it."""
+    def of_draws(
+        self,
+        reference: str,
+        carried: Callable[[str], Carried],
+        asked: DrawOptions,
+        end_token: int,
+        drawing: Drawing,
+    ) -> ListParams | None:
+        """Return the parameters of a request for draws, whose races are those of `drawing`; None if rounds must make
+        them. Else as `params`."""
+        keys, wanted = drawing.races
+        width = max(asked.width or RACE_BEAMS, 2 * wanted)
+        few = min(width, FEWEST_BEAMS) * len(keys) > self._width or wanted > self._width
+        width = min(width, self._width // len(keys))
+        reasons = {"max_passes": asked.max_passes is not None, "more draws than ranked_list_beams has room for": few}
+        if reason := self._refusals.why(_DRAWS_OF + reference, width * len(keys)) or next(
+            (reason for reason, holds in reasons.items() if holds), None
+        ):
+            metrics.DRAWS.labels(reason).inc()
+            return None
+        params = list_params(carried(reference), k=wanted, width=width, end_token=end_token, renormalised=False)
+        params.extra_args[RACES] = [asked.temperature, *keys]
+        return params
+
+    def best(self, params: ListParams, table: NDArray[np.float64] | None, search: Any = None) -> Best | Draws | None:
+        """Return the list of an answer, whose prompt_token_id_logprobs are its `table`; None if rounds must make it.
+
+        search: for draws, the `Drawing` that must end them if they are not decided: it takes over those that are.
+        """
+        races = len(params.extra_args.get(RACES, [])[1:])
+        ways = metrics.DRAWS if races else metrics.LISTS
+        if table is not None and table.shape[1] > 1 and races:
+            done = draws_of(table, races, search)
+            ways.labels(UNDECIDED if done is None else ONE_REQUEST).inc()
+            return done
         if table is not None and table.shape[1] > 1 and (best := best_of(table)).items:
-            metrics.LISTS.labels(DRAFTED if params.extra_args[LIST][-1] else ONE_REQUEST).inc()
+            ways.labels(DRAFTED if params.extra_args[LIST][-1] else ONE_REQUEST).inc()
             return best
         number = None if table is None or table.shape[1] > 1 else int(table[0, 0])
         reason = "the request took the host path" if number is None else REASONS[number]
-        ours = (params.extra_args[REFERENCE], params.extra_args[LIST][1])
+        ours = ((_DRAWS_OF if races else "") + params.extra_args[REFERENCE], _beams(params))
         self._refusals.refused(reason, of=ours if number in FOR_GOOD else None, always=number == NO_BLOCKS)
-        metrics.LISTS.labels(reason).inc()
+        ways.labels(reason).inc()
         return None
 
     @asynccontextmanager
     async def beams(self, params: ListParams) -> AsyncIterator[None]:
         """Wait until there are beams for the list, first come, first served, and keep them. The draft head's beams take
         no blocks of the KV cache."""
-        _, width, *_, placeholders = params.extra_args[LIST]
-        width = 0 if placeholders else width
+        width = 0 if params.extra_args[LIST][-1] else _beams(params)
         async with self._turn:
             while self._free < width:
                 self._freed.clear()
@@ -109,6 +146,15 @@ class OneRequest:
         finally:
             self._free += width
             self._freed.set()
+
+
+_DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
+
+
+def _beams(params: ListParams) -> int:
+    """How many beams a list has, or all races of some draws."""
+    width: int = params.extra_args[LIST][1]
+    return width * max(1, len(params.extra_args.get(RACES, [])[1:]))
 
 
 def list_params(
@@ -133,3 +179,21 @@ def best_of(table: NDArray[np.float64]) -> Best:
     rows = zip(found[:, 0].tolist(), found[:, 1:].astype(np.int64).tolist(), strict=True)
     items = [Ranked(tuple(tokens[:length]), score) for score, (length, *tokens) in rows]
     return Best(ordered(items), bool(proven), int(passes), int(rounds))
+
+
+def draws_of(table: NDArray[np.float64], races: int, drawing: Drawing) -> Draws | None:
+    """Return what a worker's table says of the draws that so many races make, [1 + items, 2 + longest]; None if not all
+    of them are decided, or if there is nothing to draw. `drawing` then takes over those that are."""
+    proven, passes, rounds = table[0, :3].tolist()
+    found: dict[int, list[Draw]] = {}
+    for race, rows in enumerate(np.split(table[1:], races)):
+        here = rows[np.isfinite(rows[:, 0])]
+        if proven or len(here) == len(rows):
+            found[race] = [
+                Draw(tuple(tokens[:length]), score, True)
+                for score, (length, *tokens) in zip(here[:, 0].tolist(), here[:, 1:].astype(int).tolist(), strict=True)
+            ]
+    if proven and any(found.values()):
+        return Draws([item for items in found.values() for item in items], int(passes), int(rounds), 0.0)
+    drawing.begin_with(found, int(passes), int(rounds))
+    return None

@@ -2,8 +2,9 @@
 request has one.
 
 vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
-Here a list is one request, whose beams run inside a step of model runner V2 (`wide_lists`). Where that cannot be, each
-round is a batch of ordinary requests that score chosen tokens: the children of a prefix, or a whole tail.
+Here a list is one request, whose beams run inside a step of model runner V2 (`wide_lists`), and so are draws. Where
+that cannot be, or leaves draws undecided, each round is a batch of ordinary requests that score chosen tokens: the
+children of a prefix, or a whole tail.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class RankedList:
         self.of_set = front_end.checks.catalogue.told(front_end.checks.reference(asked))
         self.prompt, self._end, self._v2 = prompt, end_token, front_end.v2
         placeholders = front_end.placeholders(asked)
-        self.whole = front_end.one_list(asked, end_token, len(placeholders))
-        """The parameters of the one request that asks for the list; None if rounds must make it."""
+        self.whole = front_end.one_list(asked, end_token, len(placeholders), self.search)
+        """The parameters of the one request that asks for the list or draws; None if rounds must make it."""
         self.whole_prompt = [*prompt, *placeholders]
         """The prompt of that request: with a draft head's placeholders."""
 
@@ -217,7 +218,7 @@ def _found(
     whole = [(i, one.whole_prompt, one.whole) for i, one in enumerate(made) if one.whole is not None]
     found: dict[int, Found | None] = {}
     for (i, _, params), output in zip(whole, generate(whole) if whole else [], strict=True):
-        found[i] = front_end.one_request.best(params, output.prompt_token_id_logprobs)
+        found[i] = front_end.one_request.best(params, output.prompt_token_id_logprobs, made[i].search)
     others = [i for i in range(len(made)) if found.get(i) is None]
 
     def score(passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
@@ -273,7 +274,7 @@ async def online(
     if made.whole is not None:
         async with front_end.one_request.beams(made.whole):
             output = await generate(made.whole_prompt, made.whole)
-        best = front_end.one_request.best(made.whole, output.prompt_token_id_logprobs)
+        best = front_end.one_request.best(made.whole, output.prompt_token_id_logprobs, made.search)
     if best is None:
         best = await lists.run(made.search, ask, made.answer)
     outputs: list[CompletionOutput] = []

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from itemset.ranking.beams import Beams, LevelPlan, warm_up
-from itemset.serving.words import LIST, PLACE
+from itemset.ranking.races import Races
+from itemset.serving.words import LIST, PLACE, RACES
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
 from vllm_static.drafted_lists import MOST_LOGITS, Asked, DraftedLists
 from vllm_static.one_request import NO_BLOCKS, NO_ROOM, TOO_DEEP, TOO_LARGE, TOO_LONG
@@ -62,7 +63,9 @@ class WideLists:
         if wanted is not None and place is not None:
             k, width, end_token, renormalised, placeholders = wanted
             length = int(self._runner.req_states.prompt_len.np[slot])
-            one = Asked(place[0], width, end_token, renormalised, k, Prompt(request, slot, length))
+            temperature, *races = extra.get(RACES) or [0.0]
+            prompt = Prompt(request, slot, length)
+            one = Asked(place[0], width, end_token, renormalised, k, prompt, temperature, tuple(races))
             if placeholders:
                 assert self.drafted is not None  # the front end has the same configuration
                 self.drafted.add(one)
@@ -84,8 +87,10 @@ class WideLists:
         """Make the lists whose prompts this step completes: of each request a table, [1 + k, 2 + longest] float64.
 
         Its first row begins with 1 if the list is proven, the passes and the rounds that it took. Then a row is an
-        item's score, how many tokens it has, and these; a score of -inf says that there are no more. A list that cannot
-        be made has a table of one number instead, of `one_request.REASONS`.
+        item's score, how many tokens it has, and these; a score of -inf says that there are no more. Of draws the table
+        has the items of each race, one race after another; -inf stands for those that are not decided, too, and the
+        first number is 1 if all are. A list that cannot be made has a table of one number instead, of
+        `one_request.REASONS`.
         """
         drafted = {} if self.drafted is None else self.drafted.answer(hidden_states, batch)
         if not self.asked:
@@ -103,18 +108,24 @@ class WideLists:
         tables |= drafted
         if not kept:
             return tables
-        kept.sort(key=lambda pair: pair[1][:-1])
+        kept.sort(key=lambda pair: pair[1].kind)
         self._sets.arena.use([one.number for _, one in kept])
         at = batch.logits_indices[to_device([i for i, _ in kept], hidden_states.device)]
         lists = [one for _, one in kept]
         use_adapters(self._runner, [one.prompt.request for one in lists], np.array([one.prompt.slot for one in lists]))
         logits = self._runner.model.compute_logits(hidden_states[at])
+        apart = [(row, each) for row, one in enumerate(lists) for each in one.apart]
+        if len(apart) > len(lists):
+            logits = logits[to_device([row for row, _ in apart], logits.device)]
+        parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
         with borrowed(self._runner):
             first = 0
-            for group in self._groups(lists):
-                tables |= self._make(group, logits[first : first + len(group)])
+            for group in self._groups([one for _, one in apart]):
+                made = self._make(group, logits[first : first + len(group)])
+                for one, table in zip(group, made, strict=True):
+                    parts[one.prompt.request].append(table)
                 first += len(group)
-        return tables
+        return tables | {request: _joined(some) for request, some in parts.items()}
 
     def _reason(self, one: Asked) -> int | None:
         """Why a list cannot be made here; a number of `one_request.REASONS`."""
@@ -124,7 +135,8 @@ class WideLists:
         if plan.levels > MOST_ROUNDS:
             return TOO_DEEP
         shapes = _shapes(plan, one)
-        if max(more for _, more in shapes) > most or sum(rows * more for rows, more in shapes) > MOST_STEPS * most:
+        tokens = len(one.apart) * sum(rows * more for rows, more in shapes)
+        if max(more for _, more in shapes) > most or tokens > MOST_STEPS * most:
             return TOO_LONG
         if self._largest([one]) > MOST_LOGITS:
             return TOO_LARGE
@@ -145,7 +157,7 @@ class WideLists:
 
     def _groups(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Lists that go through their passes together: of one set, as wide, and no more than have room."""
-        for _, alike in groupby(lists, key=lambda one: one[:-1]):
+        for _, alike in groupby(lists, key=lambda one: one.kind):
             group: list[Asked] = []
             for one in alike:
                 if not self._fit([*group, one]):
@@ -154,19 +166,22 @@ class WideLists:
                 group.append(one)
             yield group
 
-    def _make(self, group: list[Asked], logits: Tensor) -> dict[str, Tensor]:
+    def _beams(self, group: list[Asked], plan: LevelPlan) -> Beams:
+        """The beams of some lists that have the same kind, or of some races."""
+        one, arena = group[0], self._sets.arena
+        options: dict[str, Any] = {"width": one.width, "k": one.k, "end_token": one.end_token}
+        options["kernels"] = self._sets.kernels
+        numbers = [one.number] * len(group)
+        if not one.races:
+            return Beams(arena, numbers, plan, renormalised=bool(one.renormalised), **options)
+        keys = to_device([key for race in group for key in race.races], arena.device)
+        return Races(arena, numbers, plan, keys, temperature=one.temperature, **options)
+
+    def _make(self, group: list[Asked], logits: Tensor) -> Tensor:
+        """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest]."""
         one, runner = group[0], self._runner
         plan = self._sets.arena.level_plan(one.number)
-        beams = Beams(
-            self._sets.arena,
-            [one.number] * len(group),
-            plan,
-            width=one.width,
-            k=one.k,
-            end_token=one.end_token,
-            renormalised=bool(one.renormalised),
-            kernels=self._sets.kernels,
-        )
+        beams = self._beams(group, plan)
         rows = max(rows for rows, _ in _shapes(plan, one))
         prompts = [other.prompt for other in group]
         branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._apart)
@@ -183,14 +198,25 @@ class WideLists:
         head = torch.zeros_like(result[:, :1])
         head[:, 0, 0] = beams.proven
         head[:, 0, 1:3] = beams.took
-        tables = torch.cat((head, result), 1)
-        return {other.prompt.request: table for other, table in zip(group, tables, strict=True)}
+        if isinstance(beams, Races):
+            result[:, :, 0] = torch.where(beams.exact, result[:, :, 0], -torch.inf)
+        return torch.cat((head, result), 1)
 
     def _go_on(self, beams: Beams) -> bool:
         """Whether another pass is needed, of the rows that can lead to something better if they can be counted."""
         if self.narrow:
             beams.narrow()
         return beams.passes_left > 0
+
+
+def _joined(tables: list[Tensor]) -> Tensor:
+    """One table of those of the races of a request, or of its list. All of them begin with the pass of the prompt."""
+    if len(tables) == 1:
+        return tables[0]
+    heads = torch.stack([table[0] for table in tables])
+    head = heads.amax(0)
+    head[0], head[1] = heads[:, 0].amin(), heads[:, 1].sum() - (len(tables) - 1)
+    return torch.cat((head[None], *(table[1:] for table in tables)))
 
 
 def _shapes(plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:

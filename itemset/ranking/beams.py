@@ -181,14 +181,14 @@ class Beams:
         rows, size = self._alive_rows(), self._children()
         offsets = rows.degrees.cumsum(1)
         sums = self._sums(logits, rows, offsets, size)
-        ends = self._kernels.ended(self.arena, logits, sums, rows, self.taken, self._rules)
+        ends = self._ended(logits, sums, rows)
         done = None
         if size:
             columns = self._tail_columns()
             done = self._go_on(logits, sums, rows, offsets, size, columns)
             self.queries = 1 if self._renormalised else 1 + columns
             self.rows = min(self.width, size)
-        self._found = self._kernels.merge(self._found, rows, ends, done)
+        self._found = self._merged(rows, ends, done)
         self.taken += 1
         self.passes_left -= 1
         if not (self.passes_left or self._rules.whole) and self._rules.items == ENDED:
@@ -242,6 +242,16 @@ class Beams:
         if self._normalised:
             return torch.zeros(self.lists, len(logits) // self.lists, logits.shape[1], device=logits.device)
         return self._kernels.log_sums(logits, rows, self._found)
+
+    def _ended(self, logits: Tensor, sums: Tensor, rows: Rows) -> Tensor:
+        """The score of the item that ends at each beam."""
+        ends: Tensor = self._kernels.ended(self.arena, logits, sums, rows, self.taken, self._rules)
+        return ends
+
+    def _merged(self, rows: Rows, ends: Tensor, done: Rows | None) -> Found:
+        """What is found with the items that end here, and those that are complete."""
+        found: Found = self._kernels.merge(self._found, rows, ends, done)
+        return found
 
     def _go_on(self, logits: Tensor, sums: Tensor, rows: Rows, offsets: Tensor, size: int, columns: int) -> Rows | None:
         """Choose the beams to go on with, note the best that does not, and return the items that are complete."""

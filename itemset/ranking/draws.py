@@ -8,9 +8,11 @@ below it, again of a rate that is its probability. So the race can be run from t
 ring before the winner need be scored:
 
 - The root's clock rings at time t, of rate 1.
-- A prefix v rings at t because what is the earliest below it does: child c with probability p(c) / p(v), something
-  outside the set with what is left. That child's clock is t. The others' have not rung yet, and so they ring at t plus
-  a time of their own rate: times of a constant rate have no memory. If something outside has rung, that holds for all.
+- A prefix v rings at t because what is the earliest below it does. Each child c gets a time of rate p(c) / p(v), what
+  lies outside the set, "nobody", one of the rate that is left. The earliest of these times is independent of whose it
+  is, so it is put in the place of t: child c rings at t plus its time less the earliest, divided by p(v). So the
+  earliest rings at t, if it is not nobody, and the others' clocks have not rung yet: times of a constant rate have no
+  memory.
 
 A prefix of probability p is scored by a draw with probability p / (p + S - S_v), S being the probability of the set and
 S_v that of its items below the prefix: it has to ring before all items that are elsewhere (`expected_passes`).
@@ -22,24 +24,25 @@ So what is left, m(v) less the children's, is a rate too, of nothing that can be
 outside. An item's rate is w(x) itself, and the argument above holds word for word. For a < 1 the children's rates may
 add up to more than their parent's, and there is no such race.
 
-Random numbers. Each place of the tree gets its own from its parent's by a hash (splitmix64), the root its own from seed
-and number of the draw. So a draw depends on the seed, its number and the model alone: not on the width of the rounds,
-their order, or how many draws there are.
+Random numbers. Each prefix has a key, made of its parent's key and its token by a hash (splitmix64); the root's comes
+from seed and number of the draw. A key's own bits are the prefix's random number. So a draw depends on the seed, its
+number and the model alone: not on the width of the rounds, their order, or how many draws there are, nor on who runs
+the race: `races.Races` runs the same one over beams, inside an engine.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places, ScoredTree, Shared
+from itemset.ranking.clocks import Race
+from itemset.ranking.scored import ASKED, ScoredTree, Shared
 from itemset.ranking.search import Pass
-from itemset.trie.jit import compiled
 
 _AHEAD = 6  # by default a round takes one pass for so many that went before
 
@@ -117,30 +120,44 @@ class Drawing(Shared):
         if not 0 < temperature <= 1:
             raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
         super().__init__(ScoredTree(item_set, end_token=end_token, power=1 / temperature, paths=paths), max_passes)
-        self._seeds, self._races = np.random.SeedSequence(seed), list[_Race]()
-        self._draws, self._wanted = (n, 1) if replace else (1, n)
+        races, self._wanted = (n, 1) if replace else (1, n)
+        self._races = [Race.of(key, self._wanted) for key in np.random.SeedSequence(seed).generate_state(races, "u8")]
+        self._known: Mapping[int, Sequence[Draw]] = {}
+        self._before = 0, 0
         self._width, self._approximate = width, approximate
+
+    @property
+    def races(self) -> tuple[list[int], int]:
+        """The keys of the races' roots, as int64, and how many items each race is for: for `races.Races`."""
+        return [int(np.uint64(race.root).view(np.int64)) for race in self._races], self._wanted
+
+    def begin_with(self, known: Mapping[int, Sequence[Draw]], passes: int, rounds: int) -> None:
+        """Take over what `races.Races` has found, before the first round: all items of some races, by number. The
+        others begin again, and find what it would have found. passes, rounds: what that took, for the result."""
+        self._known, self._before = known, (passes, rounds)
 
     @property
     def result(self) -> Draws:
         """What was drawn. Raises CutOffError if the passes ended before the draws did, and if they may not be
         approximate. There is no item if all of the set has a probability of zero."""
-        cut = any(not race.over for race in self._races)
+        cut = any(i not in self._known and not race.over for i, race in enumerate(self._races))
         if cut and not self._approximate:
             raise CutOffError(f"the draws need more than {self._taken} passes")
-        items = []
-        for race in self._races:
+        items = list[Draw]()
+        for i, race in enumerate(self._races):
+            if i in self._known:
+                items += self._known[i]
+                continue
             exact = len(race.found)
-            found = race.found if race.over else race.among_known(self.tree.places)
-            items += [Draw(*self.tree.item(place), i < exact) for i, place in enumerate(found)]
-        return Draws(items, self._taken, self._rounds, self.tree.unknown_share() if cut else 0.0)
+            found = race.found if race.over else race.among_known(self.tree.places, self.tree.steps)
+            items += [Draw(*self.tree.item(place), n < exact) for n, place in enumerate(found)]
+        passes, rounds = self._before
+        return Draws(items, passes + self._taken, rounds + self._rounds, self.tree.unknown_share() if cut else 0.0)
 
     def _next_round(self) -> list[Pass]:
-        if not self._races:
-            keys = self._seeds.generate_state(self._draws, np.uint64)
-            self._races = [_Race.of(key, self._wanted) for key in keys]
-        places = self.tree.places
-        waiting = [race for race in self._races if not race.run(places)]
+        places, steps = self.tree.places, self.tree.steps
+        racing = (race for i, race in enumerate(self._races) if i not in self._known)
+        waiting = [race for race in racing if not race.run(places, steps)]
         left = len(waiting) if self._max_passes is None else self._max_passes - self._taken
         wanted = list(dict.fromkeys(race.waits_for for race in waiting))[: max(0, left)]
         if not wanted:
@@ -152,73 +169,8 @@ class Drawing(Shared):
         for race in waiting:
             if len(wanted) >= most:
                 break
-            wanted += race.next_after(places, min(share, most - len(wanted)))
+            wanted += race.next_after(places, steps, min(share, most - len(wanted)))
         return self.tree.ask(wanted)
-
-
-@dataclass
-class _Race:
-    """One race: the places that have not rung, as a heap. found: the items that have, up to `wanted`.
-
-    clocks: float64, logarithms of times. places: int32. keys: uint64, from which a place takes its random numbers.
-    """
-
-    clocks: NDArray[np.float64]
-    places: NDArray[np.int32]
-    keys: NDArray[np.uint64]
-    size: int
-    wanted: int
-    found: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, key: np.uint64, wanted: int) -> _Race:
-        race = cls(np.zeros(64), np.zeros(64, np.int32), np.zeros(64, np.uint64), 1, wanted)
-        race.keys[0], race.clocks[0], race.places[0] = key, _log_exponential(key, 0), ROOT
-        return race
-
-    @property
-    def over(self) -> bool:
-        return len(self.found) == self.wanted or not self.size
-
-    @property
-    def waits_for(self) -> int:
-        return int(self.places[0])
-
-    def run(self, tree: Places, among_known: bool = False) -> bool:
-        """Run on to an unscored prefix; return whether the race is over. among_known: pass by such prefixes."""
-        while not self.over:
-            self.size, status = _run(*tree, self.clocks, self.places, self.keys, self.size, among_known)
-            if status == ITEM:
-                self.found.append(int(self.places[0]))
-                self.size = _pop(self.clocks, self.places, self.keys, self.size)
-            elif status == _FULL:
-                self.clocks, self.places, self.keys = (
-                    np.concatenate([column, np.zeros_like(column)]) for column in (self.clocks, self.places, self.keys)
-                )
-            elif status == UNSCORED:
-                return False
-        return True
-
-    def next_after(self, tree: Places, count: int) -> list[int]:
-        """The next prefixes that it will wait for unless it is over before: `count` at most. They are marked ASKED."""
-        ahead, found = self._copy(), list[int]()
-        while len(found) < count and not ahead.run(tree):
-            place = ahead.waits_for
-            if tree.first[place] == UNSCORED:
-                tree.first[place] = ASKED
-                found.append(place)
-            ahead.size = _pop(ahead.clocks, ahead.places, ahead.keys, ahead.size)
-        return found
-
-    def among_known(self, tree: Places) -> list[int]:
-        """The items that it finds if unscored prefixes lead nowhere."""
-        race = self._copy()
-        race.run(tree, among_known=True)
-        return race.found
-
-    def _copy(self) -> _Race:
-        columns = (self.clocks.copy(), self.places.copy(), self.keys.copy())
-        return _Race(*columns, self.size, self.wanted, list(self.found))
 
 
 def expected_passes(masses: NDArray[np.float64], below: NDArray[np.float64], n: int) -> float:
@@ -228,92 +180,3 @@ def expected_passes(masses: NDArray[np.float64], below: NDArray[np.float64], n: 
     """
     each = masses / (masses + below[0] - below)
     return float(np.sum(1 - (1 - each) ** n))
-
-
-_FULL = -9  # a heap needs more room
-_GOLDEN, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
-
-
-@compiled
-def mixed(key, n):  # type: ignore[no-untyped-def]
-    """Number n of those that a key gives: splitmix64 (Steele, Lea and Flood 2014)."""
-    z = key + (np.uint64(n) + np.uint64(1)) * _GOLDEN
-    z = (z ^ (z >> _S30)) * _FIRST
-    z = (z ^ (z >> _S27)) * _SECOND
-    return z ^ (z >> _S31)
-
-
-@compiled
-def uniform(key, n):  # type: ignore[no-untyped-def]
-    """A number between 0 and 1, neither of which it is."""
-    return (np.float64(mixed(key, n) >> _S11) + 0.5) * 2.0**-53
-
-
-@compiled
-def _log_exponential(key, n):  # type: ignore[no-untyped-def]
-    """The logarithm of a time of rate 1."""
-    return math.log(-math.log(uniform(key, n)))
-
-
-@compiled
-def _later(clock, mass, key, n):  # type: ignore[no-untyped-def]
-    """When a place rings that has not rung at `clock`."""
-    more = _log_exponential(key, n) - mass
-    return max(clock, more) + math.log1p(math.exp(-abs(clock - more)))
-
-
-@compiled
-def _run(masses, first, second, clocks, places, keys, size, among_known):  # type: ignore[no-untyped-def]
-    """Let places ring until an item or an unscored prefix is the next; return the heap's size, and which it is: ITEM,
-    UNSCORED, _FULL, or NOTHING if nothing is left. The random numbers of a place: 1 and 2 its own, 3 and 4 the keys of
-    its parts."""
-    while size > 0:
-        place, part = places[0], first[places[0]]
-        if part == ITEM:
-            return size, ITEM
-        if part in (UNSCORED, ASKED) and not among_known:
-            return size, UNSCORED
-        if size >= len(places):
-            return size, _FULL
-        clock, key = clocks[0], keys[0]
-        size = _pop(clocks, places, keys, size)
-        if part < 0:
-            continue
-        other = second[place]
-        wins = uniform(key, 1) < math.exp(masses[part] - masses[place])
-        when = clock if wins else _later(clock, masses[part], key, 2)
-        size = _push(clocks, places, keys, size, when, part, mixed(key, 3))
-        if other >= 0:
-            when = _later(clock, masses[other], key, 2) if wins else clock
-            size = _push(clocks, places, keys, size, when, other, mixed(key, 4))
-    return size, NOTHING
-
-
-@compiled
-def _push(clocks, places, keys, size, clock, place, key):  # type: ignore[no-untyped-def]
-    """Add an entry to a heap; return its size."""
-    at = size
-    while at > 0 and clocks[(at - 1) >> 1] > clock:
-        above = (at - 1) >> 1
-        clocks[at], places[at], keys[at] = clocks[above], places[above], keys[above]
-        at = above
-    clocks[at], places[at], keys[at] = clock, place, key
-    return size + 1
-
-
-@compiled
-def _pop(clocks, places, keys, size):  # type: ignore[no-untyped-def]
-    """Take the earliest entry out of a heap; return its size."""
-    size -= 1
-    clock, place, key, at = clocks[size], places[size], keys[size], 0
-    while 2 * at + 1 < size:
-        below = 2 * at + 1
-        if below + 1 < size and clocks[below + 1] < clocks[below]:
-            below += 1
-        if clocks[below] >= clock:
-            break
-        clocks[at], places[at], keys[at] = clocks[below], places[below], keys[below]
-        at = below
-    clocks[at], places[at], keys[at] = clock, place, key
-    return size

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from itemset.item_set import ItemSet
-from itemset.ranking.draws import CutOffError, mixed, uniform
+from itemset.ranking.clocks import mixed, uniform
+from itemset.ranking.draws import CutOffError
 from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places, ScoredTree, Shared
 from itemset.ranking.search import Pass
 from itemset.trie.jit import compiled

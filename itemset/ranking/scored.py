@@ -40,6 +40,27 @@ class Places(NamedTuple):
     second: NDArray[np.int32]
 
 
+class Steps(NamedTuple):
+    """What follows each place token by token, as columns beside those of `Places`.
+
+    tokens: int64, a place's own token, the end token for an item; -1 for parts that are several children.
+    runs, lengths: int32, where in the last two columns the tokens stand that are certain to follow a scored place.
+    after: float64, the mass of a scored place with these.
+    children, counts: int32. The children after them stand side by side, those that are possible: the first, and how
+        many.
+    run_tokens, run_masses: int64 and float64, certain tokens, and what each adds to the mass.
+    """
+
+    tokens: NDArray[np.int64]
+    runs: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    after: NDArray[np.float64]
+    children: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    run_tokens: NDArray[np.int64]
+    run_masses: NDArray[np.float64]
+
+
 LIKELY = 0.1  # a path goes on with a child that has this share of what branches off below its prefix
 
 
@@ -73,10 +94,20 @@ class ScoredTree:
         self._masses = np.zeros(64)
         self._first, self._second = np.full(64, UNSCORED, np.int32), np.full(64, -1, np.int32)
         self._rows, self._edges = np.zeros(64, np.int32), np.zeros(64, np.int32)
+        self._labels, self._after = np.full(64, -1, np.int64), np.zeros(64)
+        self._runs, self._lengths, self._children, self._counts = np.zeros((4, 64), np.int32)
+        self._run_size, self._run_tokens, self._run_masses = 0, np.zeros(64, np.int64), np.zeros(64)
 
     @property
     def places(self) -> Places:
         return Places(self._masses[: self._size], self._first[: self._size], self._second[: self._size])
+
+    @property
+    def steps(self) -> Steps:
+        return Steps(
+            self._labels, self._runs, self._lengths, self._after, self._children, self._counts,
+            self._run_tokens, self._run_masses,
+        )  # fmt: skip
 
     def ask(self, places: Sequence[int]) -> list[Pass]:
         """The passes that score these prefixes, none of which has been asked for."""
@@ -109,11 +140,12 @@ class ScoredTree:
         asked, self._asked = self._asked, []
         for (place, scorings), given in zip(asked, answers, strict=True):
             for one, (run, after) in zip(scorings, given if isinstance(given, list) else [given], strict=False):
-                scores = float(np.sum(run)) + np.asarray(after, np.float64)
-                masses = self._masses[place] + self._power * scores
+                self._note_run(place, one.row, self._power * np.asarray(run, np.float64))
+                masses = self._after[place] + self._power * np.asarray(after, np.float64)
                 edges = np.append(one.edges, _SELF) if one.ends else one.edges
                 possible = np.flatnonzero(masses > -np.inf)
                 first = self._size
+                self._children[place], self._counts[place] = first, len(possible)
                 self._first[place] = self._divide(masses[possible], one.row, edges[possible])
                 guessed = np.flatnonzero(edges[possible] == one.guess)
                 if one.guess < 0 or not len(guessed):
@@ -165,6 +197,18 @@ class ScoredTree:
             _guess(self._tables, round_.edges, np.append(0, np.cumsum(round_.degree)), guesses)
         return guesses
 
+    def _note_run(self, place: int, row: int, masses: NDArray[np.float64]) -> None:
+        first, self._run_size = self._run_size, self._run_size + len(masses)
+        if self._run_size > len(self._run_tokens):
+            more = max(self._run_size, 2 * len(self._run_tokens)) - len(self._run_tokens)
+            self._run_tokens = np.concatenate([self._run_tokens, np.zeros(more, np.int64)])
+            self._run_masses = np.concatenate([self._run_masses, np.zeros(more)])
+        tokens = self._tokens[row]
+        self._run_tokens[first : self._run_size] = tokens[len(tokens) - len(masses) :]
+        self._run_masses[first : self._run_size] = masses
+        self._runs[place], self._lengths[place] = first, len(masses)
+        self._after[place] = self._masses[place] + np.sum(masses)
+
     def _divide(self, masses: NDArray[np.float64], row: int, edges: NDArray[np.int64]) -> int:
         """Add children and, above them, a place for each two parts; return the place of all of them. Each sum is made
         of its parts, largest and smallest alike, so that none is lost to a difference."""
@@ -177,6 +221,7 @@ class ScoredTree:
         self._first[first : first + count] = np.where(edges == _SELF, ITEM, UNSCORED)
         self._rows[first : first + count] = row
         self._edges[first : first + count] = edges
+        self._labels[first : first + count] = np.where(edges == _SELF, self._end, self._tables.labels[edges])
         level, free = np.arange(first, first + count), first + count
         while len(level) > 1:
             pairs = len(level) // 2
@@ -196,6 +241,11 @@ class ScoredTree:
             self._second = np.concatenate([self._second, np.full(room, -1, np.int32)])
             self._rows = np.concatenate([self._rows, np.zeros(room, np.int32)])
             self._edges = np.concatenate([self._edges, np.zeros(room, np.int32)])
+            self._labels = np.concatenate([self._labels, np.full(room, -1, np.int64)])
+            self._after = np.concatenate([self._after, np.zeros(room)])
+            self._runs, self._lengths, self._children, self._counts = np.concatenate(
+                [(self._runs, self._lengths, self._children, self._counts), np.zeros((4, room), np.int32)], 1
+            )
 
 
 class Shared(ABC):

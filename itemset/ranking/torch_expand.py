@@ -72,6 +72,20 @@ class Found(NamedTuple):
     scores: Tensor
 
 
+class Children(NamedTuple):
+    """Children of all beams of each list, [L, size] each, one beam after another.
+
+    at: int64, the row of the beam. edge: int64, as in `Rows.first`; 0 where there is none. inside: whether there is a
+    child. token: int64. logit: float32 of its token, -inf where there is none.
+    """
+
+    at: Tensor
+    edge: Tensor
+    inside: Tensor
+    token: Tensor
+    logit: Tensor
+
+
 def log_sums(logits: Tensor, rows: Rows, found: Found) -> Tensor:
     """Return the log-sum-exp over the vocabulary, [L, R, q] float32. Where no beam asks for it, it may be infinite."""
     lists, (_, queries, vocabulary) = len(rows.scores), logits.shape
@@ -89,14 +103,9 @@ def legal_sums(arena: Arena, logits: Tensor, rows: Rows, offsets: Tensor, size: 
     item may end there. offsets: as for `candidates`. size: the most children that a list may have."""
     lists = len(rows.scores)
     count = len(logits) // lists
-    at, inside = _rows_at(offsets, 0, size, count)
-    edge = torch.where(inside, _edges(rows, offsets, at, 0), 0)
-    tables = TablesOf(arena, rows.states[:, :1])
-    inside = inside & _alive(tables, edge)
-    token = _labels(tables, edge, rules.whole)
-    logit = _first_logits(logits, at, token, inside)
+    at, *_, logit = children(arena, logits, rows, offsets, 0, size, rules)
     ends = TablesOf(arena, rows.states).may_end(rows.states & LOCAL)[:, :count]
-    end = torch.where(ends, _end_logits(logits.unflatten(0, (lists, count))[:, :, 0], rules.end_token), -torch.inf)
+    end = torch.where(ends, end_logits(logits.unflatten(0, (lists, count))[:, :, 0], rules.end_token), -torch.inf)
     most = end.scatter_reduce(1, at, logit, "amax").nan_to_num(neginf=0.0)
     total = (end - most).exp().scatter_add(1, at, (logit - most.gather(1, at)).exp())
     return (total.log() + most)[:, :, None]
@@ -116,7 +125,7 @@ def ended(arena: Arena, logits: Tensor, sums: Tensor, rows: Rows, taken: int, ru
         run = token_logits(logits[:, :, :-1], tokens).double() - sums[:, :, :-1]
         scores = scores + torch.where(columns[:-1] < tails[:, :, None], run, 0).sum(2)
     if rules.end_token >= 0:
-        last = _end_logits(logits, rules.end_token).double() - sums
+        last = end_logits(logits, rules.end_token).double() - sums
         scores = scores + torch.where(columns == tails[:, :, None], last, 0).sum(2)
     return torch.where(TablesOf(arena, states).may_end(states & LOCAL), scores, -torch.inf)
 
@@ -133,32 +142,38 @@ def candidates(
 
     Keys are [1, L, size] int64 for OPEN, else [2, L, size]: those of the beams to go on with, then those of items.
     """
-    count = sums.shape[1]
-    at, inside = _rows_at(offsets, start, size, count)
-    edge = torch.where(inside, _edges(rows, offsets, at, start), 0)
-    tables = TablesOf(arena, rows.states[:, :1])
-    inside = inside & _alive(tables, edge)
-    logit = _first_logits(logits, at, _labels(tables, edge, rules.whole), inside)
-    scores = (rows.scores[:, :count] - sums[:, :, 0]).gather(1, at) + logit
+    at, edge, inside, _, logit = children(arena, logits, rows, offsets, start, size, rules)
+    scores = (rows.scores[:, : sums.shape[1]] - sums[:, :, 0]).gather(1, at) + logit
     better = inside & (scores > found.scores[:, -1:])
-    bits = scores.float().view(torch.int32).long()
-    key = (bits ^ (bits >> 31) & 0x7FFFFFFF) << 32 | _LOW - edge
+    key = keys_of_scores(scores, edge)
     if rules.items == OPEN:
         return torch.where(better, key, NOTHING)[None]
-    after = _after(tables, edge, rules.whole)
+    after = _after(TablesOf(arena, rows.states[:, :1]), edge, rules.whole)
     done = after == END if rules.items == ENDED else after >= END
     return torch.stack([torch.where(better & kind, key, NOTHING) for kind in (~done, done)])
 
 
+def children(
+    arena: Arena, logits: Tensor, rows: Rows, offsets: Tensor, start: int, size: int, rules: Rules
+) -> Children:  # fmt: skip
+    """Return the children of all beams of each list, `size` of them from the child `start` on: see `candidates`."""
+    at, inside = _rows_at(offsets, start, size, len(logits) // len(offsets))
+    edge = torch.where(inside, _edges(rows, offsets, at, start), 0)
+    tables = TablesOf(arena, rows.states[:, :1])
+    inside = inside & _alive(tables, edge)
+    token = _labels(tables, edge, rules.whole)
+    return Children(at, edge, inside, token, _first_logits(logits, at, token, inside))
+
+
 def best(
     arena: Arena, logits: Tensor, sums: Tensor, rows: Rows, found: Found, offsets: Tensor, size: int, wanted: int,
-    rules: Rules, keys_of: Callable[..., Tensor] = candidates,
+    rules: Rules, keys_of: Callable[..., Tensor] = candidates, together: int = CANDIDATES,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the `wanted` best keys of each list among its `size` children, and their places: [1 or 2, L, wanted].
 
-    keys_of: `candidates`, of which so many stand in memory at once.
+    keys_of: `candidates`, of which so many stand in memory `together`.
     """
-    at_once = max(wanted, CANDIDATES // len(sums))
+    at_once = max(wanted, together // len(sums))
     chosen: tuple[Tensor, Tensor] | None = None
     for start in range(0, max(size, wanted), at_once):
         part = min(at_once, max(size, wanted) - start)
@@ -225,6 +240,12 @@ def merge(found: Found, rows: Rows, scores: Tensor, done: Rows | None) -> Found:
     return Found(torch.where(best[:, :k, None].isneginf(), -1, kept), best[:, :k].contiguous())
 
 
+def keys_of_scores(scores: Tensor, edge: Tensor) -> Tensor:
+    """Return the keys of children with these scores and edges."""
+    bits = scores.float().view(torch.int32).long()
+    return (bits ^ (bits >> 31) & 0x7FFFFFFF) << 32 | _LOW - edge
+
+
 def score_of(keys: Tensor) -> Tensor:
     """Return the score that each key orders by, as float64; -inf for NOTHING."""
     high = keys >> 32
@@ -278,7 +299,7 @@ def token_logits(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(known, picked.float(), -torch.inf)
 
 
-def _end_logits(logits: Tensor, end_token: int) -> Tensor:
+def end_logits(logits: Tensor, end_token: int) -> Tensor:
     inside = 0 <= end_token < logits.shape[-1]
     return logits[..., end_token].float() if inside else torch.full_like(logits[..., 0], -torch.inf).float()
 

@@ -31,17 +31,19 @@ DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candi
 WEIGHT = "return_set_weight"
 """Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer.Expected`. Inside the
 engine the request carries it as it is."""
-INDEX, FILTERED, PLACE, LIST, HOLES, SLATED = INTERNAL = (
+INDEX, FILTERED, PLACE, LIST, RACES, HOLES, SLATED = INTERNAL = (
     "item_set_index",
     "item_set_filter",
     "item_set_place",
     "item_set_list",
+    "item_set_races",
     "item_set_holes",
     "item_set_slate",
 )
 """Keys under which a request inside the engine carries an inline set's index file, the filter that its set is or stands
-on, its set's place on the devices, the ranked list that it is, what it carries of the sets in its constraint, and, of a
-slate that a device can make, `Constraint.slate`. They are no words of requests."""
+on, its set's place on the devices, the ranked list that it is, the temperature and the keys of the races if draws are
+made as that list is, what it carries of the sets in its constraint, and, of a slate that a device can make,
+`Constraint.slate`. They are no words of requests."""
 
 WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
 EDITS = 2

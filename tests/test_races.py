@@ -1,0 +1,201 @@
+"""Draws as beams on tensors: the model's own distribution, whatever the width, and the races of `Drawing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICE
+from distributions import END, Toy, fit, toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import SAMPLES
+from strategies import item_sets
+from test_best import END as LAST
+from test_best import VOCABULARY
+from test_draws import SURE, drawn, logs, random_model
+from test_kernels import NothingReadBack
+from test_ranked_beams import placed
+
+from itemset.ranking import clocks, torch_races
+from itemset.ranking.draws import Draw, Drawing
+from itemset.ranking.races import Races
+
+TOYS = toys()
+ROOM = 17  # tokens of the toys' vocabulary: what nothing of a set has is the last one's
+
+Item = tuple[int, ...]
+LogProbs = Callable[[Item], np.ndarray]
+
+
+def of_toy(toy: Toy) -> LogProbs:
+    """Its log-probabilities after a prefix, all that lies outside the set in one token."""
+    known: dict[Item, np.ndarray] = {}
+
+    def after(prefix: Item) -> np.ndarray:
+        if prefix not in known:
+            row = np.array([toy.probability.get((prefix, token), 0.0) for token in range(ROOM)])
+            row[-1] = max(0.0, 1 - row.sum())
+            with np.errstate(divide="ignore"):
+                known[prefix] = np.log(row)
+        return known[prefix]
+
+    return after
+
+
+def run(
+    items: Sequence[Sequence[int]], after: LogProbs, drawing: Drawing, end: int, width: int,
+    *, kernels: str = "auto", narrow: bool = False, temperature: float = 1.0,
+) -> Races:  # fmt: skip
+    """The races of a drawing."""
+    arena, (number,), (built,) = placed(list(map(list, items)))
+    keys, wanted = drawing.races
+    options: dict[str, Any] = {"width": width, "k": wanted, "end_token": end, "kernels": kernels}
+    given = torch.tensor(keys, device=DEVICE)
+    found = Races(arena, [number] * len(keys), built.level_plan, given, temperature=temperature, **options)
+    while found.passes_left:
+        rows, queries = found.rows if found.taken else 1, found.queries
+        tokens = found.tokens[:, :rows].flatten(0, 1).cpu().numpy()
+        dead = (found.scores[:, :rows] <= found.found.scores[:, -1:]).flatten().cpu().numpy()
+        prefixes, row = np.unique(np.where(dead[:, None], -2, tokens), axis=0, return_inverse=True)
+        table = np.array([[after(_prefix(one, found.taken + q)) for q in range(queries)] for one in prefixes.tolist()])
+        given = torch.tensor(table[row.ravel()], device=DEVICE)
+        with NothingReadBack():
+            found.round(given + found.taken)  # not normalised
+        if narrow:
+            found.narrow()
+    return found
+
+
+def _prefix(row: list[int], length: int) -> Item:
+    """The first tokens of a beam. Of one that leads to nothing, -2, what follows does not matter: the empty prefix."""
+    return tuple(token for token in row[:length] if token >= 0)
+
+
+def decided(found: Races) -> list[list[tuple[Item, float] | None]]:
+    """The items of each race with their log-probabilities; None where it is not decided what comes."""
+    exact = found.exact.tolist()
+    return [
+        [
+            (tuple(map(int, tokens[: int(length)])), score) if sure else None
+            for (score, length, *tokens), sure in zip(rows, sures, strict=True)
+            if score > -np.inf or not sure
+        ]
+        for rows, sures in zip(found.result.tolist(), exact, strict=True)
+    ]
+
+
+def same(given: Sequence[tuple[Item, float] | None], expected: Sequence[Draw]) -> int:
+    """Check what is decided, and return how much of it is."""
+    sure = [(one, other) for one, other in zip(given, expected, strict=False) if one is not None]
+    assert [item for (item, _), _ in sure] == [other.tokens for _, other in sure]
+    np.testing.assert_allclose([score for (_, score), _ in sure], [other.score for _, other in sure], atol=1e-5)
+    return len(sure)
+
+
+def test_both_have_the_same_random_numbers():
+    keys = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
+    on_device = torch.tensor(keys.view(np.int64), device=DEVICE)
+    for n in (clocks.NOBODY, clocks.TOKEN, 150_000):
+        numbers = torch_races.mixed(on_device, torch.tensor(n, device=DEVICE))
+        assert numbers.cpu().numpy().view(np.uint64).tolist() == [int(clocks.mixed(key, n)) for key in keys]
+    expected = [clocks.log_exponential(key) for key in keys]
+    np.testing.assert_allclose(torch_races.log_exponential(on_device).cpu().numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("temperature", "kernels"), [(1.0, "auto"), (0.5, "torch")])
+@pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS)
+def test_races_follow_the_distribution(toy, temperature, kernels):
+    """Also of a set that holds the beginnings of items, and where a likely prefix leads to unlikely items alone."""
+    drawing = partial(Drawing, end_token=END, temperature=temperature, seed=8)
+    (_, _, (built,)) = placed([list(item) for item in toy.items])
+    width, n = (64, SAMPLES // 4) if len(toy.items) > 9 else (9, SAMPLES)
+    found = run(toy.items, of_toy(toy), drawing(built, n), END, width, temperature=temperature, kernels=kernels)
+    assert bool(found.proven.all())
+    items = [one[0] for one in decided(found)]
+    assert fit(toy.counts([item for item, _ in items]), toy.weights(temperature)) > SURE
+    same(items, drawn(toy, drawing(built, n)).items)
+
+
+@pytest.mark.parametrize("name", ["prefixes", "trap", "tiny"])
+def test_without_replacement_the_second_is_drawn_from_what_is_left(name):
+    """The law of ordered pairs: p(x) p(y) / (1 - p(x))."""
+    toy = TOYS[name]
+    number, seeds = {item: i for i, item in enumerate(toy.items)}, SAMPLES // 2
+    (_, _, (built,)) = placed([list(item) for item in toy.items])
+    # Races of other seeds, two items each, side by side.
+    drawings = [Drawing(built, 2, end_token=END, seed=seed, replace=False) for seed in range(seeds)]
+    together = Drawing(built, 2, end_token=END, seed=0, replace=False)
+    together._races = [drawing._races[0] for drawing in drawings]
+    pairs = np.zeros((len(number), len(number)))
+    for first, second in decided(run(toy.items, of_toy(toy), together, END, 8)):
+        pairs[number[first[0]], number[second[0]]] += 1
+    p = toy.weights() / toy.weights().sum()
+    expected = np.outer(p, p) / (1 - p)[:, None]
+    np.fill_diagonal(expected, 0)
+    assert fit(pairs, expected) > SURE
+
+
+@settings(max_examples=6, deadline=None)
+@given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), seed=st.integers(0, 99), data=st.data())
+def test_what_is_decided_is_what_rounds_find(items, seed, data):
+    """For any width, kernels, set, number of items and temperature; and what is not decided, rounds end."""
+    replace, temperature = data.draw(st.booleans()), data.draw(st.sampled_from([1.0, 0.4]))
+    n, options = data.draw(st.integers(1, 6)), {"temperature": temperature}
+    (_, _, (built,)) = placed([list(item) for item in items])
+    drawing = partial(Drawing, built, n, end_token=LAST, seed=seed, replace=replace, **options)
+    whole = drawn(random_model, drawing())
+    expected = [[one] for one in whole.items] if replace else [whole.items]
+    for width in (1, 3, 80):
+        kernels = data.draw(st.sampled_from(["auto", "torch", "triton"]))
+        begun, narrow = drawing(), data.draw(st.booleans())
+        with pytest.MonkeyPatch.context() as few:  # children that stand in memory at once
+            few.setattr(torch_races, "_TOGETHER", data.draw(st.sampled_from([5, 1 << 20])))
+            found = run(items, logs, begun, LAST, width, kernels=kernels, narrow=narrow, **options)
+        known = {}
+        for i, (one, wanted) in enumerate(zip(decided(found), expected, strict=True)):
+            sure = same(one, wanted)
+            assert sure == len(wanted) if width == 80 else sure <= len(wanted)
+            if sure == len(wanted):
+                known[i] = wanted
+        begun.begin_with(known, 7, 2)
+        ended = drawn(random_model, begun)
+        assert [one.tokens for one in ended.items] == [one.tokens for one in whole.items]
+        assert (ended.passes >= 7, ended.rounds >= 2) == (True, True)
+        if len(known) == len(expected):
+            assert (ended.passes, ended.rounds) == (7, 2)
+
+
+def test_narrow_beams_leave_races_undecided_and_know_which():
+    """Draws of those that are decided alone would be biased: the others go on by rounds, with the same keys."""
+    toy = TOYS["trap"]
+    (_, _, (built,)) = placed([list(item) for item in toy.items])
+    found = {}
+    for width in (1, 2, 4):
+        made = run(toy.items, of_toy(toy), Drawing(built, SAMPLES, end_token=END, seed=4), END, width)
+        found[width] = [one[0] for one in decided(made) if one[0] is not None]
+    assert 0 < len(found[1]) < len(found[2]) < len(found[4]) == SAMPLES
+    assert fit(toy.counts([item for item, _ in found[2]]), toy.weights()) < SURE
+
+
+def test_an_impossible_set_gives_nothing():
+    items = [[1, 2], [1, 3], [2]]
+    (_, _, (built,)) = placed(items)
+    for impossible, expected in (({2}, (1, 3)), ({1, 2}, None)):
+        row = np.array([-np.inf if token in impossible else -1.0 for token in range(6)])
+        drawing = Drawing(built, 9, end_token=END, seed=1)
+        found = run(items, lambda _, row=row: row, drawing, END, 4)
+        assert bool(found.proven.all())
+        assert {item for one in decided(found) for item, _ in one} == ({expected} if expected else set())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.1, float("nan")])
+def test_what_cannot_be_drawn(temperature):
+    arena, (number,), (built,) = placed([[1]])
+    keys = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="more than 0, and at most 1"):
+        Races(arena, [number], built.level_plan, keys, width=1, k=1, end_token=0, temperature=temperature)

@@ -21,8 +21,8 @@ STARTS_AN_ENGINE = ("test_vllm_*.py", "test_harness.py", "test_examples.py", "te
 LONGEST = (
     "test_vllm_draft_models.py", "test_vllm_device.py", "test_vllm_drafts.py", "test_vllm_engine.py",
     "test_vllm_wide_lists.py", "test_vllm_server.py", "test_vllm_ranking.py", "test_kernels.py", "test_vllm_passes.py",
-    "test_vllm_weights.py", "test_vllm_wide_draws.py", "test_vllm_inside.py", "test_vllm_live.py", "test_sglang_live.py",
-    "test_vllm_shared_prefix.py", "test_sglang_weights.py", "test_sglang_slates.py",
+    "test_vllm_weights.py", "test_vllm_wide_draws.py", "test_vllm_inside.py", "test_vllm_live.py",
+    "test_vllm_shared_prefix.py", "test_sglang_live.py", "test_sglang_weights.py", "test_sglang_slates.py",
     "test_sglang_speculation.py", "test_sglang_draft_models.py", "test_sglang_wide_lists.py", "test_sglang_server.py",
     "test_sglang_engine.py", "test_sglang_device.py",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from datetime import UTC
 from pathlib import Path
@@ -81,6 +82,9 @@ def _time(version: published.Version) -> str:
 def write_report(args: argparse.Namespace) -> None:
     """Write a page about an index."""
     output = output_file(args.output)
+    for given in filter(None, (args.file, args.compare)):
+        if output.exists() and os.path.exists(given) and output.samefile(given):
+            raise ItemSetError(f"{output} is the index itself: give the page another name")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     s = itemset.load(args.file)
     before = itemset.load(args.compare) if args.compare else None

@@ -192,7 +192,11 @@ def _compared(s: ItemSet, before: ItemSet, tokenizer: Any) -> str:
     parts = [_table(rows, ("", "before", "now"))]
     for title, one, other in (("came", s, before), ("went", before, s)):
         keys = _some_keys(one, COMPARED)
-        missing = [(key, item) for key, item in zip(keys, one.tokens(keys), strict=True) if other.find(item) is None]
+        missing = [
+            (key, item)
+            for key, item in zip(keys, one.tokens(keys), strict=True)
+            if other.find(item) is None or key not in other.keys_of([item])[0]
+        ]
         whole = len(keys) == len(one.keys)
         share = len(missing) / len(keys)
         said = f"{len(missing):,} keys {title}" if whole else f"About {share:.1%} of the keys {title}"

@@ -143,7 +143,7 @@ class FrontEnd:
         if isinstance(logprobs, list):
             logprobs = prompt < len(logprobs) and logprobs[prompt]
         if logprobs and not hasattr(request, weights.ASKED):
-            reason = "log-probabilities exclude it, in whose place the weights come: leave one of them out"
+            reason = "it comes in the place of log-probabilities: ask for one of them"
         if params.get("ignore_eos"):
             reason = "with ignore_eos an answer goes on after its end: leave one of them out"
         if reason:

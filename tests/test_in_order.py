@@ -73,7 +73,7 @@ def test_the_first_row_out_of_order_is_named(tmp_path: Path, items: list[list[in
     if wrong is None:
         build_external(folder, column="ids", key="key", in_order=True)
         return
-    with pytest.raises(ItemSetError, match=f": row {wrong + 1:,} is lower than the one before it: sort the items by"):
+    with pytest.raises(ItemSetError, match=f": row {wrong + 1:,} is lower than the one before it: sort the"):
         build_external(folder, column="ids", key="key", in_order=True)
 
 

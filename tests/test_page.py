@@ -106,9 +106,11 @@ def test_attributes_samples_and_what_came_and_went(
     assert {"year", "tags", "region", "released", "sold", "414"} <= set(text)  # 414 years are missing
     assert any(one.startswith("north (") for one in text)
     assert any("<b> (" in one for one in text)
-    old, new = ({tuple(item) for item in one.items()} for one in (codes(0, 2_000), codes(100, 3_000)))
-    for word, missing, one in (("came", new - old, codes(100, 3_000)), ("went", old - new, codes(0, 2_000))):
-        keys = sum(map(len, one.keys_of(list(missing))))
+    old, new = (
+        {(key, tuple(item)) for item in one.items() for key in one.keys_of([item])[0]}
+        for one in (codes(0, 2_000), codes(100, 3_000))
+    )
+    for word, keys in (("came", len(new - old)), ("went", len(old - new))):
         assert f"{keys:,} keys {word}." in text
     monkeypatch.setattr(page, "COMPARED", 500)
     assert cli.main(command) == 0
@@ -122,5 +124,9 @@ def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     codes(0, 10).save(tmp_path / "a.itemset")
     assert cli.main(["report", f"{tmp_path}/a.itemset", "-o", f"{tmp_path}/none/a.html"]) == 1
     assert "name a file in a folder that exists" in capsys.readouterr().err
+    for extra in ([], ["--compare", f"{tmp_path}/a.itemset"]):
+        assert cli.main(["report", f"{tmp_path}/a.itemset", *extra, "-o", f"{tmp_path}/a.itemset"]) == 1
+        assert "is the index itself: give the page another name" in capsys.readouterr().err
+    assert len(itemset.load(tmp_path / "a.itemset")) == 10
     assert cli.main(["report", f"{tmp_path}/b.itemset", "-o", f"{tmp_path}/a.html"]) == 1
     assert "no such file" in capsys.readouterr().err

@@ -130,7 +130,7 @@ class FrontEnd:
         they cannot."""
         reason = compat.why_no_weights(self.vllm_config)
         if params.logprobs is not None or params.logprob_token_ids:
-            reason = "logprobs exclude it, in whose place the weights come: leave one of them out"
+            reason = "it comes in the place of logprobs: ask for one of them"
         if params.ignore_eos:
             reason = "with ignore_eos an answer goes on after its end: leave one of them out"
         if reason:

@@ -253,7 +253,8 @@ def _in_order(
         if (row := out_of_order(seen)) is not None:
             raise ItemSetError(
                 f"{path}: row {done + row - known + 1:,} is lower than the one before it: sort the items by their "
-                "token ids, an item before those that it begins, or build without --sorted (in_order)"
+                "token ids, an item before those that it begins, over all files in the order of their names; or let "
+                "the build sort them"
             )
         last = seen.take(np.array([len(seen) - 1]))
         if keys is None:

@@ -175,7 +175,8 @@ class Marker:
     def _place(self, node: Mapping[str, Any], path: str, word: str = WORD) -> Place:
         named = node[word]
         if not isinstance(named, str) and not (isinstance(named, list) and named):
-            raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {shown(named)}")
+            given = "an empty one" if named == [] else shown(named)
+            raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {given}")
         selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
         for key, value in selection.items():
             if not isinstance(value, dict if key == "item_filter" else list):

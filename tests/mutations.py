@@ -435,12 +435,12 @@ def attempts(seed: int, first: int, count: int, names: Sequence[str]) -> Iterato
             name = rng.choice(list(originals))
             mutant = mutate(originals[name].data, rng)
             os.write(2, f"{number} {name} {mutant.kind}\n".encode())
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # the alarm ends the process, also inside compiled code
+            signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE)  # its signal ends the process, also inside compiled code
             try:
                 yield mutant.kind, examine(path, mutant, originals[name], rng)
             except Exception:
                 yield mutant.kind, {"number": number, "shape": name, "traceback": traceback.format_exc()}
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _address_space() -> int:

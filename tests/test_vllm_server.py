@@ -138,7 +138,7 @@ def test_weights(server, path):
         assert choice["item"]["set_weight"] < 0
         assert choice.get("logprobs") is None
     for wrong, message in (
-        ({"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}, "logprobs exclude it"),
+        ({"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}, "in the place of logprobs"),
         ({"item_set": None}, "return_set_weight is of one sampled answer with item_set"),
         ({"use_beam_search": True, "n": 2}, "return_set_weight is of one sampled answer with item_set"),
         ({"draws": 2}, "return_set_weight is of one sampled answer with item_set"),

@@ -117,7 +117,7 @@ def count_masks(llm: Any, params: list[SamplingParams]) -> int:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"logprobs": 0}, "return_set_weight cannot be had here: logprobs exclude it"),
+        ({"logprobs": 0}, "return_set_weight cannot be had here: it comes in the place of logprobs"),
         ({"ignore_eos": True}, "with ignore_eos an answer goes on after its end"),
         ({"extra_args": {"return_set_weight": True}}, "return_set_weight is of one sampled answer with item_set"),
         ({"extra_args": {"item_set": "one", "return_set_weight": "yes"}}, "must be true or false, not 'yes'"),

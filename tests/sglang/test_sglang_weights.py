@@ -55,7 +55,7 @@ def test_a_weight_is_the_legal_mass_along_its_answer(static, path, named_sets, o
 @pytest.mark.parametrize(
     ("params", "logprobs", "message"),
     [
-        (weighed("one"), True, "return_set_weight cannot be had here: log-probabilities exclude it"),
+        (weighed("one"), True, "return_set_weight cannot be had here: it comes in the place of log-"),
         (weighed("one", ignore_eos=True), False, "with ignore_eos an answer goes on after its end"),
         (weighed("one", beam_width=2), False, "return_set_weight is of one sampled answer with item_set"),
         (named("one", return_set_weight=1), False, "return_set_weight must be true or false, not 1"),

@@ -59,7 +59,7 @@ def test_retracted_slates_begin_anew(engines, tiny_model, options):
     """They walk their output again, into an empty list; the kernels are Triton's."""
     params, prompts = slate("fixed", 20, separator=""), [f"slate {i}" for i in range(16)]
     roomy = engines(tiny_model, item_set_path="device", **options)
-    short = {"max_total_tokens": 700, "schedule_conservativeness": 0.01, "item_set_kernels": "triton"}
+    short = {"max_total_tokens": 450, "schedule_conservativeness": 0.01, "item_set_kernels": "triton"}
     tight = engines(tiny_model, item_set_path="device", **options, **short)
     expected, found = (told(engine.generate(prompts, params)) for engine in (roomy, tight))
     assert "Retract requests" in tight.log()

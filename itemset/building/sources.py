@@ -198,7 +198,8 @@ def _read_npy(file: SourceFile) -> Iterator[Items]:
     items, rows = len(matrix), max(1, _NPY_BATCH_BYTES // matrix[0].nbytes)
     for start in range(0, items, rows):
         # Copied out of a mapping of its own: pages that were read stay in memory as long as their mapping.
-        part = np.array(_map_npy(file)[start : start + rows], order="C")
+        # One that is elsewhere is in memory as a whole, and read once.
+        part = np.array((_map_npy(file) if file.system is None else matrix)[start : start + rows], order="C")
         yield Items(tokens=_native(part), done=min(1.0, (start + rows) / items))
 
 

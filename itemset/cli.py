@@ -74,26 +74,27 @@ def _build(args: argparse.Namespace) -> None:
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start = time.perf_counter()
-    needed = needed_memory(args.source, args.column, args.key, args.attribute)
     allowed = available_memory() // 2 if args.memory is None else args.memory
-    reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
-    on_disk = args.sorted or needed > allowed
-    if args.sorted:
-        reason = "in order already (--sorted)"
-    s = _build_on_disk(args, output, allowed, reason) if on_disk else _build_in_memory(args, output)
+    on_disk, how = True, "in order already (--sorted)"
+    if not args.sorted:
+        needed = needed_memory(args.source, args.column, args.key, args.attribute)
+        reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
+        on_disk = needed > allowed
+        how = f"{'on disk' if on_disk else 'in memory'}: {reason}"
+        if on_disk:
+            print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
+    s = _build_on_disk(args, output, allowed) if on_disk else _build_in_memory(args, output)
     report.print_table(
         [
             *report.facts(s),
             ("file", f"{output} ({output.stat().st_size:,} bytes)"),
-            ("sorted", reason if args.sorted else f"{'on disk' if on_disk else 'in memory'}: {reason}"),
+            ("sorted", how),
             ("time", f"{time.perf_counter() - start:.1f} s"),
         ]
     )
 
 
-def _build_on_disk(args: argparse.Namespace, output: Path, memory: int, reason: str) -> ItemSet:
-    if not args.sorted:
-        print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
+def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemSet:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     try:
         with scratch_folder(output) as folder, build_bar() as progress:

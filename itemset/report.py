@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
+from itemset.shape import items_below
 from itemset.trie.attributes import kind_of
 from itemset.trie.jit import compiled
 from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
@@ -150,24 +151,19 @@ def _tally(s: ItemSet) -> _Tally:
         np.zeros(len(s.trie.level_nodes), np.int64),
     )
     tables, level_nodes = s.trie.tables, np.array(s.trie.level_nodes, np.int64)
-    _count_edges(tables, s.token_ids, len(s), tally.tokens)
+    _count_edges(tables, s.token_ids, items_below(s), tally.tokens)
     _count_ends(tables, level_nodes, s.trie.tail_tokens, s.token_ids, *vars(tally).values())
     return tally
 
 
 @compiled
-def _count_edges(tables, token_ids, items, tokens):  # type: ignore[no-untyped-def]
-    """Add to `tokens` each edge's token, once for each item that continues there."""
-    nodes = len(tables.row_offsets) - 1
-    items_below = np.zeros(nodes, np.int64)
-    for node in range(nodes - 1, -1, -1):  # children have higher numbers
-        total = np.int64(is_terminal(tables, node))
+def _count_edges(tables, token_ids, below, tokens):  # type: ignore[no-untyped-def]
+    """Add to `tokens` each edge's token, once for each item that continues there. below: see `items_below`."""
+    for node in range(len(below)):
         for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
             state = follow(tables, edge)
-            items_after = items_below[state] if state < nodes else np.int64(1)
+            items_after = below[state] if state < len(below) else np.int64(1)
             _add(tokens, np.searchsorted(token_ids, np.int64(tables.labels[edge])), items_after)
-            total += items_after
-        items_below[node] = min(total, items)
 
 
 @compiled

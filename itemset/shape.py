@@ -46,14 +46,19 @@ class Shape:
 
 def shape_of(s: ItemSet) -> Shape:
     """Count over all items, in one pass over the tables: 8 bytes a node of memory."""
-    tables, levels = s.trie.tables, np.array(s.trie.level_nodes, np.int64)
-    below = np.zeros(len(tables.row_offsets) - 1, np.int64)
+    tables, levels, below = s.trie.tables, np.array(s.trie.level_nodes, np.int64), items_below(s)
     counts = np.zeros((3, len(levels)), np.int64)
-    _count_below(tables, len(s), below)
     prefixes = _count_steps(tables, levels, below, *counts)
     shared, chosen, widest = counts.tolist()
     steps = [Step(*step) for step in zip(shared, chosen, [len(s) - one for one in shared], widest, strict=True)]
     return Shape(steps, int(prefixes), np.sort(_by_first(tables, below))[::-1])
+
+
+def items_below(s: ItemSet) -> NDArray[np.int64]:
+    """Return how many items pass through each node: [nodes]."""
+    below = np.zeros(len(s.trie.tables.row_offsets) - 1, np.int64)
+    _count_below(s.trie.tables, len(s), below)
+    return below
 
 
 @compiled

@@ -73,17 +73,11 @@ def file_at(path: PathLike) -> SourceFile:
     """Return the file that stands there. Raises ItemSetError: there is none, or it cannot be reached."""
     if not is_uri(path):
         return _local(Path(path))
-    from pyarrow import fs
-
     name = str(path)
-    with reached(name):
-        system, inside = _system(name)
-        found = system.get_file_info(inside)
-    if found.type == fs.FileType.Directory:
+    system, info, is_folder = _looked_up(name)
+    if is_folder:
         raise ItemSetError(f"{name} is a folder: name a file in it")
-    if found.type == fs.FileType.NotFound:
-        raise ItemSetError(f"no file {name}: check the address")
-    return _remote(name, system, found)
+    return _remote(name, system, info)
 
 
 def files_at(path: PathLike) -> list[SourceFile]:
@@ -99,10 +93,15 @@ def files_at(path: PathLike) -> list[SourceFile]:
         found = [
             one for one in _listed(above + slash, False) if fnmatch.fnmatchcase(PurePosixPath(one.path).name, last)
         ]
-    elif _is_folder(path):
+    elif is_uri(path):
+        system, info, is_folder = _looked_up(name)
+        if not is_folder:
+            return [_remote(name, system, info)]
+        found = _listed(name, True)
+    elif Path(path).is_dir():
         found = _listed(name, True)
     else:
-        return [file_at(path)]
+        return [_local(Path(path))]
     if not found:
         raise ItemSetError(f"no file in {name}: check the path")
     return sorted(found, key=lambda one: one.path)
@@ -184,14 +183,19 @@ def _remote(name: str, system: Any, info: Any) -> SourceFile:
     return SourceFile(name, info.path, info.size, info.mtime_ns, system)
 
 
-def _is_folder(path: PathLike) -> bool:
-    if not is_uri(path):
-        return Path(path).is_dir()
+def _looked_up(uri: str) -> tuple[Any, Any, bool]:
+    """Return pyarrow's file system, what it says of the file under a URI, and whether that is a folder.
+
+    Raises ItemSetError as `file_at` does.
+    """
     from pyarrow import fs
 
-    with reached(str(path)):
-        system, inside = _system(str(path))
-        return bool(system.get_file_info(inside).type == fs.FileType.Directory)
+    with reached(uri):
+        system, inside = _system(uri)
+        found = system.get_file_info(inside)
+    if found.type == fs.FileType.NotFound:
+        raise ItemSetError(f"no file {uri}: check the address")
+    return system, found, found.type == fs.FileType.Directory
 
 
 def _listed(folder: str, below: bool) -> list[SourceFile]:

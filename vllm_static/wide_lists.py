@@ -198,8 +198,7 @@ class WideLists:
         head = torch.zeros_like(result[:, :1])
         head[:, 0, 0] = beams.proven
         head[:, 0, 1:3] = beams.took
-        if isinstance(beams, Races):
-            result[:, :, 0] = torch.where(beams.exact, result[:, :, 0], -torch.inf)
+        result[:, :, 0] = beams.decided.scores
         return torch.cat((head, result), 1)
 
     def _go_on(self, beams: Beams) -> bool:

@@ -144,6 +144,11 @@ class Beams:
         return self._found
 
     @property
+    def decided(self) -> Found:
+        """Those of them that no further pass could change at the end, a score of -inf in place of the others'."""
+        return self._found
+
+    @property
     def proven(self) -> Tensor:
         """Whether no other item can beat the last of those found, at the end: [lists] bool."""
         return score_of(self._left) <= self._found.scores[:, -1]
@@ -227,11 +232,8 @@ class Beams:
         """The most children that a list's beams may have now."""
         if self.taken >= self.longest:
             return 0
-        children = self._plan.children(self.taken, self.rows)
-        if self._rules.whole:
-            return children
-        nodes = self._plan.nodes[self.taken] if self.taken < self._plan.levels else 0
-        return children + max(0, self.rows - nodes)
+        plan = self._plan
+        return (plan.children if self._rules.whole else plan.successors)(self.taken, self.rows)
 
     def _tail_columns(self) -> int:
         return self._plan.tails[self.taken] if self._rules.whole else 0

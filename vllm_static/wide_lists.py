@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itemset.ranking.beams import Beams, LevelPlan, warm_up
-from itemset.ranking.races import Races
+from itemset.ranking.beams import Beams, LevelPlan
+from itemset.ranking.races import Races, warm_up
 from itemset.serving.words import LIST, PLACE, RACES
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
 from vllm_static.drafted_lists import MOST_LOGITS, Asked, DraftedLists

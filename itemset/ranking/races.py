@@ -7,15 +7,16 @@ decided if nothing that was left out would have rung before its items.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
 from itemset.masking.slots import Kernels
-from itemset.ranking.beams import Beams
+from itemset.ranking import beams
+from itemset.ranking.beams import Beams, twin_for
 from itemset.ranking.torch_expand import Found, Rows, score_of
 from itemset.ranking.torch_races import Looked, Racing, log_exponential
 from itemset.trie.levels import LevelPlan
@@ -56,8 +57,7 @@ class Races(Beams):
         super().__init__(
             arena, numbers, plan, width=width, k=k, end_token=end_token, stepwise=stepwise, kernels=kernels
         )
-        on_cpu = kernels == "auto" and arena.device.type == "cpu"
-        self._rounds = importlib.import_module(f"itemset.ranking.{'numba' if on_cpu else 'torch'}_races")
+        self._rounds = twin_for("races", arena.device, kernels)
         self._racing = Racing(self._rows.scores, keys[:, None].repeat(1, width), 1 / temperature)
         clocks = log_exponential(self._racing.keys)
         self._rows = self._rows._replace(scores=torch.where(self._rows.scores == 0, -clocks, -torch.inf))
@@ -121,3 +121,12 @@ class Races(Beams):
         found: Found
         found, self._logs = self._rounds.merged(self._found, self._logs, rows, self._look)
         return found
+
+
+def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto") -> None:
+    """As `beams.warm_up`, for lists and races. stepwise: of the races."""
+    beams.warm_up(arena, logits, kernels=kernels)
+    options: dict[str, Any] = {"width": 1, "k": 1, "end_token": 0, "stepwise": stepwise, "kernels": kernels}
+    races = Races(arena, [0], beams.ONE_NODE, torch.zeros(1, dtype=torch.int64, device=arena.device), **options)
+    races._found.scores.fill_(torch.inf)  # a bar that nothing passes: there may be no set to follow an edge in
+    races.round(logits)

@@ -2,11 +2,11 @@
 
 python benchmarks/load.py --requests 100000 --json docs/benchmarks/load.json
 
-The client is `vllm.benchmarks.serve.benchmark`; only what one request does is ours, since it has to read the answer. The
-set is the film titles of the examples, with their years; the model is tiny and random, so that the server's own work
-is what is measured. Answers with items are held against the titles, keys, years and order that they must have; JSON is
-judged by `jsonschema`. A request that should be refused must get HTTP 400, all others 200; some clients leave before the
-answer. Memory is what the processes of the server hold themselves (USS), every two seconds.
+The client is `vllm.benchmarks.serve.benchmark`; only what one request does is ours, since it has to read the answer.
+The set is the film titles of the examples, with their years; the model is tiny and random, so that the server's own
+work is what is measured. Answers with items are held against the titles, keys, years and order that they must have;
+JSON is judged by `jsonschema`. A request that should be refused must get HTTP 400, all others 200; some clients leave
+before the answer. Memory is what the processes of the server hold themselves (USS), every two seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
 SINCE = 1990
-WORDS = "red quiet lost golden last broken silver brave hidden little electric frozen endless secret wild".split()
+WORDS = ("red", "quiet", "lost", "golden", "last", "broken", "silver", "brave", "hidden", "little", "electric", "wild")
 KNOWN = [[f"{word} {other}" for other in WORDS] for word in WORDS]  # inline lists that come again and again
 FILM = {"type": "string", "item_set": "films"}
 COUNT = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -59,13 +59,13 @@ REFUSED = (
 Body = dict[str, Any]
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """What is wrong with an answer."""
 
 
 def holds(true: bool, what: str) -> None:
     if not true:
-        raise Wrong(what)
+        raise WrongError(what)
 
 
 @dataclass
@@ -88,11 +88,8 @@ def item(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int
         return len(answer["choices"])
 
     temperature = random.choice((0, 0.7, 1, 2))
-    return {
-        "item_set": "films",
-        "n": random.choice((1, 1, 2, 4)) if temperature else 1,
-        "temperature": temperature,
-    }, check
+    n = random.choice((1, 1, 2, 4)) if temperature else 1
+    return {"item_set": "films", "n": n, "temperature": temperature}, check
 
 
 def filtered(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
@@ -279,9 +276,8 @@ class Memory:
 
     def __init__(self, pid: int, tally: Tally) -> None:
         root = psutil.Process(pid)
-        self._processes = [
-            one for one in (root, *root.children(recursive=True)) if one.memory_full_info().uss > 1 << 27
-        ]
+        each = (root, *root.children(recursive=True))
+        self._processes = [one for one in each if one.memory_full_info().uss > 1 << 27]
         self.names = [_name(process) for process in self._processes]
         self._tally, self._over = tally, threading.Event()
         self.samples: list[tuple[int, list[int]]] = []
@@ -375,9 +371,8 @@ def table(result: Mapping[str, Any]) -> str:
     names, quarters = result["processes"], result["quarters_mib"]
     lines += ["", f"| MiB, by quarter of the requests | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
     lines += [f"| {i} | {' | '.join(f'{mib:,.0f}' for mib in held)} |" for i, held in enumerate(quarters, 1)]
-    return "\n".join(
-        [*lines, "", f"{result['seconds']:,.0f} s, {result['requests'] / result['seconds']:,.0f} requests a second"]
-    )
+    seconds, requests = result["seconds"], result["requests"]
+    return "\n".join([*lines, "", f"{seconds:,.0f} s, {requests / seconds:,.0f} requests a second"])
 
 
 def main() -> int:
@@ -405,7 +400,7 @@ def main() -> int:
                 started = time.perf_counter()
                 asyncio.run(run(server, tally, args.concurrency))
                 seconds = time.perf_counter() - started
-            status, metrics = server.get("/metrics")
+            _, metrics = server.get("/metrics")
     kinds = {}
     for name in KINDS:
         times = tally.seconds[name] or [0.0]

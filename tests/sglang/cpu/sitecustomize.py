@@ -148,7 +148,7 @@ def report_unnamed_reads(module: ModuleType) -> None:
         def call(slots: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = method(slots, batch, *args, **kwargs)
             states = slots.row_states[: batch.rows]
-            sets = states[states & module.LOCAL != FREE] >> 32
+            sets = states[states & module.LOCAL != FREE] >> module.STATE_BITS
             print("sets were read", "named" if named.issuperset(sets.tolist()) else "UNNAMED", flush=True)
             return result
 

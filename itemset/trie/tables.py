@@ -6,6 +6,7 @@ If an item stands alone after its edge, the rest of it is a *tail*: plain tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.trie.jit import compiled
 from itemset.trie.rows import Rows, bounds
+
+Room = Callable[[int, Any], NDArray[Any]]  # so many zeros of a type
 
 BLOCK = 32  # edges that share one pair of bases
 MAX_INDEX = 2**31 - 5  # nodes and edges, each: a node's state is its number, and four marks come after the nodes
@@ -99,11 +102,11 @@ class Trie:
         return sum(array.nbytes for array in self.tables.sections.values())
 
 
-def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.uint32]]:
+def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tuple[Trie, NDArray[np.uint32]]:
     """Build the trie of sorted distinct rows, with lcp as `rows.sort_unique` gives it.
 
-    Returns the trie and `members` [N] uint32: the row of each item number. Items that stand alone after an edge come
-    first, in edge order; after them come those that end at a node, in node order.
+    room: where the tables come to lie. Returns the trie and `members` [N] uint32: the row of each item number. Items
+    that stand alone after an edge come first, in edge order; after them come those that end at a node, in node order.
     Raises ItemSetError if nodes or edges pass MAX_INDEX, or tail tokens MAX_TAIL_TOKENS, before any table is made.
     """
     longest = rows.longest
@@ -112,8 +115,8 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
     per_level[NODES, 0] = 1
     token_bits = max(1, int(rows.tokens.max()).bit_length())
     wide_tail = longest_tail * (BLOCK - 1) >= 0x7FFF
-    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, wide_tail=wide_tail)
-    members = np.empty(len(rows), np.uint32)
+    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, wide_tail=wide_tail, room=room)
+    members = room(len(rows), np.uint32)
     fill(rows.tokens, *rows.layout, lcp, starts, tables, members, 0)
     return finish(tables, per_level, len(rows), rows.shortest, longest), members
 
@@ -124,7 +127,7 @@ COUNTS = 5
 
 
 def allocate(
-    per_level: NDArray[np.int64], token_bits: int, labels: Any, *, wide_tail: bool
+    per_level: NDArray[np.int64], token_bits: int, labels: Any, *, wide_tail: bool, room: Room = np.zeros
 ) -> tuple[Tables, NDArray[np.int64]]:
     """Return tables for what `count` has counted, and for each level where `fill` begins.
 
@@ -140,13 +143,13 @@ def allocate(
         if total > limit:
             raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
     tables = Tables(
-        row_offsets=np.empty(nodes + 1, np.uint32),
-        terminal=np.zeros(-(-nodes // 32), np.uint32),
-        labels=np.empty(edges, labels),
-        targets=np.empty(edges, np.uint32 if wide_tail else np.uint16),
-        node_base=np.empty(-(-edges // BLOCK), np.uint32),
-        tail_base=np.empty(-(-edges // BLOCK), np.uint32),
-        tails=np.zeros(-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
+        row_offsets=room(nodes + 1, np.uint32),
+        terminal=room(-(-nodes // 32), np.uint32),
+        labels=room(edges, labels),
+        targets=room(edges, np.uint32 if wide_tail else np.uint16),
+        node_base=room(-(-edges // BLOCK), np.uint32),
+        tail_base=room(-(-edges // BLOCK), np.uint32),
+        tails=room(-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
         alive=NONE,
         dead=NONE,
         token_bits=token_bits,

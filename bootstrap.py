@@ -5,6 +5,7 @@ python3 bootstrap.py setup               make .venv and install everything
 python3 bootstrap.py demo [ARGUMENT...]  set up, then run examples/films.py (which gets the arguments)
 python3 bootstrap.py retrieval [ARG...]  set up, then run examples/retrieval.py (which gets the arguments)
 python3 bootstrap.py nezha [ARG...]      set up, then run examples/nezha.py (which gets the arguments)
+python3 bootstrap.py playground [ARG...] set up, then run examples/playground.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
 python3 bootstrap.py test --quick        the same without the tests that start an engine, in the first environment
 
@@ -60,7 +61,8 @@ SGLANG_ON_CPU = (  # run by every Python of the environment as it starts
     f"sys.path.append({str(STAND_INS)!r}); runpy.run_path({str(STAND_INS / 'sitecustomize.py')!r})"
 )
 EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai", "scikit-learn"]
-EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py", "nezha": "nezha.py"}
+EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py", "nezha": "nezha.py", "playground": "playground.py"}
+PLAYGROUND = "gradio==6.31.0"
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
 # An engine leaves most of a second core idle. Tests of a module share engines; conftest.py says which modules go first.
@@ -207,7 +209,7 @@ def install_sglang_cpu(environment: Environment) -> None:
 
 
 def steps_of(environment: Environment, engine: str, build: str, command: str) -> list[Step]:
-    """The installation in order; every command's list is the beginning of the next one's."""
+    """The installation in order; every command's list begins like the others'."""
 
     def pip_step(title: str, *arguments: str, inputs: str = "") -> Step:
         return Step(title, " ".join(arguments) + inputs, lambda: environment.pip("install", *arguments))
@@ -233,6 +235,8 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
     steps.append(pip_step("this project", "-e", ".[text]", inputs=(ROOT / "pyproject.toml").read_text()))
     if command != "setup":
         steps.append(pip_step("packages of the example", *EXAMPLE_PACKAGES))
+    if command == "playground":
+        steps.append(pip_step(PLAYGROUND, PLAYGROUND))
     if command == "test":
         steps.append(pip_step("test tools", "-e", ".[test]"))
     return steps

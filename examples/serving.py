@@ -44,11 +44,11 @@ class Launch:
     item_set: str  # NAME=FILE
     forced_drafts: bool = False
     dtype: str = "bfloat16"
+    views: tuple[str, ...] = ()  # NAME=SET: {FILTER}
 
     def command(self, port: int) -> list[str]:
-        if self.engine == "sglang":
-            return _sglang_command(self, port)
-        return _vllm_command(self, port)
+        command = _sglang_command(self, port) if self.engine == "sglang" else _vllm_command(self, port)
+        return [*command, "--item-view", *self.views] if self.views else command
 
     def environment(self) -> dict[str, str]:
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}

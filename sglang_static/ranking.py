@@ -1,10 +1,10 @@
 """Ranked lists and draws: the best items of a set, or some that are drawn, in place of SGLang's beam search where a
 request has one.
 
-SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists are one request, whose
-candidates come from the set (`one_request`). For the others each round is a batch of ordinary requests that score
-chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`): the children of a prefix, or a whole tail. The
-answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
+SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists and draws are one
+request, whose candidates come from the set (`one_request`). For the others, and to end what that leaves undecided, each
+round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`):
+the children of a prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from itemset.ranking.draws import Drawing
 from itemset.ranking.search import Answer, Pass
 from itemset.serving.answer import FIELDS
 from itemset.serving.asgi import while_connected
@@ -109,6 +110,8 @@ async def _one(
     if options and lora is None and not options.exact and options.max_passes is None:
         wanted = Wanted(options.k, options.beam, end, options.renormalised)
         found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
+    elif isinstance(search, Drawing) and lora is None:
+        said |= await front_end.one_request.draw(generate, manager, prompt, reference, asked.drawn, end, search)
     if found is None:
         best = await front_end.lists.run(search, partial(_ask, generate, manager, lora, prompt), read)
     else:

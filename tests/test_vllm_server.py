@@ -11,6 +11,7 @@ from pathlib import Path
 
 import changes
 import hostile
+import playground_checks
 import pytest
 from request_fields import BAD_SELECTIONS
 from servers import start_expecting_failure, wait_for
@@ -432,6 +433,10 @@ def test_a_file_that_is_changed_in_place_changes_nothing_that_is_served(server, 
         for body, choice in zip(bodies, pool.map(lambda body: complete(server, **body), bodies), strict=True):
             assert choice["finish_reason"] == "stop"
             assert item_of(choice) in named_sets[body["item_set"]].items
+
+
+def test_the_playground_shows_what_the_server_says(server, named_sets):
+    playground_checks.check(server.url, named_sets)
 
 
 def test_metrics(server, runner):

@@ -226,21 +226,8 @@ def _candidates_kernel(
 ):
     one = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    place = start + column
-    ends = offsets + one * width
-    total = tl.load(ends + width - 1)
-    # The beam whose children end after this place, the first of them.
-    low = tl.zeros((LANES,), tl.int32)
-    high = low + count
-    for _ in range(steps):
-        middle = (low + high) // 2
-        after = tl.load(ends + middle, mask=low < high, other=0) <= place
-        high = tl.where((low < high) & ~after, middle, high)
-        low = tl.where((low < high) & after, middle + 1, low)
-    inside = (column < size) & (place < total)
+    low, edge, inside = _child_at(first, degrees, offsets, one, width, count, column, start, size, steps, LANES)
     beam = one * width + low
-    end = tl.load(ends + low, mask=inside, other=0)
-    edge = tl.load(first + beam, mask=inside, other=0) + place - end + tl.load(degrees + beam, mask=inside, other=0)
     fields = tables.set_fields(sets, tl.load(states + one * width))
     token = _token(words, fields, edge, inside, WHOLE)
     row = (one * count + low) * queries
@@ -248,8 +235,7 @@ def _candidates_kernel(
     logit = tl.load(logits + row * logits_stride + token, mask=inside, other=-float("inf")).to(tl.float64)
     score = tl.load(scores + beam, mask=inside, other=-float("inf")) - tl.load(sums + row, mask=inside, other=0) + logit
     better = inside & (score > tl.load(found_scores + one * k + k - 1))
-    bits = score.to(tl.float32).to(tl.int32, bitcast=True)
-    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW - (edge & _LOW))
+    key = _key_of(score, edge)
     out = keys + one * size + column
     if ITEMS == _OPEN:
         tl.store(out, tl.where(better, key, _NOTHING), mask=column < size)
@@ -370,6 +356,33 @@ def _merge_kernel(
             at = (one * done_count + item - k - count)[:, None] * longest + column
             value = tl.where(was_beam, value, tl.load(done_tokens + at, mask=copied & ~was_beam, other=-1))
         tl.store(new_tokens + place[:, None] * longest + column, value, mask=stays[:, None] & (column < longest))
+
+
+@triton.jit
+def _child_at(first, degrees, offsets, one, width, count, column, start, size, steps, LANES: tl.constexpr):
+    """The beam whose child stands at each place, its edge, and whether there is one: `size` places from `start` on."""
+    place = start + column
+    ends = offsets + one * width
+    # The beam whose children end after this place, the first of them.
+    low = tl.zeros((LANES,), tl.int32)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        after = tl.load(ends + middle, mask=low < high, other=0) <= place
+        high = tl.where((low < high) & ~after, middle, high)
+        low = tl.where((low < high) & after, middle + 1, low)
+    inside = (column < size) & (place < tl.load(ends + width - 1))
+    beam = one * width + low
+    end = tl.load(ends + low, mask=inside, other=0)
+    edge = tl.load(first + beam, mask=inside, other=0) + place - end + tl.load(degrees + beam, mask=inside, other=0)
+    return low, edge, inside
+
+
+@triton.jit
+def _key_of(score, edge):
+    """As `torch_expand.keys_of_scores`."""
+    bits = score.to(tl.float32).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW - (edge & _LOW))
 
 
 @triton.jit

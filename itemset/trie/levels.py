@@ -67,6 +67,12 @@ class LevelPlan:
         last = int(widest[-1] - widest[-2]) if len(widest) > 1 else int(widest[-1])
         return int(widest[kept - 1]) + (min(rows, self.nodes[level]) - kept) * last
 
+    def successors(self, level: int, rows: int) -> int:
+        """Return the most prefixes of one token more that so many different ones of a level have together: children,
+        and what goes on inside tails."""
+        nodes = self.nodes[level] if level < self.levels else 0
+        return self.children(level, rows) + max(0, rows - nodes)
+
 
 @compiled
 def _measure(tables, tail_tokens, nodes, tails, tailed):  # type: ignore[no-untyped-def]

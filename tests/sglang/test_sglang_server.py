@@ -12,6 +12,7 @@ from typing import Any
 
 import changes
 import hostile
+import playground_checks
 import pytest
 import zstandard
 from request_fields import BAD_SELECTIONS
@@ -363,6 +364,10 @@ def test_hostile_bodies_end_in_an_error_of_their_own(server):
                 wrong.append((path, body[:100], status, str(answer)[:200]))
     assert not wrong
     assert complete(server, item_set="one")["item"] == {"key": 0}
+
+
+def test_the_playground_shows_what_the_server_says(server, named_sets):
+    playground_checks.check(server.url, named_sets)
 
 
 def test_a_server_with_a_bad_set_does_not_start(tiny_model):

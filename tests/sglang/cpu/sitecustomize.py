@@ -248,7 +248,12 @@ if os.environ.get("TESTS_SGLANG_REPORTS") == "1":
     AFTER |= REPORTS
 
 # Other submodules must not be found: SGLang asks for some of them to learn what this build of the kernels can do.
-OUR_KERNELS = ("itemset.masking.triton_tables", "itemset.masking.triton_kernels", "itemset.ranking.triton_expand")
+OUR_KERNELS = (
+    "itemset.masking.triton_tables",
+    "itemset.masking.triton_kernels",
+    "itemset.ranking.triton_expand",
+    "itemset.ranking.triton_races",
+)
 KERNEL_MODULES = ("sgl_kernel", "sgl_kernel.speculative")
 
 

@@ -112,7 +112,7 @@ def follow(
     )
     _follow_kernel[(wanted, lists)](
         arena.words, len(arena.words), arena.sets, flat, flat.stride(0), flat.shape[1], sums,
-        rows.states, rows.scores, rows.tokens, offsets, keys, places,
+        rows.states, rows.scores, rows.tokens, rows.first, rows.degrees, offsets, keys, places,
         tokens, states, scores, parents, tails, first, degrees,
         rows.scores.shape[1], *sums.shape[1:], wanted, keys.stride(0), longest, taken, columns,
         WHOLE=rules.whole, LANES=LANES, COLUMNS=COLUMNS, num_warps=FOLLOW_WARPS,
@@ -250,7 +250,7 @@ def _candidates_kernel(
 @_jit
 def _follow_kernel(
     words, words_end, sets, logits, logits_stride, vocabulary, sums,
-    states, scores, tokens, offsets, keys, places,
+    states, scores, tokens, first, degrees, offsets, keys, places,
     new_tokens, new_states, new_scores, new_parents, new_tails, new_first, new_degrees,
     width, count, queries, wanted, keys_stride, longest, taken, columns,
     WHOLE: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
@@ -260,7 +260,6 @@ def _follow_kernel(
     key = tl.load(keys + one * keys_stride + tl.program_id(0))
     place = tl.load(places + one * keys_stride + tl.program_id(0))
     live = key != _NOTHING
-    edge = tl.where(live, _LOW - (key & _LOW), 0)
     sets_bits = tl.load(states + one * width) & ~tables.LOCAL
     fields = tables.set_fields(sets, sets_bits)
     at = 0
@@ -270,6 +269,12 @@ def _follow_kernel(
         at += tl.sum((end <= place).to(tl.int32), 0)
     at = tl.where(live, tl.minimum(at, count - 1), 0)
     row = (one * count + at) * queries
+    if WHOLE:
+        edge = tl.where(live, _LOW - (key & _LOW), 0)
+    else:  # inside a tail 32 bits of a key do not hold the state
+        beam = one * width + at
+        begin = tl.load(offsets + beam) - tl.load(degrees + beam)
+        edge = tl.where(live, tl.load(first + beam) + place - begin, 0)
     token = _token(words, fields, edge, live, WHOLE)
     logit = tl.load(logits + row * logits_stride + token, mask=live & (token < vocabulary), other=-float("inf"))
     score = tl.load(scores + one * width + at) + (logit.to(tl.float64) - tl.load(sums + row))
@@ -377,7 +382,7 @@ def _child_at(first, degrees, offsets, one, width, count, column, start, size, s
 def _key_of(score, edge):
     """As `torch_expand.keys_of_scores`."""
     bits = score.to(tl.float32).to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW - edge)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW - (edge & _LOW))
 
 
 @triton.jit

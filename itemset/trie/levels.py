@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.tables import Trie
+from itemset.trie.tables import Trie, tails_of
 
 _KEPT = 4096  # widest nodes of a level that are kept: all rows that a search may well have
 
@@ -93,7 +93,7 @@ def _measure(tables, tail_tokens, nodes, tails, tailed):  # type: ignore[no-unty
             if target & leaf == 0:
                 branches += 1
             elif target != 2 * leaf - 1:
-                begins = np.int64(tables.tail_base[edge >> 5]) + target - leaf
+                begins = tails_of(tables, edge >> 5) + target - leaf
                 tails[owner] = max(tails[owner], begins - start)
                 start, owner = begins, level
                 tailed[level] += 1

@@ -2,6 +2,8 @@
 
 python benchmarks/parallel.py                     in vLLM's environment
 python benchmarks/parallel.py --engine sglang     in SGLang's
+python benchmarks/parallel.py --only ray          with the package `ray`
+python benchmarks/parallel.py --engine sglang --only router    with `sglang-router`: two servers behind it
 
 Starts a server with a tiny model for each configuration, asks it for items and lists at once, and looks every answer
 up. Prints a row of a table for each: what was served, or in which words the engine itself refuses. `--only WORD` runs
@@ -16,6 +18,7 @@ import re
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +31,29 @@ VLLM = (
     ("--pipeline-parallel-size", "2"),
     ("--data-parallel-size", "2"),
     ("--api-server-count", "2"),
+    ("--tensor-parallel-size", "2", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+    ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
 )
-SGLANG = (("--tp-size", "2"), ("--pp-size", "2"), ("--dp-size", "2"), ("--tokenizer-worker-num", "2"))
+ROUTER = ("two servers behind the router",)
+SGLANG = (
+    ("--tp-size", "2"),
+    ("--pp-size", "2"),
+    ("--dp-size", "2"),
+    ("--tokenizer-worker-num", "2"),
+    ("--tp-size", "2", "--speculative-algorithm", "NGRAM"),
+    ROUTER,
+)
 COLOURS = ["red", "green", "blue"]
 REQUESTS = 48
 EOS = 1
-ERROR = re.compile(r"^.*?((?:\w+Error|AssertionError|Exception)\b.*)$", re.MULTILINE)
+ERROR = re.compile(r"^(?!.*WARNING).*?((?:\w+Error|Exception|static-backend)\b.*)$", re.MULTILINE)
 
 
 def start(engine: str, runner: str, flags: tuple[str, ...], sets: list[str]) -> Any:
     """A server. Raises EngineError with the end of its log if it does not start."""
     from models import cached_tiny_llama
 
-    given = (*flags, "--item-set", *sets)
+    given = (*flags, *sets)
     if engine == "sglang":
         from sglang_servers import Server as SGLangServer
 
@@ -53,6 +66,32 @@ def start(engine: str, runner: str, flags: tuple[str, ...], sets: list[str]) -> 
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     arguments = ("--guided-decoding-backend", "static", *given)
     return Server(runner, cached_tiny_llama(), arguments=arguments, env=env, timeout=300)
+
+
+class Routed:
+    """Two servers behind SGLang's router, which sends a prompt where its beginning is known, or takes turns."""
+
+    model_name = "tiny"
+
+    def __init__(self, sets: list[str]) -> None:
+        from servers import HttpServer, ServerProcess, free_port
+
+        with ExitStack() as stack:
+            self._each = [stack.enter_context(start("sglang", "", ("--dp-size", "1"), sets)) for _ in range(2)]
+            port = free_port()
+            command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--worker-urls", *(server.url for server in self._each)]
+            self._router = stack.enter_context(HttpServer(ServerProcess(command, port, dict(os.environ)), 120))
+            self._all = stack.pop_all()
+        self.post, self.log = self._router.post, self._router.log
+
+    def __enter__(self) -> Routed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        answered = [server.log().count("POST /v1/completions") for server in self._each]
+        print(f"requests that each server answered: {answered}", file=sys.stderr)
+        self._all.close()
 
 
 def served(server: Any, named: dict[str, Any]) -> str:
@@ -92,7 +131,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a word in the names of the configurations to run")
     asked = parser.parse_args()
     from engines import EngineError
-    from sets import token_sets
+    from sets import named_flags, token_sets
 
     every = [(runner, flags) for runner in ("v1", "v2") for flags in VLLM]
     if asked.engine == "sglang":
@@ -100,13 +139,14 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         named = token_sets(Path(folder))
-        sets = [f"{name}={one.path}" for name, one in named.items()]
+        sets = named_flags(named)
         for runner, flags in every:
             name = " ".join(filter(None, [f"`{' '.join(flags)}`", runner.upper()]))
             if asked.only not in name:
                 continue
             try:
-                with start(asked.engine, runner, flags, sets) as server:
+                made = Routed(sets) if flags == ROUTER else start(asked.engine, runner, flags, sets)
+                with made as server:
                     try:
                         said = served(server, named)
                     except OSError as error:

@@ -177,7 +177,7 @@ def sql_compared(name: str, sign: str, value: Any) -> str:
     return f"COALESCE({column} {sign} {literal(name, value)}, FALSE)"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(query=queries())
 def test_random_queries_against_duckdb(stored, database, query):
     wanted = database.sql(f"SELECT {sql(query)} AS passes FROM t ORDER BY row").fetchnumpy()["passes"]

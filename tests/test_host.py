@@ -47,7 +47,7 @@ def test_the_bitmask_of_every_state(items: list[list[int]]) -> None:
 
 
 @given(item_sets(70), st.lists(st.integers(0, 69), max_size=8), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_accept_validate_rollback(items: list[list[int]], tail: list[int], data: st.DataObject) -> None:
     known = {before: (tokens, ends) for before, tokens, ends in prefixes(dict_trie(items))}
     item = data.draw(st.sampled_from(items))

@@ -22,7 +22,7 @@ VOCAB = 70
 
 
 @given(item_sets(VOCAB))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_children_and_ends_of_every_prefix(items: list[list[int]]) -> None:
     s = itemset.build(items, vocab_size=VOCAB)
     for before, tokens, ends in prefixes(dict_trie(items)):
@@ -32,7 +32,7 @@ def test_children_and_ends_of_every_prefix(items: list[list[int]]) -> None:
 
 
 @given(item_sets(VOCAB), st.lists(st.integers(0, VOCAB - 1), max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_foreign_prefix_is_refused(items: list[list[int]], tokens: list[int]) -> None:
     known = {before for before, *_ in prefixes(dict_trie(items))}
     s = itemset.build(items)
@@ -44,7 +44,7 @@ def test_a_foreign_prefix_is_refused(items: list[list[int]], tokens: list[int]) 
 
 
 @given(item_sets(VOCAB), st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_keys_lead_to_items_and_back(items: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]
     numbers = list(range(100, 100 + len(items)))
     names = [f"key {n}" for n in numbers]

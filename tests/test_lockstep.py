@@ -39,7 +39,7 @@ def run(beams: Lockstep | LockstepRaces, narrow: bool = False) -> list[int]:
         counts.append(len(fed))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), data=st.data())
 def test_the_search_on_the_host_finds_the_same(items: list[list[int]], data: Any) -> None:
     k, width = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))

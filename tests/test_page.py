@@ -52,7 +52,7 @@ def read(text: str) -> Balanced:
 
 
 @given(item_sets())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_shape_is_that_of_the_items(items: list[list[int]]) -> None:
     distinct = {tuple(item) for item in items}
     shape = shape_of(itemset.build(items))

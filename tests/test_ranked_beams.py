@@ -100,7 +100,7 @@ def check(beams: Beams, row: int, best: Best) -> None:
     np.testing.assert_allclose([score for score, _ in found], [item.score for item in best.items], rtol=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
 def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int | None, data: Any) -> None:
     k, width = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))

@@ -94,7 +94,9 @@ def row_of(items: int, tokens: int, vocab: int, output: Path, seen: Seen) -> str
     s = itemset.load(output)
     chunks = -(-items // CHUNK)
     each = -(-LOOKUPS // chunks)
-    parts = [(i * CHUNK, chunk_of(i, min(CHUNK, items - i * CHUNK), tokens, vocab)[:each]) for i in range(chunks)]
+    parts = [
+        (i * CHUNK, chunk_of(i, min(CHUNK, items - i * CHUNK), tokens, vocab)[:each].copy()) for i in range(chunks)
+    ]
     asked, keys = np.concatenate([part for _, part in parts]), [np.arange(at, at + len(part)) for at, part in parts]
     asked, expected = asked[:LOOKUPS], np.concatenate(keys)[:LOOKUPS]
     s.lookup(asked[:1000])

@@ -69,8 +69,12 @@ class OneRequest:
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        from itemset.serving.metrics import LISTS
+        from sglang_static.metrics import ONE_REQUEST, count_list
+
         ours = (reference, wanted.width)
-        if self.refusals.why(*ours):
+        if reason := self.refusals.why(*ours):
+            count_list(ENGINE if self.refusals.always else SET, reason)
             return None
         asked = GenerateReqInput(
             rid=uuid.uuid4().hex,
@@ -91,15 +95,19 @@ class OneRequest:
             if not (found := _REFUSAL.fullmatch(str(error))):
                 raise
             scope, reason = found.groups()
+            count_list(scope, reason)
             self.refusals.refused(reason, of=ours if scope == SET else None, always=scope == ENGINE)
             return None
         except HTTPException as error:  # the KV cache was full
+            count_list(REQUEST, "")
             self.refusals.refused(str(error.detail))
             return None
         info = output["meta_info"]
         if "beam_results" not in info:
+            count_list(REQUEST, "")
             self.refusals.refused(str(info.get("finish_reason")))
             return None
+        LISTS.labels(ONE_REQUEST).inc()
         return _answered(info)
 
 

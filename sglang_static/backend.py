@@ -123,7 +123,9 @@ class StaticBackend:
             item_set = carried_set(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
             start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
-            if self._claim(request, item_set, start, stops, counted=LIST not in custom):
+            # With n above 1 SGLang first asks for no token, so that the others find the prompt in its cache.
+            asks = request.sampling_params.max_new_tokens > 0
+            if self._claim(request, item_set, start, stops, counted=asks and LIST not in custom):
                 return False
             request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
             manager._apply_request_reasoning_config(request)
@@ -132,10 +134,8 @@ class StaticBackend:
             request.set_finish_with_abort(str(error))
         return False
 
-    def _claim(
-        self, request: Any, item_set: ItemSet, start: int | None, stops: set[int], *, counted: bool = True
-    ) -> bool:
-        """Whether a request takes the device path. counted: False for a list, which has no masks."""
+    def _claim(self, request: Any, item_set: ItemSet, start: int | None, stops: set[int], *, counted: bool) -> bool:
+        """Whether a request takes the device path. counted: False for what samples nothing under a mask."""
         plan = self._plan
         taken = plan is not None and claim(plan, self._figures.released, request, item_set, start, stops)
         if counted:

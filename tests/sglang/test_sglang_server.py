@@ -395,7 +395,7 @@ def test_metrics(server):
         'item_set:requests_total{item_set="inline"}': 2,
         'item_set:requests_total{item_set="tagged"}': 3,
         'item_set:refused_requests_total{reason="unknown set"}': 1,
-        'item_set:refused_requests_total{reason="wrong endpoint"}': 1,
+        'item_set:refused_requests_total{reason="wrong type"}': 1,
         'item_set:ranked_lists_total{way="one request"}': 1,
         'item_set:ranked_lists_total{way="max_passes"}': 1,
         'item_set:draw_requests_total{way="SGLang makes all draws by rounds"}': 1,

@@ -25,7 +25,7 @@ import itemset
 from itemset.beam import beam_search
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.slots import kernels_for
-from itemset.trie.walk import DEAD
+from itemset.trie.walk import DEAD, STATE_BITS
 
 ITEMS, STEPS, CODES, VOCABULARY = 1_000_000, 4, 2_048, 151_936
 WIDTHS = (140, 512)
@@ -37,7 +37,7 @@ def masked(arena: Arena, number: int, logits: list[Tensor], width: int) -> tuple
     tokens = torch.full((width, STEPS), -1, device=device)
     scores = torch.full((width,), -torch.inf, device=device)
     scores[:1].zero_()
-    states = torch.where(scores == 0, number << 32, DEAD)
+    states = torch.where(scores == 0, number << STATE_BITS, DEAD)
     marks, slots = (torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((1, 1), (width,)))
     for step, one in enumerate(logits):
         log_probs = torch.log_softmax(one[0].float(), -1)

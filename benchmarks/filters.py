@@ -47,6 +47,7 @@ from itemset.serving.words import FILTERED, INDEX
 from itemset.trie.filters import passing
 from itemset.trie.rows import as_rows
 from itemset.trie.view import bits_of
+from itemset.trie.walk import STATE_BITS
 from itemset.views import without
 
 LENGTH, CODES, VOCABULARY, DAYS = 8, 2_048, 2_112, 1_000
@@ -206,7 +207,7 @@ def step(base: ItemSet, ids: NDArray[np.uint16], repeats: int) -> Iterator[Row]:
                     fill_bitmasks(hosts, states, range(ROWS), bitmask)  # what the tables share is then in the cache
                     host[name].append(ms(lambda: fill_bitmasks(hosts, states, range(ROWS), bitmask)))  # noqa: B023
                     if turn < 2 * repeats and vocabulary == VOCABULARY:
-                        at = torch.tensor(states) + (numbers[name] << 32)
+                        at = torch.tensor(states) + (numbers[name] << STATE_BITS)
                         device[name].append(ms(lambda: torch_kernels.mask(arena, logits, at, MARKS, SLOTS)))  # noqa: B023
             for name in sets:
                 row: Row = {"states": what, "vocabulary": vocabulary, "set": name}

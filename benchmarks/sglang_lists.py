@@ -51,7 +51,7 @@ def semantic_ids(items: int, codes: int, length: int, path: Path) -> str:
     return str(path)
 
 
-def engine(file: str, widest: int) -> Any:
+def engine(file: str, widest: int, model: str | None = None) -> Any:
     import sglang
     import torch
     from models import cached_tiny_llama
@@ -62,7 +62,7 @@ def engine(file: str, widest: int) -> Any:
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
         arguments |= {"dtype": "float32", "mem_fraction_static": 0.2}
     return sglang.Engine(
-        model_path=str(cached_tiny_llama()),
+        model_path=model or str(cached_tiny_llama()),
         context_length=1024,
         skip_server_warmup=True,
         log_level="error",

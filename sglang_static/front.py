@@ -63,8 +63,9 @@ class FrontEnd:
             validate=validate,
         )
         self._sender = Sender(self.checks.catalogue, engines=compat.schedulers(manager.server_args))
-        self.lists = Lists(compat.seats(manager.server_args), lambda: compat.unfinished(manager))
-        self.one_request = OneRequest()
+        seats = compat.seats(manager.server_args)
+        self.lists = Lists(seats, lambda: compat.unfinished(manager))
+        self.one_request = OneRequest(seats)
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
         self.host_path = reason is not None

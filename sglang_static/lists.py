@@ -1,7 +1,8 @@
-"""Ranked lists in the scheduler: each is one request, whose beams are rows of SGLang's own beam search.
+"""Ranked lists and draws in the scheduler: each is one request, whose beams are rows of SGLang's own beam search.
 
 SGLang (srt/beam_search) makes the rows, decodes them in lockstep, shares their KV and frees it. Here the candidates
-come from a set's children, and an item that stands alone gets a row of its own for its tail (`ranking.lockstep`).
+come from a set's children, and an item that stands alone gets a row of its own for its tail (`ranking.lockstep`). The
+races of all draws of a request are rows of one group.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Resident
-from itemset.ranking.lockstep import Lockstep, rows_of_passes
+from itemset.ranking.lockstep import Lockstep, LockstepRaces, rows_of_passes, rows_of_races
 from itemset.serving.words import LIST
 from sglang_static import processor
 from sglang_static.beams import WHOLE
@@ -32,6 +33,7 @@ class Chosen(NamedTuple):
     """What a selection leaves for the commit that follows it. Tensors on the device.
 
     last: whether no pass is left. state: [2] int64: whether no pass could change the list, and how many beams are open.
+    tokens, scores: as of `Beams.decided`.
     """
 
     last: bool
@@ -43,7 +45,8 @@ class Chosen(NamedTuple):
 
 
 class ItemGroup(BeamGroup):
-    """The beams of one list, and the tails that ride along. Its rows, their KV and its end are the coordinator's work.
+    """The beams of one list, and the tails that ride along; or those of the races of some draws. Its rows, their KV and
+    its end are the coordinator's work.
 
     beam_width: rows, as many as a pass may ever have. Most passes have fewer, the first of them. At the position that
     such a pass has filled, each other row has the leader's slot, so that all can be re-parented and freed alike.
@@ -69,7 +72,7 @@ class ItemGroup(BeamGroup):
         super().__init__(
             beam_width=rows_in(counts),
             max_new_tokens=group.max_new_tokens,
-            num_return=wanted.k,
+            num_return=wanted.k * max(1, len(wanted.races)),
             device=sampler.arena.device,
         )
         self.leader, self.prompt_len = group.leader, group.prompt_len
@@ -78,7 +81,7 @@ class ItemGroup(BeamGroup):
         self.said: dict[str, Any] = {}
         self._sampler, self._resident = sampler, resident
         self._item_set: ItemSet | None = item_set  # until it has ended: the request and its group hold each other
-        self._beams: Lockstep | None = None
+        self._beams: Lockstep | LockstepRaces | None = None
         self._aligned = 0  # positions after the prompt at which every row has a slot
         self._open = (-1, 1)  # the last selection that was read, and how many open beams it has left; at first the root
 
@@ -143,7 +146,7 @@ class ItemGroup(BeamGroup):
         self.num_generated += 1
         last = not beams.passes_left
         state = torch.stack((beams.all_over.long(), beams.open_beams))
-        chosen = Chosen(last, state, *beams.found, beams.proven, beams.took)
+        chosen = Chosen(last, state, *beams.decided, beams.proven, beams.took)
         self._pending_steps.append((tick, chosen))
         if last:
             return nothing, None
@@ -175,32 +178,29 @@ class ItemGroup(BeamGroup):
         ]
 
     def _finish(self, chosen: Chosen) -> None:
-        scores, rows = chosen.scores[0].tolist(), chosen.tokens[0].tolist()
-        self._found = [
-            ([token for token in row if token >= 0], score)
-            for row, score in zip(rows, scores, strict=True)
-            if score != -torch.inf
-        ]
-        passes, rounds = chosen.took[0].tolist()
-        self.said = {"proven": bool(chosen.proven[0]), "passes": passes, "rounds": rounds}
+        tables = zip(chosen.tokens.tolist(), chosen.scores.tolist(), strict=True)
+        each = [_items(rows, scores) for rows, scores in tables]
+        self._found = [item for found in each for item in found]
+        passes, rounds = chosen.took.sum(0)[0], chosen.took.amax(0)[1]
+        # All races begin with the pass of the prompt.
+        self.said = {"proven": bool(chosen.proven.all()), "passes": int(passes) - len(each) + 1, "rounds": int(rounds)}
+        self.said["found"] = [len(found) for found in each]
         self._beams = self._item_set = None
         self._pending_steps.clear()
         self.state = BeamGroupState.FINISHED
 
-    def _begin(self, item_set: ItemSet) -> Lockstep:
+    def _begin(self, item_set: ItemSet) -> Lockstep | LockstepRaces:
         sampler, wanted, place = self._sampler, self.wanted, self._resident
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
-        self._beams = Lockstep(
-            sampler.arena,
-            place.number,
-            item_set.level_plan,
-            width=wanted.width,
-            k=wanted.k,
-            end_token=wanted.end_token,
-            renormalised=wanted.renormalised,
-            kernels=sampler.kernels,
-        )
+        options: dict[str, Any] = {"width": wanted.width, "k": wanted.k, "end_token": wanted.end_token}
+        options["kernels"] = sampler.kernels
+        of_set = sampler.arena, place.number, item_set.level_plan
+        if wanted.races:
+            keys = torch.tensor(wanted.races, device=sampler.arena.device)
+            self._beams = LockstepRaces(*of_set, keys, temperature=wanted.temperature, **options)
+        else:
+            self._beams = Lockstep(*of_set, renormalised=wanted.renormalised, **options)
         return self._beams
 
     def _narrow(self) -> None:
@@ -228,9 +228,22 @@ class ItemGroup(BeamGroup):
         return torch.cat((column, column.new_zeros(self.beam_width - len(column))))
 
 
+def _items(rows: Sequence[Sequence[int]], scores: Sequence[float]) -> list[tuple[list[int], float]]:
+    """The items of one list or race, without what fills up their rows."""
+    found = zip(rows, scores, strict=True)
+    return [([token for token in row if token >= 0], score) for row, score in found if score != -torch.inf]
+
+
 def rows_in(counts: Sequence[int]) -> int:
     """How many rows a group needs: two at least, as SGLang knows no other beam search."""
     return max(2, *counts, 0)
+
+
+def rows_of(item_set: ItemSet, wanted: Wanted) -> tuple[int, ...]:
+    """How many rows each pass after the prompt's has at most."""
+    if wanted.races:
+        return rows_of_races(item_set.level_plan, wanted.width, len(wanted.races))
+    return rows_of_passes(item_set.level_plan, wanted.width, renormalised=wanted.renormalised)
 
 
 def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:
@@ -250,7 +263,7 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
         item_set = carried_set(sampler.catalogue, custom)
     except ItemSetError as failure:
         return refusal(REQUEST, str(failure))
-    counts = rows_of_passes(item_set.level_plan, wanted.width, renormalised=wanted.renormalised)
+    counts = rows_of(item_set, wanted)
     if reason := _too_much(coordinator, counts):
         return refusal(SET, reason)
     if reason := _no_room(coordinator, counts, len(req.origin_input_ids)):

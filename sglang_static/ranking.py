@@ -1,10 +1,10 @@
 """Ranked lists and draws: the best items of a set, or some that are drawn, in place of SGLang's beam search where a
 request has one.
 
-SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists are one request, whose
-candidates come from the set (`one_request`). For the others each round is a batch of ordinary requests that score
-chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`): the children of a prefix, or a whole tail. The
-answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
+SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists and draws are one
+request, whose candidates come from the set (`one_request`). For the others, and to end what that leaves undecided, each
+round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`):
+the children of a prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from itemset.ranking.draws import Drawing
 from itemset.ranking.search import Answer, Pass
 from itemset.serving import metrics
 from itemset.serving.answer import FIELDS
@@ -111,9 +112,11 @@ async def _one(
     found, skip = None, params.get("skip_special_tokens", True)
     if reason := _why_rounds(asked, lora):
         (metrics.LISTS if options else metrics.DRAWS).labels(reason).inc()
-    else:
+    elif options:
         wanted = Wanted(options.k, options.beam, end, options.renormalised)
         found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
+    elif isinstance(search, Drawing) and asked.drawn:
+        said |= await front_end.one_request.draw(generate, manager, prompt, reference, asked.drawn, end, search)
     if found is None:
         best = await front_end.lists.run(search, partial(_ask, generate, manager, lora, prompt), read)
     else:
@@ -140,11 +143,11 @@ async def _one(
 
 
 def _why_rounds(asked: ItemRequest, lora: str | None) -> str | None:
-    """Why a list is not tried as one request, and no draws are; None if it is."""
+    """Why a list, or draws, are not tried as one request; None if they are."""
     options = asked.ranked
-    if options is None:
-        return "SGLang makes all draws by rounds"
-    reasons = {"exact": options.exact, "max_passes": options.max_passes is not None, "LoRA adapter": lora is not None}
+    proof = options is not None and options.exact
+    bounded = options is not None and options.max_passes is not None
+    reasons = {"exact": proof, "max_passes": bounded, "LoRA adapter": lora is not None}
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 

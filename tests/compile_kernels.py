@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from itemset.masking import triton_kernels as kernels
 from itemset.masking.batch import CHAIN, COLUMNS, TREE
 from itemset.ranking import triton_expand as expand
+from itemset.ranking import triton_races as races
 from itemset.ranking.torch_expand import ALONE, ENDED, OPEN, Rows
 
 POINTERS = {
@@ -33,6 +34,8 @@ LISTS = {
     **{f"new_{name}": "*i64" for name in Rows._fields if name != "scores"},
 }
 LISTS["scores"] = "*fp64"
+RACES = LISTS | dict.fromkeys(["logs", "earliest", "end_logs", "new_logs"], "*fp64")
+RACES |= dict.fromkeys(["out", "new_keys"], "*i64") | {"power": "i64"}
 GIVEN = object()  # not constant, though COMMON says so
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
 MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS}
@@ -55,6 +58,11 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lists_merge": (expand._merge_kernel, {"done_tokens": None, "done_scores": None}),
     "lists_merge_done": (expand._merge_kernel, {}),
     "mask": (kernels._mask_kernel, MASK),
+    "races_candidates": (races._candidates_kernel, {"WHOLE": True, "LANES": races.CHILDREN}),
+    "races_candidates_steps": (races._candidates_kernel, {"WHOLE": False, "LANES": races.CHILDREN}),
+    "races_looked": (races._looked_kernel, {"WHOLE": True, "LANES": races.CHILDREN}),
+    "races_looked_steps": (races._looked_kernel, {"WHOLE": False, "LANES": races.CHILDREN}),
+    "races_went_on": (races._went_on_kernel, {"LANES": races.BEAMS}),
     "step": (kernels._walk_kernel, NO_DRAFTS | MASK),
     "walk": (kernels._walk_kernel, {"LAYOUT": CHAIN, "logits": None} | MASK),
     "walk_columns": (kernels._walk_kernel, {"LAYOUT": COLUMNS, "logits": None} | MASK),
@@ -64,7 +72,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 COMMON = {"rows_each": None, "positions": None, "STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
 LISTS_COMMON = {"ITEMS": expand.ITEMS, "OTHERS": expand.OTHERS, "COLUMNS": expand.COLUMNS, "LANES": expand.LANES}
-LISTS_WARPS = {"lists_log_sums": expand.SUM_WARPS, "lists_follow": expand.FOLLOW_WARPS}
+LISTS_WARPS = {"lists_log_sums": expand.SUM_WARPS, "lists_follow": expand.FOLLOW_WARPS, "races_went_on": 1}
 
 
 class Form(NamedTuple):
@@ -79,8 +87,8 @@ class Form(NamedTuple):
 def form_of(name: str) -> Form:
     """Return the form of a variant."""
     kernel, constants = VARIANTS[name]
-    of_lists = name.startswith("lists_")
-    common, pointers = (LISTS_COMMON, LISTS) if of_lists else (COMMON, POINTERS)
+    of_lists = name.startswith(("lists_", "races_"))
+    common, pointers = (LISTS_COMMON, RACES if name.startswith("races_") else LISTS) if of_lists else (COMMON, POINTERS)
     if name == "lists_ended":
         pointers = pointers | {"out": "*fp64"}
     constants = {key: value for key, value in (common | constants).items() if key in kernel.arg_names}

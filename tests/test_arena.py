@@ -13,6 +13,7 @@ import itemset
 from itemset import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError
 from itemset.masking.torch_kernels import mask
+from itemset.trie.walk import STATE_BITS
 
 
 def numbered(first: int, items: int = 300) -> itemset.ItemSet:
@@ -30,7 +31,7 @@ def room_for(sets: int) -> int:
 def root(arena: Arena, number: int) -> list[int]:
     """The tokens that may begin an item, as the mask has them."""
     logits = torch.zeros(1, 1000, device=arena.device)
-    states = torch.tensor([number << 32], device=arena.device)
+    states = torch.tensor([number << STATE_BITS], device=arena.device)
     mask(arena, logits, states, torch.tensor([[-1, -1]], device=arena.device), torch.tensor([0], device=arena.device))
     return logits[0].isfinite().nonzero()[:, 0].tolist()
 

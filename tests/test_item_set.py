@@ -213,7 +213,7 @@ def test_bad_keys_are_named(keys: list[object], message: str) -> None:
     ("module", "limit", "message"),
     [
         ("itemset.trie.tables.MAX_INDEX", 2, "the set needs 3 edges, the limit is 2: split the set"),
-        ("itemset.trie.tables.MAX_INDEX", 3, "the set needs 6 tail tokens, the limit is 3"),
+        ("itemset.trie.tables.MAX_TAIL_TOKENS", 3, "the set needs 6 tail tokens, the limit is 3"),
         ("itemset.trie.rows.MAX_ITEMS", 2, "3 items are too many, the limit is 2: split the set"),
     ],
 )
@@ -282,7 +282,7 @@ def test_damaged_files_are_refused_with_the_reason(tmp_path: Path) -> None:
     assert "truncated" in refused(good[:20])
     assert "truncated" in refused(good[:-1])
     assert "truncated" in refused(good[:100])
-    assert "newer format version 2" in refused(good[:8] + b"\x02" + good[9:])
+    assert "newer format version 3" in refused(good[:8] + b"\x03" + good[9:])
     assert "older format version 0" in refused(good[:8] + b"\x00" + good[9:])
     assert "header does not match" in refused(good[:60] + b"!" + good[61:])
     assert "header does not match" in refused(good + b"\0")

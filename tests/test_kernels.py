@@ -26,9 +26,9 @@ from views import made
 import itemset
 from itemset.masking import torch_kernels, triton_kernels
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.batch import COLUMNS, Batch
+from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import Slots, kernels_for
-from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING
+from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
 from itemset.trie.walk import advance as host_advance
 
 VOCABULARY = 70
@@ -68,7 +68,7 @@ def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int)
         state = 0
         for token in prefix:
             state = host_advance(built.trie.tables, state, token)
-        states.append(state | number << 32)
+        states.append(state | number << STATE_BITS)
     slots = torch.arange(len(nodes), device=DEVICE)
     marks = tensor([[-1, stop, -1]] * len(nodes))
 
@@ -88,10 +88,10 @@ def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int)
         arena, tensor(states)[picked], tensor([t for _, t in tokens], torch.int32), marks[picked], out
     )
     for (i, token), device_state in zip(tokens, after.tolist(), strict=True):
-        state = host_advance(built.trie.tables, states[i] & 0xFFFFFFFF, token)
+        state = host_advance(built.trie.tables, states[i] & LOCAL, token)
         if state == DEAD and token == stop and nodes[i][2]:
             state = END
-        assert device_state == (state | number << 32), (nodes[i], token)
+        assert device_state == (state | number << STATE_BITS), (nodes[i], token)
 
     forced = kernels.forced(arena, tensor(states), marks, slots, torch.empty(len(nodes), 4, dtype=torch.int32))
     for (prefix, _, _), chain in zip(nodes, forced.tolist(), strict=True):
@@ -213,7 +213,7 @@ def test_mask_in_place(kernels: ModuleType, dtype: torch.dtype, vocabulary: int)
     """Any dtype, row stride and vocabulary; also one smaller than the set's, or that ends inside a chunk."""
     arena, (built, _), (number, _) = resident([[t, 1] for t in range(68)] + [[68, 1, 2], [69]], [[8999], [3]])
     tail = host_advance(built.trie.tables, 0, 69 - 1)
-    states = tensor([number << 32, END, FREE, DEAD, tail | number << 32, 1 << 32, WAITING])
+    states = tensor([number << STATE_BITS, END, FREE, DEAD, tail | number << STATE_BITS, 1 << STATE_BITS, WAITING])
     marks = tensor([[0, 69, 2, -1]] * len(states), torch.int32)
     slots = tensor([0, 1, 2, 3, -1, 5, 6], torch.int32)
     whole = torch.randn(2 * len(states), vocabulary + 9, device=DEVICE).to(dtype)
@@ -234,7 +234,7 @@ def test_an_ended_row_is_never_empty(kernels: ModuleType) -> None:
     """Another processor may have forbidden the stop tokens; a sampler takes any token of an empty row."""
     arena, _, (number,) = resident([[3], [3, 4]])
     logits = torch.full((2, 9), -torch.inf, device=DEVICE)
-    states = tensor([END, 1 | number << 32])
+    states = tensor([END, 1 | number << STATE_BITS])
     kernels.mask(arena, logits, states, tensor([[-1, 7, 5]] * 2), tensor([0, 1]))
     assert legal(logits) == [[5, 7], []]
 
@@ -245,7 +245,7 @@ def test_a_root_with_a_million_children(kernels: ModuleType) -> None:
     items = np.stack([children, children[::-1]], 1)
     built = itemset.build(items)
     arena = Arena(built.nbytes + 4096, DEVICE)
-    state = tensor([arena.acquire(built) << 32] * 4)
+    state = tensor([arena.acquire(built) << STATE_BITS] * 4)
     asked = [int(children[0]), int(children[123_456]), int(children[-1]), int(np.setdiff1d(range(2000), children)[0])]
     after = kernels.advance(arena, state, tensor(asked), None, torch.empty_like(state)).tolist()
     assert after == [host_advance(built.trie.tables, 0, token) for token in asked]
@@ -400,7 +400,7 @@ def test_drafts_in_columns(kernels: ModuleType) -> None:
 def test_a_guess_is_always_legal(kernels: ModuleType) -> None:
     arena, _, (number,) = resident([[5, 6, 7, 8], [5, 9], [7], [7, 3]])
     out = torch.full((5, 6), -7, device=DEVICE)
-    states = tensor([number << 32, END, FREE, DEAD, WAITING])
+    states = tensor([number << STATE_BITS, END, FREE, DEAD, WAITING])
     kernels.forced(arena, states, tensor([[-1, 2, 1]] * 5), tensor([0, 1, 2, 3, 4]), out, True)
     assert out.tolist() == [[5, 6, 7, 8, 2, 2], [2] * 6, *[[-7] * 6] * 3]
 

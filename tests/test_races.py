@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,26 @@ from devices import DEVICE
 from distributions import END, Toy, fit, toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interleaving import interleaved
 from samples import SAMPLES
+from specialisations import Recorded
 from strategies import item_sets
 from test_best import END as LAST
 from test_best import VOCABULARY
 from test_draws import SURE, drawn, logs, random_model
-from test_kernels import NothingReadBack
+from test_expand import Operations, random_sets
+from test_kernels import Launches, NothingReadBack
 from test_ranked_beams import placed
 
-from itemset.ranking import clocks, torch_races
+import itemset
+from itemset.masking.arena import Arena, room_for
+from itemset.ranking import clocks, numba_races, torch_races, triton_expand, triton_races
 from itemset.ranking.draws import Draw, Drawing
-from itemset.ranking.races import Races
+from itemset.ranking.races import Races, warm_up
+from itemset.ranking.torch_expand import NOTHING
 
 TOYS = toys()
+OF_RACES = [name for name in vars(triton_races) if name.endswith("_kernel")]
 ROOM = 17  # tokens of the toys' vocabulary: what nothing of a set has is the last one's
 
 Item = tuple[int, ...]
@@ -140,7 +148,7 @@ def test_without_replacement_the_second_is_drawn_from_what_is_left(name):
     assert fit(pairs, expected) > SURE
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), seed=st.integers(0, 99), data=st.data())
 def test_what_is_decided_is_what_rounds_find(items, seed, data):
     """For any width, kernels, set, number of items and temperature; and what is not decided, rounds end."""
@@ -168,6 +176,107 @@ def test_what_is_decided_is_what_rounds_find(items, seed, data):
         assert (ended.passes >= 7, ended.rounds >= 2) == (True, True)
         if len(known) == len(expected):
             assert (ended.passes, ended.rounds) == (7, 2)
+
+
+class Compared:
+    """Stands in place of what runs rounds. What torch gives goes on, so that each function is judged alone."""
+
+    def __init__(self, twin: ModuleType) -> None:
+        self.twin, self.compared = twin, 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def both(*args: Any) -> Any:
+            expected, given = (getattr(module, name)(*args) for module in (torch_races, self.twin))
+            if name == "best":
+                assert torch.equal(given[0], expected[0])
+                live = expected[0] != NOTHING
+                assert torch.equal(given[1][live], expected[1][live])
+            elif name == "looked":
+                scores, live = args[3].scores[:, : args[2].shape[1]], expected.scores > -torch.inf
+                racing = scores > args[5].scores[:, -1:]
+                self.close(given.earliest[racing], expected.earliest[racing])
+                self.close(given.scores[racing], expected.scores[racing])
+                self.close(given.logs[racing & live], expected.logs[racing & live])
+            elif name == "went_on":
+                live = expected[0].scores > -torch.inf
+                self.close(given[0].scores, expected[0].scores)
+                assert torch.equal(given[1].keys[live], expected[1].keys[live])
+            return expected
+
+        return both
+
+    def close(self, given: torch.Tensor, expected: torch.Tensor) -> None:
+        self.compared += len(given)
+        torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stepwise", [False, True], ids=["whole", "stepwise"])
+@pytest.mark.parametrize("twin", [numba_races, triton_races], ids=["numba", "triton"])
+def test_rounds_agree(twin: ModuleType, stepwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On logits of which some are -inf, with lanes so few that programs take several turns, run in any order."""
+    monkeypatch.setattr(triton_races, "CHILDREN", 8)
+    monkeypatch.setattr(triton_races, "BEAMS", 2)
+    device = DEVICE if twin is triton_races else "cpu"
+    keys = torch.tensor(Drawing(itemset.build([[1]]), 3, end_token=LAST, seed=6).races[0], device=device)
+    for seed, items in enumerate(random_sets(3)):
+        built = itemset.build(items)
+        arena = Arena(room_for(built), device)
+        numbers, generator = [arena.acquire(built)] * 3, torch.Generator(device).manual_seed(seed)
+        options = {"width": 5, "k": 2, "end_token": 70, "stepwise": stepwise, "temperature": 0.7}
+        races = Races(arena, numbers, built.level_plan, keys, **options)
+        races._rounds = compared = Compared(twin)  # type: ignore[assignment]
+        with interleaved(seed=seed):
+            while races.passes_left:
+                shape = (3 * (races.rows if races.taken else 1), races.queries, 72)
+                logits = torch.randn(shape, generator=generator, device=device) * 3
+                logits[torch.rand(shape, generator=generator, device=device) < 0.1] = -torch.inf
+                races.round(logits)
+        assert compared.compared > 30
+
+
+def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    for module in (triton_expand, triton_races):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Launches(getattr(module, name), launched))
+    built = itemset.build(random_sets(1)[2])
+    arena = Arena(room_for(built), DEVICE)
+    keys = torch.arange(4, device=DEVICE)
+    races = Races(
+        arena, [arena.acquire(built)] * 4, built.level_plan, keys, width=6, k=1, end_token=71, kernels="triton"
+    )
+    counts = []
+    while races.passes_left:
+        logits = torch.randn(4 * (6 if races.taken else 1), races.queries, 72, device=DEVICE)
+        launched.clear()
+        with Operations() as operations:
+            races.round(logits)
+        counts.append((len(launched), len(operations.names)))
+    assert max(counts) == (5, 18), operations.names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stepwise", [False, True], ids=["whole", "stepwise"])
+def test_nothing_is_compiled_while_serving(stepwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds, widths, temperatures, races and sets of other sizes take the forms that were compiled beforehand."""
+    keys: set[str] = set()
+    kernels = []
+    for module in (triton_expand, triton_races):
+        for name in ("_log_sums_kernel", "_follow_kernel") if module is triton_expand else OF_RACES:
+            kernels.append(name)
+            monkeypatch.setattr(module, name, Recorded(getattr(module, name), keys))
+    warm_up(Arena(4096, DEVICE), torch.randn(1, 1, 80, device=DEVICE), stepwise=stepwise, kernels="triton")
+    assert {key.split()[0] for key in keys} == set(kernels)
+    known = set(keys)
+    for items, n, width, temperature in zip(random_sets(2), (1, 2, 16), (1, 16, 6), (1.0, 0.5, 0.7), strict=True):
+        built = itemset.build(items)
+        arena = Arena(room_for(built), DEVICE)
+        numbers, roots = [arena.acquire(built)] * n, torch.arange(n, device=DEVICE) - 1
+        options = {"width": width, "k": n, "end_token": 71, "temperature": temperature, "stepwise": stepwise}
+        races = Races(arena, numbers, built.level_plan, roots, kernels="triton", **options)
+        while races.passes_left:
+            races.round(torch.randn(n * (races.rows if races.taken else 1), races.queries, 80, device=DEVICE))
+    assert keys == known
 
 
 def test_narrow_beams_leave_races_undecided_and_know_which():

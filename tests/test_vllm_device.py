@@ -21,7 +21,7 @@ from vllm import SamplingParams
 import itemset
 from itemset.masking.batch import LOCAL
 from itemset.serving.words import FILTERED, INDEX
-from itemset.trie.walk import FREE
+from itemset.trie.walk import FREE, STATE_BITS
 
 PARSER = Path(__file__).parent / "tiny_reasoning.py"
 
@@ -313,7 +313,7 @@ def watch_reads(llm: Any) -> None:
     def watched_step(batch: Any, *args: Any, **kwargs: Any) -> None:
         step(batch, *args, **kwargs)
         states = processor._slots.row_states[: len(batch.slots)]
-        sets = (states[states & LOCAL != FREE] >> 32).tolist()
+        sets = (states[states & LOCAL != FREE] >> STATE_BITS).tolist()
         processor.reads += [number in processor.named for number in sets]
 
     processor.arena.use, processor._slots.step = named_use, watched_step

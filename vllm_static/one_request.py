@@ -17,8 +17,8 @@ from itemset.ranking.draws import Draw, Drawing, Draws
 from itemset.ranking.search import Best, Ranked, ordered
 from itemset.serving import metrics
 from itemset.serving.config import StaticConfig
-from itemset.serving.drawing import DrawOptions
-from itemset.serving.lists import Refusals
+from itemset.serving.drawing import DrawOptions, race_width
+from itemset.serving.lists import DRAWS_OF, Refusals
 from itemset.serving.request import ListOptions
 from itemset.serving.travel import Carried
 from itemset.serving.words import LIST, RACES, REFERENCE
@@ -38,7 +38,6 @@ REASONS = (
 FOR_GOOD = (TOO_DEEP, TOO_LONG, TOO_LARGE)  # it holds for all lists of the set that are as wide
 ONE_REQUEST, DRAFTED = "one request", "draft head"
 UNDECIDED = "more might ring before than there are beams"
-RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 
 
 class ListParams(SamplingParams):
@@ -98,13 +97,11 @@ class OneRequest:
         """Return the parameters of a request for draws, whose races are those of `drawing`; None if rounds must make
         them. Else as `params`."""
         keys, wanted = drawing.races
-        width = max(asked.width or RACE_BEAMS, 2 * wanted)
-        few = min(width, FEWEST_BEAMS) * len(keys) > self._width or wanted > self._width
-        width = min(width, self._width // len(keys))
-        reasons = {"max_passes": asked.max_passes is not None, "more draws than ranked_list_beams has room for": few}
-        if reason := self._refusals.why(_DRAWS_OF + reference, width * len(keys)) or next(
-            (reason for reason, holds in reasons.items() if holds), None
-        ):
+        width = race_width(asked, len(keys), wanted, self._width)
+        reason = "max_passes" if asked.max_passes is not None else "more draws than ranked_list_beams has room for"
+        if width is not None and asked.max_passes is None:
+            reason = self._refusals.why(DRAWS_OF + reference, width * len(keys)) or ""
+        if width is None or reason:
             metrics.DRAWS.labels(reason).inc()
             return None
         params = list_params(carried(reference), k=wanted, width=width, end_token=end_token, renormalised=False)
@@ -127,7 +124,7 @@ class OneRequest:
             return best
         number = None if table is None or table.shape[1] > 1 else int(table[0, 0])
         reason = "the request took the host path" if number is None else REASONS[number]
-        ours = ((_DRAWS_OF if races else "") + params.extra_args[REFERENCE], _beams(params))
+        ours = ((DRAWS_OF if races else "") + params.extra_args[REFERENCE], _beams(params))
         self._refusals.refused(reason, of=ours if number in FOR_GOOD else None, always=number == NO_BLOCKS)
         ways.labels(reason).inc()
         return None
@@ -147,9 +144,6 @@ class OneRequest:
         finally:
             self._free += width
             self._freed.set()
-
-
-_DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
 
 
 def _beams(params: ListParams) -> int:
@@ -194,7 +188,4 @@ def draws_of(table: NDArray[np.float64], races: int, drawing: Drawing) -> Draws 
                 Draw(tuple(tokens[:length]), score, True)
                 for score, (length, *tokens) in zip(here[:, 0].tolist(), here[:, 1:].astype(int).tolist(), strict=True)
             ]
-    if proven and any(found.values()):
-        return Draws([item for items in found.values() for item in items], int(passes), int(rounds), 0.0)
-    drawing.begin_with(found, int(passes), int(rounds))
-    return None
+    return drawing.begin_with(found, int(passes), int(rounds))

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itemset.ranking.beams import Beams, LevelPlan, warm_up
-from itemset.ranking.races import Races
+from itemset.ranking.beams import Beams, LevelPlan
+from itemset.ranking.races import Races, warm_up
 from itemset.serving.words import LIST, PLACE, RACES
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
 from vllm_static.drafted_lists import MOST_LOGITS, Asked, DraftedLists
@@ -198,8 +198,7 @@ class WideLists:
         head = torch.zeros_like(result[:, :1])
         head[:, 0, 0] = beams.proven
         head[:, 0, 1:3] = beams.took
-        if isinstance(beams, Races):
-            result[:, :, 0] = torch.where(beams.exact, result[:, :, 0], -torch.inf)
+        result[:, :, 0] = beams.decided.scores
         return torch.cat((head, result), 1)
 
     def _go_on(self, beams: Beams) -> bool:

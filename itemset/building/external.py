@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -28,9 +29,10 @@ from itemset.building import sources
 from itemset.building.codecs import codec_of
 from itemset.building.memory import available_memory
 from itemset.building.scratch import scratch_folder
-from itemset.building.spools import ArraySpool, Spool, nameless_file
+from itemset.building.spools import ArraySpool, Spool, Zeros, nameless_file
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.storage import SourceFile, files_at
 from itemset.text import Escape, encode, identify
 from itemset.trie.attributes import Column, Survey, Writer, packed
 from itemset.trie.keys import Keys, in_item_order
@@ -41,6 +43,8 @@ MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
 _OVERHEAD = 1 << 29  # bytes that Python, its libraries and the batches in flight take beside the sort
 _BATCH_TOKENS = 1 << 21
 _BATCH_KEYS = 1 << 20
+_READ_TWICE = (".npy", ".parquet")  # token ids there need no parsing: no copy of them is stored
+_ROW = pa.uint32()  # keys if none are given
 
 Result = TypeVar("Result")
 
@@ -65,8 +69,8 @@ def build_external(
     path, column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
     ids) and `build_text` (texts).
     in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
-    memory: bytes that sorting may take (at least 750 MB are used); by default half of what is available. The tables
-    and one integer an item, about 20 bytes an item, are in memory in any case.
+    memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
+    item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes. They have no
     names, but for DuckDB's. By default a new folder in the system's temporary one, removed even if this process is
     killed.
@@ -77,17 +81,20 @@ def build_external(
     """
     if not in_order:
         _duckdb()  # raises before the work
+    memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
         with temporary as scratch:
-            source = sources.batches(path, column=column, key=key, attributes=attributes)
-            stored = _store(path, source, tokenizer, prefix, escape, vocab_size, scratch, progress)
+            read = partial(sources.batches, path, column=column, key=key, attributes=attributes)
+            stored = _store(path, read, tokenizer, prefix, escape, vocab_size, scratch, progress)
             if in_order:
                 rows, lcp, of_keys = _merge(stored, _in_order(path, stored, progress), scratch)
             else:
                 rows, lcp, of_keys = _sorted(path, stored, memory, scratch, progress)
+            stored.check_unchanged()
             progress("building", 0.0)
-            trie, members = build_trie(rows, lcp)
+            trie, members = build_trie(rows, lcp, Zeros(scratch, memory))
+            del rows, lcp  # their files are as large as the index
             keys, section = _gather(of_keys, members, scratch, progress)
             item_set = ItemSet(
                 trie,
@@ -136,10 +143,14 @@ class _Stored:
     """All items of the source as `Rows`, checked, their keys and attributes: batch by batch in a file without a name.
 
     columns: how the attributes are to be stored, known after the last batch.
+    again: reads the source once more, if that is as fast as such a file. files: its files, as they were at first.
     """
 
     file: IO[bytes]
     vocab_size: int | None
+    path: str | os.PathLike[str]
+    files: list[SourceFile]
+    again: Callable[[], Generator[sources.Items]] | None = None
     key_type: Any = None
     items: int = 0
     highest: int = 0
@@ -153,25 +164,38 @@ class _Stored:
         return self.longest if self.shortest == self.longest else 0
 
     def add(self, rows: Rows, keys: pa.Array | None, attributes: pa.Table | None) -> None:
-        pickle.dump((rows, keys, attributes), self.file, pickle.HIGHEST_PROTOCOL)
+        if self.again is None:
+            pickle.dump((rows, keys, attributes), self.file, pickle.HIGHEST_PROTOCOL)
         self.items += len(rows)
         self.highest = max(self.highest, int(rows.tokens.max()))
         self.shortest, self.longest = min(self.shortest, rows.shortest), max(self.longest, rows.longest)
 
     def take(self) -> Iterator[tuple[Rows, pa.Array | None, pa.Table | None]]:
         """Yield the batches, once: their room on the disk is free after the last."""
+        left = self.items
+        if self.again is not None:
+            with closing(self.again()) as batches:
+                for batch in batches:
+                    rows = as_rows(batch.tokens, self.vocab_size, before=self.items - left)
+                    yield rows, batch.keys, batch.attributes
+                    left -= len(rows)
+            return
         with self.file:
             self.file.seek(0)
-            left = self.items
             while left:
                 rows, keys, attributes = pickle.load(self.file)
                 yield rows, keys, attributes
                 left -= len(rows)
 
+    def check_unchanged(self) -> None:
+        """Raise ItemSetError if the source was read twice, and changed meanwhile."""
+        if self.again is not None and files_at(self.path) != self.files:
+            raise ItemSetError(f"{self.path} was changed while it was read: start again")
+
 
 def _store(
     path: str | os.PathLike[str],
-    source: Generator[sources.Items],
+    read: Callable[[], Generator[sources.Items]],
     tokenizer: Any,
     prefix: str,
     escape: Escape | None,
@@ -181,12 +205,15 @@ def _store(
 ) -> _Stored:
     """Read and check the source, and encode texts."""
     limit = len(tokenizer) if vocab_size is None and tokenizer is not None else vocab_size
-    stored = _Stored(nameless_file(folder), limit)
+    files = files_at(path)
+    stored = _Stored(nameless_file(folder), limit, path, files)
     survey: Survey | None = None
-    with closing(source) as batches:
+    with closing(read()) as batches:
         for batch in batches:
             if not stored.items:
                 check_options(path, batch.texts is not None, tokenizer, prefix, escape, vocab_size)
+                if batch.texts is None and all(file.system is None and file.suffix in _READ_TWICE for file in files):
+                    stored.again = read
                 stored.key_type = None if batch.keys is None else batch.keys.type
             items: Any = batch.tokens
             if batch.texts is not None:
@@ -258,7 +285,7 @@ def _in_order(
             )
         last = seen.take(np.array([len(seen) - 1]))
         if keys is None:
-            keys = pa.array(np.arange(done, done + len(rows)))
+            keys = pa.array(np.arange(done, done + len(rows)), _ROW)
         columns = [] if attributes is None else packed(attributes, stored.columns).columns
         yield _Batch(rows, keys, [column.chunk(0) for column in columns])
         done += len(rows)
@@ -268,18 +295,18 @@ def _in_order(
 def _sorted(
     path: str | os.PathLike[str],
     stored: _Stored,
-    memory: int | None,
+    memory: int,
     folder: Path,
     progress: Callable[[str, float], None],
 ) -> _Merged:
     """Sort the items with DuckDB, and merge them."""
     duckdb = _duckdb()
-    memory = available_memory() // 2 if memory is None else memory
     config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
     try:
         with duckdb.connect(config=config) as connection:
             return _interruptible(lambda: _merge(stored, _sort(stored, connection, progress), folder), connection)
     except duckdb.Error as error:
+        stored.check_unchanged()
         reason = str(error).partition("\n")[0]
         raise ItemSetError(f"{path} cannot be sorted ({reason}): give more memory or disk") from error
 
@@ -287,7 +314,7 @@ def _sorted(
 def _sort(stored: _Stored, connection: Any, progress: Callable[[str, float], None]) -> Iterator[_Batch]:
     """Yield the items in ascending order, equal ones in the order of the source."""
     codec = codec_of(stored.highest, stored.longest, stored.width)
-    schema = pa.schema([*codec.fields, ("row", pa.uint32())])
+    schema = pa.schema([*codec.fields, ("row", _ROW)])
     if stored.key_type is not None:
         schema = schema.append(pa.field("key", stored.key_type))
     for i, column in enumerate(stored.columns):
@@ -312,7 +339,7 @@ def _sort(stored: _Stored, connection: Any, progress: Callable[[str, float], Non
         if len(batch):
             keys = batch.column("row" if stored.key_type is None else "key")
             attributes = [batch.column(f"attribute{i}").cast(column.packed) for i, column in enumerate(stored.columns)]
-            yield _Batch(codec.decode(batch), keys.cast(stored.key_type or pa.int64()), attributes)
+            yield _Batch(codec.decode(batch), keys.cast(stored.key_type or _ROW), attributes)
             done += len(batch)
             progress("merging", done / stored.items)
 
@@ -321,13 +348,17 @@ def _merge(stored: _Stored, batches: Iterator[_Batch], folder: Path) -> _Merged:
     """Return the distinct rows of sorted batches, their lcp as in `rows.sort_unique`, and their keys; all in files."""
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)
-    keys, key_starts = ArraySpool(folder, stored.key_type or pa.int64()), Spool(folder, np.uint32)
+    keys, key_starts = ArraySpool(folder, stored.key_type or _ROW), None
     attributes = [ArraySpool(folder, column.packed, missing=True) for column in stored.columns]
     items = keys_so_far = tokens_so_far = 0
     last: Rows | None = None  # the last row so far: the next batch goes on from it
     for batch in batches:
         rows, _, starts, lcp = sort_unique(batch.rows if last is None else _after(last, batch.rows))
         known = 0 if last is None else 1
+        if starts is not None and key_starts is None:  # the first equal items
+            key_starts = Spool(folder, np.uint32)
+            for first in range(0, items, _BATCH_KEYS):
+                key_starts.append(np.arange(first, min(first + _BATCH_KEYS, items)))
         if starts is None:
             starts = np.arange(len(rows) + 1, dtype=np.uint32)
         begins = rows.offsets
@@ -339,11 +370,13 @@ def _merge(stored: _Stored, batches: Iterator[_Batch], folder: Path) -> _Merged:
         lcps.append(lcp[known:-1])
         for spool, values in zip((keys, *attributes), (batch.keys, *batch.attributes), strict=True):
             spool.append(values)
-        key_starts.append(starts[known:-1].astype(np.int64) - known + keys_so_far)
+        if key_starts is not None:
+            key_starts.append(starts[known:-1].astype(np.int64) - known + keys_so_far)
         items, keys_so_far = items + len(rows) - known, keys_so_far + len(batch.keys)
     lcps.append(np.zeros(1, np.uint16))
-    key_starts.append(np.array([keys_so_far]))
-    every = Keys(keys.map(), None if items == keys_so_far else key_starts.map())
+    if key_starts is not None:
+        key_starts.append(np.array([keys_so_far]))
+    every = Keys(keys.map(), None if key_starts is None else key_starts.map())
     of_keys = _OfKeys(every, stored.columns, [spool.map() for spool in attributes])
     if offsets is None:
         return Rows(tokens.map(), width=stored.width), lcps.map(), of_keys
@@ -366,14 +399,15 @@ def _gather(
     Members ascend level by level, so what goes with them is read in order.
     """
     keys, columns, attributes = sorted_keys
-    taken, starts = ArraySpool(folder, keys.values.type), Spool(folder, np.uint32)
+    kind = pa.int64() if keys.values.type == _ROW else keys.values.type
+    taken, starts = ArraySpool(folder, kind), Spool(folder, np.uint32)
     stream = nameless_file(folder)
     writer = Writer(pa.PythonFile(stream, "w"), columns) if columns else None
     total = 0
     for start in range(0, len(members), _BATCH_KEYS):
         places, begins = in_item_order(members[start : start + _BATCH_KEYS], keys.starts)
         wanted = pa.array(places)
-        taken.append(keys.values.take(wanted))
+        taken.append(keys.values.take(wanted).cast(kind))
         if writer is not None:
             writer.append(pa.table([column.take(wanted) for column in attributes], [one.name for one in columns]))
         if begins is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,26 @@ from itemset.trie.keys import values_to_sections
 def nameless_file(folder: Path) -> IO[bytes]:
     """Open a file for reading and writing that goes away with its descriptor."""
     return tempfile.TemporaryFile(dir=folder)
+
+
+class Zeros:
+    """Makes arrays of zeros: in memory as long as there is room for them, then in files without names."""
+
+    def __init__(self, folder: Path, memory: int) -> None:
+        self._folder, self._left = folder, memory
+
+    def __call__(self, count: int, dtype: Any) -> NDArray[Any]:
+        size = count * np.dtype(dtype).itemsize
+        if size <= self._left:
+            self._left -= size
+            return np.zeros(count, dtype)
+        with nameless_file(self._folder) as file:
+            # A disk that is full is an error here; when a page is written it would end the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            return np.asarray(np.memmap(file, dtype, "r+", shape=(count,)))
 
 
 class Spool:

@@ -36,6 +36,7 @@ COLUMNS = ENTRY + 1
 NO_BITS = -1
 _COLUMNS = dict(zip((*SECTIONS, "alive", "dead"), (*range(TAILS + 1), ALIVE, DEAD_LIST), strict=True))
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
+FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`
 
 SET_BITS = 12
 _ALIGNMENT = 128  # bytes: sections begin at a cache line
@@ -358,6 +359,7 @@ def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
     row[ALIVE], row[WIDTHS], row[SEPARATOR] = NO_BITS, tables.token_bits, NO_TOKEN
     row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
     row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
+    row[WIDTHS] |= tables.far_block << FAR_BLOCK
     return row
 
 

@@ -6,13 +6,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A row's state is one integer: the state within a set (walk.py) in 32 bits, above it the set's number in 12. Above
-# these, a slot's cell holds how many committed tokens led to it, modulo 2^20. So whoever reads a cell, old or just
-# written by another program of the same launch, knows which tokens are still to be walked.
-LOCAL = (1 << 32) - 1
-CONSUMED = 44
-CONSUMED_MASK = (1 << 20) - 1
+from itemset.masking.arena import SET_BITS
+from itemset.trie.walk import STATE_BITS
+
+# A row's state is one integer: the state within a set (walk.py) in 34 bits, above it the set's number in 12. Above
+# these, a slot's cell holds how many committed tokens led to it, modulo 2^17, and whether any did. So whoever reads a
+# cell, old or just written by another program of the same launch, knows which tokens are still to be walked: all if
+# none did, else fewer than 2^17.
+LOCAL = (1 << STATE_BITS) - 1
+CONSUMED = STATE_BITS + SET_BITS
 STATE = (1 << CONSUMED) - 1
+ANY_CONSUMED = 1 << 63 - CONSUMED
+CONSUMED_MASK = 2 * ANY_CONSUMED - 1
+COUNT_MASK = ANY_CONSUMED - 1
 
 
 CHAIN, TREE, COLUMNS = range(3)

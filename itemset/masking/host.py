@@ -204,13 +204,15 @@ def _allowed_rows(tables: Any, stops: Any, tokens: Any, allowed: Any) -> None:
 
 
 def _addresses(tables: Tables, stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what `_tables` and `_stops` read: address and length of each array, then the widths that vary."""
+    """Return what `_tables` and `_stops` read: address and length of each array, then what else varies."""
     arrays = (*tables.sections.values(), tables.alive, tables.dead, stops)
     words = [word for array in arrays for word in (array.__array_interface__["data"][0], len(array))]
-    return np.array([*words, tables.token_bits, tables.labels.itemsize, tables.targets.itemsize], np.int64)
+    widths = tables.token_bits, tables.far_block, tables.labels.itemsize, tables.targets.itemsize
+    return np.array([*words, *widths], np.int64)
 
 
-_TOKEN_BITS, _LABEL_BYTES, _TARGET_BYTES = range(2 * len(Tables._fields), 2 * len(Tables._fields) + 3)
+_STOPS = Tables._fields.index("token_bits")  # after the tables' arrays
+_TOKEN_BITS, _FAR_BLOCK, _LABEL_BYTES, _TARGET_BYTES = range(2 * _STOPS + 2, 2 * _STOPS + 6)
 _WORDS = _TARGET_BYTES + 1
 _DEAD = 2 * Tables._fields.index("dead")
 
@@ -262,12 +264,13 @@ def _tables(addresses: Any, label: Any, target: Any) -> Any:
         _array(addresses, 7, np.uint32),
         _array(addresses, 8, np.uint32),
         addresses[_TOKEN_BITS],
+        addresses[_FAR_BLOCK],
     )
 
 
 @compiled
 def _stops(addresses: Any) -> Any:
-    return _array(addresses, 9, np.int64)
+    return _array(addresses, _STOPS, np.int64)
 
 
 @compiled

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
-from itemset.masking.batch import CONSUMED, LOCAL, STATE, Batch
-from itemset.trie.walk import FREE, WAITING
+from itemset.masking.batch import CONSUMED, COUNT_MASK, LOCAL, STATE, Batch
+from itemset.trie.walk import FREE, STATE_BITS, WAITING
 
 NO_SET = -1
 MAX_STOP_TOKENS = 128  # of a request on the device path; vLLM has the same limit (sample/logit_bias.py)
@@ -104,11 +104,11 @@ class Slots:
         """Put these slots back where `assign` had put them. They keep their sets and marks."""
         index = slots.long()
         cells = self.cells[index]
-        self._begin(index, torch.where(cells & LOCAL == FREE, NO_SET, (cells & STATE) >> 32))
+        self._begin(index, torch.where(cells & LOCAL == FREE, NO_SET, (cells & STATE) >> STATE_BITS))
 
     def _begin(self, slots: Tensor, sets: Tensor) -> None:
         local = torch.where(self.marks[slots, 0] >= 0, WAITING, 0)
-        self.cells.index_copy_(0, slots, torch.where(sets >= 0, sets << 32 | local, FREE))
+        self.cells.index_copy_(0, slots, torch.where(sets >= 0, sets << STATE_BITS | local, FREE))
 
     def walk(self, batch: Batch, *, most: int | None = None) -> Tensor:
         """Take the committed tokens, and return the state of each row: [rows] int64, a view of `row_states`.
@@ -148,6 +148,6 @@ class Slots:
         self.kernels.forced(self.arena, states, self.marks, slots, out, guess)
 
     def states(self) -> list[tuple[int, int, int]]:
-        """(set, state, committed tokens) of every slot. Waits for the device: for tests and metrics."""
+        """(set, state, committed tokens modulo 2^17) of every slot. Waits for the device: for tests and metrics."""
         cells = self.cells[:-1].tolist()
-        return [(cell >> 32 & 0xFFF, cell & LOCAL, cell >> CONSUMED & 0xFFFFF) for cell in cells]
+        return [((cell & STATE) >> STATE_BITS, cell & LOCAL, cell >> CONSUMED & COUNT_MASK) for cell in cells]

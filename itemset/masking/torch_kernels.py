@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import DEAD_COUNT, DEAD_LIST, ENTRY, FIRST_DEAD, LEFT, MORE, SEPARATOR, Arena
-from itemset.masking.batch import CHAIN, COLUMNS, CONSUMED, CONSUMED_MASK, LOCAL, STATE, Batch
+from itemset.masking.batch import ANY_CONSUMED, CHAIN, COLUMNS, CONSUMED, CONSUMED_MASK, COUNT_MASK, LOCAL, STATE, Batch
 from itemset.masking.torch_tables import TablesOf
 from itemset.trie.tables import TERMINAL
-from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING
+from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
 
 
 def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
@@ -65,10 +65,10 @@ def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | N
     rounds = arena.widest.bit_length()
     rows = _Committed(cells, marks, batch)
     nobody, no_word = len(arena.sets) - 1, len(arena.words) - 1
-    fields = arena.sets[rows.state >> 32]
+    fields = arena.sets[rows.state >> STATE_BITS]
     grows = rows.constrained & rows.leads & (fields[:, MORE] > 0)
-    begins = grows & (rows.consumed == 0) & ((rows.state & LOCAL == 0) | (rows.state & LOCAL == WAITING))
-    number = torch.where(begins, rows.state >> 32, nobody)
+    begins = grows & (rows.consumed == 0)
+    number = torch.where(begins, rows.state >> STATE_BITS, nobody)
     arena.sets[:, LEFT].index_put_((number,), fields[:, MORE])
     arena.sets[:, DEAD_COUNT].index_put_((number,), fields[:, FIRST_DEAD])
     places = torch.arange(arena.longest_slate + 1, device=cells.device)
@@ -86,7 +86,7 @@ def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | N
         entry = torch.where(found & others, edge, tables.field(ENTRY))
         ends = ~found & (local < WAITING) & (token == tables.field(SEPARATOR)) & (children > 0)
         entry = torch.where(ends, TERMINAL + local, entry)
-        arena.sets[:, ENTRY].index_put_((torch.where(taking, state >> 32, nobody),), entry)
+        arena.sets[:, ENTRY].index_put_((torch.where(taking, state >> STATE_BITS, nobody),), entry)
         given = taking & (after & LOCAL == 0) & (local != WAITING)
         dead, count = tables.field(DEAD_LIST)[:, None], tables.field(DEAD_COUNT)[:, None]
         entries = tables.word(DEAD_LIST, torch.where(places < count, places, 0), each=True)
@@ -95,20 +95,21 @@ def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | N
         arena.words[to] = entries.to(torch.int32)
         place = tables.field(DEAD_LIST) + tables.field(DEAD_COUNT) - moves.sum(1)
         arena.words[torch.where(given, place, no_word)] = entry.to(torch.int32)
-        number = torch.where(given, state >> 32, nobody)
+        number = torch.where(given, state >> STATE_BITS, nobody)
         arena.sets[:, DEAD_COUNT].index_put_((number,), tables.field(DEAD_COUNT) + 1)
         arena.sets[:, LEFT].index_put_((number,), tables.field(LEFT) - 1)
         state = torch.where(taking, after, state)
     left = grows & (state & LOCAL == DEAD)  # only its end is right now, whatever is missing
-    arena.sets[:, LEFT].index_put_((torch.where(left, state >> 32, nobody),), torch.zeros_like(state))
+    arena.sets[:, LEFT].index_put_((torch.where(left, state >> STATE_BITS, nobody),), torch.zeros_like(state))
     rows.keep(cells, state, grows)
 
 
 class _Committed:
     """What each row's request has committed since its cell was written. All tensors are [rows] int64, or bool.
 
-    state: before these tokens. consumed: how many led there. constrained: whether it has a set. above: how many drafts
-    lead to the row, or its parent. leads: whether the row is its request's first. marks: [rows, 1 + any].
+    state: before these tokens. consumed: 0 if none led there, else how many, as in a cell. constrained: whether it has
+    a set. above: how many drafts lead to the row, or its parent. leads: whether the row is its request's first.
+    marks: [rows, 1 + any].
     """
 
     def __init__(self, cells: Tensor, marks: Tensor, batch: Batch) -> None:
@@ -122,8 +123,8 @@ class _Committed:
         self._place = torch.where(live, place, 0)
         begin, self._end = (bound[self._place].long() for bound in (batch.begin, batch.end))
         self._total, self.consumed = self._end - begin, cell >> CONSUMED & CONSUMED_MASK
-        self._new = (self._total - self.consumed) & CONSUMED_MASK
         state = cell & STATE
+        self._new = torch.where(self.consumed == 0, self._total, (self._total - self.consumed) & COUNT_MASK)
         self.constrained = live & (state & LOCAL != FREE)
         # The window does not reach back so far: the tokens missed may have left the set.
         missed = self.constrained & (self._new > self._end)
@@ -146,7 +147,8 @@ class _Committed:
     def keep(self, cells: Tensor, state: Tensor, which: Tensor | None = None) -> None:
         """Write the cells: the state after all tokens, of the rows with a set or of those that `which` says."""
         written = self.constrained if which is None else which
-        cell = state | (self._total & CONSUMED_MASK) << CONSUMED
+        count = self._total & COUNT_MASK | torch.where(self._total == 0, 0, ANY_CONSUMED)
+        cell = state | count << CONSUMED
         cells[torch.where(written, self._slots, len(cells) - 1)] = cell
 
 

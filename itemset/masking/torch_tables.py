@@ -9,6 +9,7 @@ from itemset.masking.arena import (
     ALIVE,
     DEAD_COUNT,
     DEAD_LIST,
+    FAR_BLOCK,
     LABELS,
     LEFT,
     NARROW_LABELS,
@@ -26,7 +27,8 @@ from itemset.masking.arena import (
 )
 from itemset.masking.batch import LOCAL
 from itemset.trie import tables
-from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING
+from itemset.trie.tables import FAR
+from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
 
 
 class TablesOf:
@@ -34,7 +36,7 @@ class TablesOf:
 
     def __init__(self, arena: Arena, states: Tensor) -> None:
         self.arena, self.states = arena, states
-        self.fields = arena.sets[states >> 32]
+        self.fields = arena.sets[states >> STATE_BITS]
 
     def field(self, column: int) -> Tensor:
         return self.fields[..., column]
@@ -111,7 +113,8 @@ class TablesOf:
         target = self.element(TARGETS, edge, NARROW_TARGETS)
         leaf = torch.where(self.field(WIDTHS) & NARROW_TARGETS != 0, 1 << 15, 1 << 31)
         node = self.word(NODE_BASE, edge >> 5) + target
-        tail = self.word(TAIL_BASE, edge >> 5) + target - leaf + TAIL
+        far = torch.where(edge >> 5 >= self.field(WIDTHS) >> FAR_BLOCK, FAR, 0)
+        tail = self.word(TAIL_BASE, edge >> 5) + far + target - leaf + TAIL
         return torch.where(target == 2 * leaf - 1, END, torch.where(target >= leaf, tail, node))
 
     def after(self, states: Tensor, token: Tensor, marks: Tensor | None, rounds: int) -> Tensor:

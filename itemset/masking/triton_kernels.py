@@ -31,7 +31,9 @@ _ANY_ADDRESS = ["cells", "states", "tokens", "marks", "slots", "history", "begin
 
 _STATE = tl.constexpr(batch_module.STATE)
 _CONSUMED = tl.constexpr(batch_module.CONSUMED)
+_ANY_CONSUMED = tl.constexpr(batch_module.ANY_CONSUMED)
 _CONSUMED_MASK = tl.constexpr(batch_module.CONSUMED_MASK)
+_COUNT_MASK = tl.constexpr(batch_module.COUNT_MASK)
 _TREE = tl.constexpr(batch_module.TREE)
 _COLUMNS = tl.constexpr(batch_module.COLUMNS)
 _jit = tables.jit(_ANY_VALUE, _ANY_ADDRESS)
@@ -187,7 +189,7 @@ def _walk_kernel(
             known = tl.load(positions + row - depth).to(tl.int64)
             newest = tl.load(tokens + row - depth).to(tl.int64)
         if state & tables.LOCAL != tables.FREE:
-            new = (end - begin - (cell >> _CONSUMED)) & _CONSUMED_MASK
+            new = _new_tokens((cell >> _CONSUMED) & _CONSUMED_MASK, end - begin)
             if new > end:  # the window does not reach back so far
                 state = (state & ~tables.LOCAL) | tables.DEAD
             else:
@@ -199,8 +201,7 @@ def _walk_kernel(
                         token = tl.where(column == known, newest, tl.load(at, mask=column != known, other=0))
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
             # Every row of a request writes the same.
-            walked = state | (((end - begin) & _CONSUMED_MASK) << _CONSUMED)
-            tl.atomic_xchg(cells + slot, walked, sem="relaxed")
+            tl.atomic_xchg(cells + slot, _walked(state, end - begin), sem="relaxed")
             if state & tables.LOCAL == tables.DEAD:
                 state = state - tables.DEAD + tables.END
             if tokens is not None:
@@ -244,10 +245,10 @@ def _grow_kernel(
         more = tl.load(own + tables.MORE)
         if (state & tables.LOCAL != tables.FREE) & (more > 0):
             consumed = (cell >> _CONSUMED) & _CONSUMED_MASK
-            new = (end - begin - consumed) & _CONSUMED_MASK
+            new = _new_tokens(consumed, end - begin)
             first_dead = tl.load(own + tables.FIRST_DEAD)
             tl.debug_barrier()  # all threads have read the cell
-            if (consumed == 0) & ((state & tables.LOCAL == 0) | (state & tables.LOCAL == tables.WAITING)):
+            if consumed == 0:
                 tl.store(own + tables.LEFT, more)
                 tl.store(own + tables.DEAD_COUNT, first_dead)
                 listed = words + tl.load(own + tables.DEAD_LIST)
@@ -272,7 +273,7 @@ def _grow_kernel(
             if state & tables.LOCAL == tables.DEAD:  # only its end is right now, whatever is missing
                 tl.debug_barrier()
                 tl.store(own + tables.LEFT, more * 0)
-            tl.store(cells + slot, state | (((end - begin) & _CONSUMED_MASK) << _CONSUMED))
+            tl.store(cells + slot, _walked(state, end - begin))
 
 
 @_jit
@@ -323,6 +324,19 @@ def _forced_kernel(
             if going & (local != tables.END):
                 state = tables.next_state(words, fields, state, token, None, 0, 1, LANES)
         tl.store(out + row * out_stride + column, token, mask=applies)
+
+
+@triton.jit
+def _new_tokens(consumed, total):
+    """Return how many of the committed tokens a cell has not seen. consumed: as in a cell."""
+    return tl.where(consumed == 0, total, (total - consumed) & _COUNT_MASK)
+
+
+@triton.jit
+def _walked(state, total):
+    """Return the cell of a state to which so many committed tokens have led."""
+    count = (total & _COUNT_MASK) | tl.where(total == 0, 0, _ANY_CONSUMED)
+    return state | (count << _CONSUMED)
 
 
 @triton.jit

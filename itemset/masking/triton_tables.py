@@ -18,6 +18,7 @@ from itemset.masking import batch as batch_module
 from itemset.trie import tables as tables_module
 from itemset.trie import walk as walk_module
 
+STATE_BITS = tl.constexpr(walk_module.STATE_BITS)
 TAIL = tl.constexpr(walk_module.TAIL)
 END = tl.constexpr(walk_module.END)
 DEAD = tl.constexpr(walk_module.DEAD)
@@ -43,6 +44,8 @@ ENTRY = tl.constexpr(arena_module.ENTRY)
 COLUMNS = tl.constexpr(arena_module.COLUMNS)
 NO_BITS = tl.constexpr(arena_module.NO_BITS)
 DEAD_NODE = tl.constexpr(tables_module.TERMINAL)
+FAR_BLOCK = tl.constexpr(arena_module.FAR_BLOCK)
+FAR = tl.constexpr(tables_module.FAR)
 NARROW_LABELS = tl.constexpr(arena_module.NARROW_LABELS)
 NARROW_TARGETS = tl.constexpr(arena_module.NARROW_TARGETS)
 
@@ -75,7 +78,7 @@ def set_fields(sets, state):
 
 @triton.jit
 def set_row(sets, state):
-    return sets + (state >> 32) * COLUMNS
+    return sets + (state >> STATE_BITS) * COLUMNS
 
 
 @triton.jit
@@ -169,7 +172,8 @@ def state_after(words, fields, edge, mask):
     target = element(words, fields, TARGETS, edge, NARROW_TARGETS, mask)
     leaf = tl.where((fields[WIDTHS] & NARROW_TARGETS) != 0, 1 << 15, 1 << 31).to(tl.int64)
     node = word(words, fields, NODE_BASE, edge >> 5, mask) + target
-    tail = word(words, fields, TAIL_BASE, edge >> 5, mask) + target - leaf + TAIL
+    far = tl.where((edge >> 5) >= (fields[WIDTHS] >> FAR_BLOCK), FAR, 0)
+    tail = word(words, fields, TAIL_BASE, edge >> 5, mask) + far + target - leaf + TAIL
     return tl.where(target == 2 * leaf - 1, END, tl.where(target >= leaf, tail, node))
 
 

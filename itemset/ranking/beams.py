@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ class Beams:
         self._plan, self._renormalised, self._normalised = plan, renormalised, normalised
         items = ALONE if renormalised else ENDED if end_token is None else OPEN
         self._rules = Rules(-1 if end_token is None else end_token, items, not stepwise)
-        self._kernels = expand_for(arena.device, kernels)
+        self._kernels = twin_for("expand", arena.device, kernels)
         self.passes_left = self._passes()
         states = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
         for i, number in enumerate(numbers):
@@ -141,6 +142,11 @@ class Beams:
     @property
     def found(self) -> Found:
         """The items so far, best first: tokens [lists, k, longest] int64, scores [lists, k] float64."""
+        return self._found
+
+    @property
+    def decided(self) -> Found:
+        """Those of them that no further pass could change at the end, a score of -inf in place of the others'."""
         return self._found
 
     @property
@@ -227,11 +233,8 @@ class Beams:
         """The most children that a list's beams may have now."""
         if self.taken >= self.longest:
             return 0
-        children = self._plan.children(self.taken, self.rows)
-        if self._rules.whole:
-            return children
-        nodes = self._plan.nodes[self.taken] if self.taken < self._plan.levels else 0
-        return children + max(0, self.rows - nodes)
+        plan = self._plan
+        return (plan.children if self._rules.whole else plan.successors)(self.taken, self.rows)
 
     def _tail_columns(self) -> int:
         return self._plan.tails[self.taken] if self._rules.whole else 0
@@ -270,10 +273,15 @@ class Beams:
         return new[1] if len(new) > 1 else None
 
 
-def expand_for(device: torch.device, choice: Kernels = "auto") -> ModuleType:
-    """Return what makes rounds: Numba on a CPU, Triton on an accelerator, torch if it has none; or as `choice` says."""
+def twin_for(name: str, device: torch.device, choice: Kernels = "auto") -> ModuleType:
+    """Return what makes rounds of lists ("expand") or races ("races"): Numba on a CPU, Triton on an accelerator, torch
+    if it has none; or as `choice` says."""
     on_cpu = choice == "auto" and device.type == "cpu"
-    return importlib.import_module(f"itemset.ranking.{'numba' if on_cpu else backend_for(device, choice)}_expand")
+    return importlib.import_module(f"itemset.ranking.{'numba' if on_cpu else backend_for(device, choice)}_{name}")
+
+
+ONE_NODE = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)
+"""The plan of a set of one item of one token."""
 
 
 def warm_up(arena: Arena, logits: Tensor, *, kernels: Kernels = "auto") -> None:
@@ -281,8 +289,8 @@ def warm_up(arena: Arena, logits: Tensor, *, kernels: Kernels = "auto") -> None:
 
     logits: [1, 1, vocabulary], any values, of the type and with the strides of those to come. The arena may be empty.
     """
-    plan = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)
+    options: dict[str, Any] = {"width": 1, "k": 1, "kernels": kernels}
     for end_token, renormalised in ((0, False), (None, False), (0, True)):
-        beams = Beams(arena, [0], plan, width=1, k=1, end_token=end_token, renormalised=renormalised, kernels=kernels)
+        beams = Beams(arena, [0], ONE_NODE, end_token=end_token, renormalised=renormalised, **options)
         beams._found.scores.zero_()  # a bar that nothing passes: there may be no set to follow an edge in
         beams.round(logits)

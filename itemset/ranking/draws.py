@@ -131,10 +131,14 @@ class Drawing(Shared):
         """The keys of the races' roots, as int64, and how many items each race is for: for `races.Races`."""
         return [int(np.uint64(race.root).view(np.int64)) for race in self._races], self._wanted
 
-    def begin_with(self, known: Mapping[int, Sequence[Draw]], passes: int, rounds: int) -> None:
+    def begin_with(self, known: Mapping[int, Sequence[Draw]], passes: int, rounds: int) -> Draws | None:
         """Take over what `races.Races` has found, before the first round: all items of some races, by number. The
-        others begin again, and find what it would have found. passes, rounds: what that took, for the result."""
+        others begin again, and find what it would have found. passes, rounds: what that took, for the result.
+
+        Returns the result if nothing is left to do, and something was drawn.
+        """
         self._known, self._before = known, (passes, rounds)
+        return self.result if len(known) == len(self._races) and any(known.values()) else None
 
     @property
     def result(self) -> Draws:

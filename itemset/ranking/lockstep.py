@@ -1,7 +1,7 @@
 """The beams of a ranked list for an engine that decodes one token of each row a pass: tails take a token a pass too.
 
 The list is that of `Beams`, and so of `search.Search`: an item that stands alone is never pruned on its tail. It gets a
-row of its own beside the beams, for as long as its tail lasts.
+row of its own beside the beams, for as long as its tail lasts. Draws need no such rows: what they prune, they know.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itemset.masking.arena import Arena
 from itemset.masking.batch import LOCAL
 from itemset.masking.slots import Kernels
 from itemset.ranking.beams import Beams, LevelPlan
+from itemset.ranking.races import Races
 from itemset.ranking.torch_expand import Rows, token_logits
 from itemset.trie.walk import DEAD
 
@@ -34,6 +35,15 @@ def rows_of_passes(plan: LevelPlan, width: int, *, renormalised: bool = False) -
         if not beams and not riding:
             break
         counts.append(beams + sum(rows for rows, _ in riding))
+    return tuple(counts)
+
+
+def rows_of_races(plan: LevelPlan, width: int, races: int) -> tuple[int, ...]:
+    """The same for so many races: the beams of all of them."""
+    counts, beams = list[int](), 1
+    for taken in range(plan.longest):
+        beams = min(width, plan.successors(taken, beams))
+        counts.append(beams * races)
     return tuple(counts)
 
 
@@ -180,6 +190,74 @@ class Lockstep(Beams):
         scores = torch.where(one.read < one.rows.tails, one.rows.scores + cost, -torch.inf)
         self._riders.append(Riders(one.rows._replace(scores=scores), column, one.read + 1, one.most))
         self._origins.append(origins)
+
+
+class LockstepRaces(Races):
+    """The beams of some races of one set, one token of each row a pass.
+
+    A pass has `row_count` rows, the first beam of each race, then the second of each, and so on: so that the last of
+    all of them may be left out together. As `Lockstep` else.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        number: int,
+        plan: LevelPlan,
+        keys: Tensor,
+        *,
+        width: int,
+        k: int,
+        end_token: int,
+        temperature: float = 1.0,
+        kernels: Kernels = "auto",
+    ) -> None:
+        """As `Races`, for races of one set."""
+        super().__init__(
+            arena, [number] * len(keys), plan, keys, width=width, k=k, end_token=end_token, temperature=temperature,
+            stepwise=True, kernels=kernels,
+        )  # fmt: skip
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the next pass has."""
+        return self.rows * self.lists
+
+    @property
+    def open_beams(self) -> Tensor:
+        """As `Lockstep.open_beams`, of the race that has most."""
+        bar = self._found.scores[:, -1:]
+        return ((self._rows.degrees > 0) & (self._rows.scores > bar)).sum(1).max()
+
+    def rows_after(self, open_beams: int) -> int:
+        """As `Lockstep.rows_after`."""
+        return min(self.rows, self._plan.successors(self.taken - 1, open_beams)) * self.lists
+
+    @property
+    def next_inputs(self) -> Tensor:
+        """The token of each row of the next pass, [rows] int64."""
+        return self._rows.tokens[:, : self.rows, self.taken - 1].T.flatten().clamp(min=0)
+
+    @property
+    def parents(self) -> Tensor:
+        """The row of the pass before that each row continues, [rows] int64; after the prompt's pass, that."""
+        parents = self._rows.parents[:, : self.rows]
+        if self.taken > 1:
+            parents = parents * self.lists + torch.arange(self.lists, device=parents.device)[:, None]
+        return parents.T.flatten()
+
+    def round(self, logits: Tensor) -> None:
+        """As `Lockstep.round`. The prompt's logits, [1, vocabulary], are those of all races."""
+        if not self.taken:
+            super().round(logits.expand(self.lists, -1)[:, None])
+            return
+        count = len(logits) // self.lists
+        self.rows = min(self.rows, count)
+        if count:
+            by_beam = logits[: count * self.lists].unflatten(0, (count, self.lists))
+            super().round(by_beam.transpose(0, 1).flatten(0, 1)[:, None])
+        else:  # an engine has a row at least, and there is nothing to learn from it
+            self.taken, self.passes_left = self.taken + 1, self.passes_left - 1
 
 
 def _joining(plan: LevelPlan, taken: int, beams: int) -> int:

@@ -18,6 +18,7 @@ from itemset.masking.arena import (
     ALIVE,
     DEAD_COUNT,
     DEAD_LIST,
+    FAR_BLOCK,
     LABELS,
     NARROW_LABELS,
     NARROW_TARGETS,
@@ -34,8 +35,9 @@ from itemset.masking.arena import (
 from itemset.masking.batch import LOCAL
 from itemset.ranking.torch_expand import ENDED, NOTHING, OPEN, Found, Rows, Rules
 from itemset.trie.jit import compiled
+from itemset.trie.tables import FAR
 from itemset.trie.tables import TERMINAL as DEAD_NODE
-from itemset.trie.walk import DEAD, END, TAIL, WAITING, is_dead
+from itemset.trie.walk import DEAD, END, STATE_BITS, TAIL, WAITING, is_dead
 
 _LOW = (1 << 32) - 1
 _LOG2_E = np.float32(np.log2(np.e))
@@ -88,7 +90,8 @@ def follow(
     states, parents, tails, first, degrees = torch.zeros(5, *shape, dtype=torch.int64)
     tokens = torch.full((*shape, rows.tokens.shape[2]), -1)
     new = Rows(tokens, states, torch.empty(shape, dtype=torch.float64), parents, tails, first, degrees)
-    given = _arrays(sums, rows.states, rows.scores, rows.tokens, offsets, keys, places)
+    begins = rows.first, rows.degrees
+    given = _arrays(sums, rows.states, rows.scores, rows.tokens, *begins, offsets, keys, places)
     _follow(*_tables(arena), *_flat(logits), *given, taken, rules.whole, *_arrays(*new))
     return new
 
@@ -198,7 +201,7 @@ def _legal_sums(  # type: ignore[no-untyped-def]
 ):
     lists, count, _ = sums.shape
     for one in range(lists):
-        fields = sets[states[one, 0] >> 32]
+        fields = sets[states[one, 0] >> STATE_BITS]
         for beam in range(count):
             at = (one * count + beam) * stride
             begin, degree = first[one, beam], degrees[one, beam]
@@ -223,7 +226,7 @@ def _ended(  # type: ignore[no-untyped-def]
 ):
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields = sets[states[one, 0] >> 32]
+        fields = sets[states[one, 0] >> STATE_BITS]
         for beam in range(count):
             out[one, beam] = -np.inf
             if not _may_end(words, fields, states[one, beam] & LOCAL):
@@ -244,7 +247,7 @@ def _best(  # type: ignore[no-untyped-def]
     """The best of each kind stand in a heap, the worst of them first."""
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields, bar, before = sets[states[one, 0] >> 32], found[one, -1], 0
+        fields, bar, before = sets[states[one, 0] >> STATE_BITS], found[one, -1], 0
         for beam in range(count):
             begin, degree = first[one, beam], degrees[one, beam]
             score_here = scores[one, beam] - sums[one, beam, 0]
@@ -254,7 +257,7 @@ def _best(  # type: ignore[no-untyped-def]
                 token = _token(words, fields, edge)
                 score = score_here + _logit(logits, at, token, vocabulary)
                 if score > bar:
-                    key = np.int64(_ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - edge)
+                    key = np.int64(_ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - (edge & _LOW))
                     kind = 0
                     if items != OPEN:
                         after = _after(words, fields, edge)
@@ -284,20 +287,22 @@ def _replace(keys, places, key, place):  # type: ignore[no-untyped-def]
 
 @compiled
 def _follow(  # type: ignore[no-untyped-def]
-    words, sets, logits, stride, vocabulary, sums, states, scores, tokens, offsets, keys, places, taken, whole,
-    new_tokens, new_states, new_scores, new_parents, new_tails, new_first, new_degrees,
+    words, sets, logits, stride, vocabulary, sums, states, scores, tokens, first, degrees, offsets, keys, places, taken,
+    whole, new_tokens, new_states, new_scores, new_parents, new_tails, new_first, new_degrees,
 ):  # fmt: skip
     lists, wanted, longest = new_tokens.shape
     _, count, queries = sums.shape
     for one in range(lists):
         number = states[one, 0] & ~LOCAL
-        fields = sets[number >> 32]
+        fields = sets[number >> STATE_BITS]
         for n in range(wanted):
             new_states[one, n], new_scores[one, n], new_tails[one, n] = number | DEAD, -np.inf, -1
             if keys[one, n] == NOTHING:
                 continue
-            edge = _LOW - (keys[one, n] & _LOW)
             at = min(np.searchsorted(offsets[one], places[one, n], side="right"), count - 1)
+            edge = _LOW - (keys[one, n] & _LOW)
+            if not whole:  # inside a tail 32 bits of a key do not hold the state
+                edge = first[one, at] + places[one, n] - (offsets[one, at] - degrees[one, at])
             token, state = _token(words, fields, edge), _after(words, fields, edge)
             cost = _logit(logits, (one * count + at) * queries * stride, token, vocabulary) - sums[one, at, 0]
             new_tokens[one, n, :taken] = tokens[one, at, :taken]
@@ -371,7 +376,8 @@ def _after(words, fields, edge):  # type: ignore[no-untyped-def]
         return np.int64(words[fields[NODE_BASE] + (edge >> 5)]) + target
     if target == 2 * leaf - 1:
         return END
-    return TAIL + np.int64(words[fields[TAIL_BASE] + (edge >> 5)]) + target - leaf
+    far = FAR if edge >> 5 >= fields[WIDTHS] >> FAR_BLOCK else 0
+    return TAIL + far + np.int64(words[fields[TAIL_BASE] + (edge >> 5)]) + target - leaf
 
 
 @compiled

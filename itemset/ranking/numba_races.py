@@ -26,6 +26,7 @@ from itemset.ranking.numba_expand import (
 from itemset.ranking.torch_expand import NOTHING, Found, Rows, Rules
 from itemset.ranking.torch_races import Looked, Racing
 from itemset.trie.jit import compiled
+from itemset.trie.walk import STATE_BITS
 
 
 def looked(
@@ -87,7 +88,7 @@ def _looked(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields, bar = sets[states[one, 0] >> 32], found[one, -1]
+        fields, bar = sets[states[one, 0] >> STATE_BITS], found[one, -1]
         for beam in range(count):
             earliest[one, beam], ends[one, beam], end_logs[one, beam] = math.inf, -math.inf, 0.0
             if not scores[one, beam] > bar:
@@ -130,7 +131,7 @@ def _best(  # type: ignore[no-untyped-def]
     """The best stand in a heap, the worst of them first."""
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields, bar, before = sets[states[one, 0] >> 32], found[one, -1], 0
+        fields, bar, before = sets[states[one, 0] >> STATE_BITS], found[one, -1], 0
         for beam in range(count):
             begin, degree = first[one, beam], degrees[one, beam]
             at, key = (one * count + beam) * queries * stride, np.uint64(keys[one, beam])
@@ -144,7 +145,7 @@ def _best(  # type: ignore[no-untyped-def]
                 time = log_exponential(mixed(key, TOKEN + token)) - share
                 score = -_clock(clock, time, earliest[one, beam], mass)
                 if score > bar:
-                    order = np.int64(_ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - edge)
+                    order = np.int64(_ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - (edge & _LOW))
                     if order > best_keys[one, 0] and _is_alive(words, fields, edge):
                         _replace(best_keys[one], places[one], order, before + child)
             before += degree

@@ -7,15 +7,16 @@ decided if nothing that was left out would have rung before its items.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
 from itemset.masking.slots import Kernels
-from itemset.ranking.beams import Beams
+from itemset.ranking import beams
+from itemset.ranking.beams import Beams, twin_for
 from itemset.ranking.torch_expand import Found, Rows, score_of
 from itemset.ranking.torch_races import Looked, Racing, log_exponential
 from itemset.trie.levels import LevelPlan
@@ -45,15 +46,18 @@ class Races(Beams):
         k: int,
         end_token: int,
         temperature: float = 1.0,
+        stepwise: bool = False,
         kernels: Kernels = "auto",
     ) -> None:
         """keys: [races] int64, on the arena's device: see `draws.Drawing.races`. k: how many items are drawn without
-        replacement in each race. Raises ValueError as `Beams`, and if the temperature is not above 0 and at most 1."""
+        replacement in each race. stepwise: as for `Beams`; what is pruned on its tail leaves its race undecided.
+        Raises ValueError as `Beams`, and if the temperature is not above 0 and at most 1."""
         if not 0 < temperature <= 1:
             raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
-        super().__init__(arena, numbers, plan, width=width, k=k, end_token=end_token, kernels=kernels)
-        on_cpu = kernels == "auto" and arena.device.type == "cpu"
-        self._rounds = importlib.import_module(f"itemset.ranking.{'numba' if on_cpu else 'torch'}_races")
+        super().__init__(
+            arena, numbers, plan, width=width, k=k, end_token=end_token, stepwise=stepwise, kernels=kernels
+        )
+        self._rounds = twin_for("races", arena.device, kernels)
         self._racing = Racing(self._rows.scores, keys[:, None].repeat(1, width), 1 / temperature)
         clocks = log_exponential(self._racing.keys)
         self._rows = self._rows._replace(scores=torch.where(self._rows.scores == 0, -clocks, -torch.inf))
@@ -68,6 +72,11 @@ class Races(Beams):
         return left.isneginf() | (self._found.scores > left + _NEAR * (left.abs() + 1))
 
     @property
+    def decided(self) -> Found:
+        """The items that are, earliest first, with their log-probabilities; -inf for each of the others."""
+        return Found(self._found.tokens, torch.where(self.exact, self._of_items, -torch.inf))
+
+    @property
     def proven(self) -> Tensor:
         """Whether all items of each race are decided: [races] bool."""
         return self.exact.all(1)
@@ -77,8 +86,13 @@ class Races(Beams):
         """The items, earliest first: [races, k, 2 + longest] float64. Log-probability, number of tokens, tokens, then
         -1. Where there is no item: -inf, 0 and -1."""
         table = super().result
-        table[:, :, 0] = torch.where(self._found.scores.isneginf(), -torch.inf, self._logs)
+        table[:, :, 0] = self._of_items
         return table
+
+    @property
+    def _of_items(self) -> Tensor:
+        """The log-probability of each item, -inf where there is none."""
+        return torch.where(self._found.scores.isneginf(), -torch.inf, self._logs)
 
     def _sums(self, logits: Tensor, rows: Rows, offsets: Tensor, size: int) -> Tensor:
         sums = super()._sums(logits, rows, offsets, size)
@@ -107,3 +121,12 @@ class Races(Beams):
         found: Found
         found, self._logs = self._rounds.merged(self._found, self._logs, rows, self._look)
         return found
+
+
+def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto") -> None:
+    """As `beams.warm_up`, for lists and races. stepwise: of the races."""
+    beams.warm_up(arena, logits, kernels=kernels)
+    options: dict[str, Any] = {"width": 1, "k": 1, "end_token": 0, "stepwise": stepwise, "kernels": kernels}
+    races = Races(arena, [0], beams.ONE_NODE, torch.zeros(1, dtype=torch.int64, device=arena.device), **options)
+    races._found.scores.fill_(torch.inf)  # a bar that nothing passes: there may be no set to follow an edge in
+    races.round(logits)

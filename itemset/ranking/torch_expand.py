@@ -20,7 +20,7 @@ from torch import Tensor
 from itemset.masking.arena import TAILS, WIDTHS, Arena
 from itemset.masking.batch import LOCAL
 from itemset.masking.torch_tables import TablesOf
-from itemset.trie.walk import DEAD, END, TAIL
+from itemset.trie.walk import DEAD, END, STATE_BITS, TAIL
 
 NOTHING = -(1 << 63)  # the key of no candidate
 OPEN, ENDED, ALONE = range(3)  # which candidates are items at once: none, those that have ended, those that stand alone
@@ -138,7 +138,8 @@ def candidates(
 
     The children of a list stand one beam after another; offsets [L, W] int64 says where each beam's end. A key orders
     children by score, equal ones by edge: the score as float32 above, the edge below, NOTHING for what is no child, or
-    cannot beat the last of `found`. No two children have the same key.
+    cannot beat the last of `found`. Of a state inside a tail, which stands in an edge's place, the lowest 32 bits are
+    below. No two children have the same key, but for two in tails that lie exactly 2^32 apart.
 
     Keys are [1, L, size] int64 for OPEN, else [2, L, size]: those of the beams to go on with, then those of items.
     """
@@ -158,7 +159,8 @@ def children(
 ) -> Children:  # fmt: skip
     """Return the children of all beams of each list, `size` of them from the child `start` on: see `candidates`."""
     at, inside = _rows_at(offsets, start, size, len(logits) // len(offsets))
-    edge = torch.where(inside, _edges(rows, offsets, at, start), 0)
+    places = torch.arange(start, start + size, device=at.device)
+    edge = torch.where(inside, _edges(rows, offsets, at, places), 0)
     tables = TablesOf(arena, rows.states[:, :1])
     inside = inside & _alive(tables, edge)
     token = _labels(tables, edge, rules.whole)
@@ -198,8 +200,9 @@ def follow(
     taken: the column of their new token. columns: tokens of the longest tail that may come after it.
     """
     live = keys != NOTHING
-    edge = torch.where(live, _LOW - (keys & _LOW), 0)
     at = torch.searchsorted(offsets, places.contiguous(), right=True).clamp(max=sums.shape[1] - 1)
+    # Inside a tail 32 bits of a key do not hold the state.
+    edge = torch.where(live, _LOW - (keys & _LOW) if rules.whole else _edges(rows, offsets, at, places), 0)
     tables = TablesOf(arena, rows.states[:, :1])
     token = _labels(tables, edge, rules.whole)
     cost = _first_logits(logits, at, token, live).double() - sums[:, :, 0].gather(1, at)
@@ -243,7 +246,7 @@ def merge(found: Found, rows: Rows, scores: Tensor, done: Rows | None) -> Found:
 def keys_of_scores(scores: Tensor, edge: Tensor) -> Tensor:
     """Return the keys of children with these scores and edges."""
     bits = scores.float().view(torch.int32).long()
-    return (bits ^ (bits >> 31) & 0x7FFFFFFF) << 32 | _LOW - edge
+    return (bits ^ (bits >> 31) & 0x7FFFFFFF) << 32 | _LOW - (edge & _LOW)
 
 
 def score_of(keys: Tensor) -> Tensor:
@@ -257,7 +260,7 @@ def root(arena: Arena, numbers: Tensor, width: int, longest: int) -> Rows:
     """Return the beams that every search begins with: of each list, one at the root of its set. numbers: [L] int64."""
     lists, device = len(numbers), arena.device
     first_row = torch.arange(width, device=device) == 0
-    states = torch.where(first_row, 0, DEAD) | numbers[:, None] << 32
+    states = torch.where(first_row, 0, DEAD) | numbers[:, None] << STATE_BITS
     first, end = TablesOf(arena, states).row(states & LOCAL)
     return Rows(
         torch.full((lists, width, longest), -1, dtype=torch.int64, device=device),
@@ -278,9 +281,8 @@ def _rows_at(offsets: Tensor, start: int, size: int, count: int) -> tuple[Tensor
     return ends.cumsum(1)[:, :size].clamp(max=count - 1), places < offsets[:, -1:]
 
 
-def _edges(rows: Rows, offsets: Tensor, at: Tensor, start: int) -> Tensor:
-    """The edge of the child at each place from `start` on, whose beam is `at`."""
-    places = torch.arange(start, start + at.shape[1], device=at.device)
+def _edges(rows: Rows, offsets: Tensor, at: Tensor, places: Tensor) -> Tensor:
+    """The edge of the child at each place, whose beam is `at`."""
     return (rows.first - (offsets - rows.degrees)).gather(1, at) + places
 
 

@@ -112,7 +112,7 @@ def follow(
     )
     _follow_kernel[(wanted, lists)](
         arena.words, len(arena.words), arena.sets, flat, flat.stride(0), flat.shape[1], sums,
-        rows.states, rows.scores, rows.tokens, offsets, keys, places,
+        rows.states, rows.scores, rows.tokens, rows.first, rows.degrees, offsets, keys, places,
         tokens, states, scores, parents, tails, first, degrees,
         rows.scores.shape[1], *sums.shape[1:], wanted, keys.stride(0), longest, taken, columns,
         WHOLE=rules.whole, LANES=LANES, COLUMNS=COLUMNS, num_warps=FOLLOW_WARPS,
@@ -226,21 +226,8 @@ def _candidates_kernel(
 ):
     one = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    place = start + column
-    ends = offsets + one * width
-    total = tl.load(ends + width - 1)
-    # The beam whose children end after this place, the first of them.
-    low = tl.zeros((LANES,), tl.int32)
-    high = low + count
-    for _ in range(steps):
-        middle = (low + high) // 2
-        after = tl.load(ends + middle, mask=low < high, other=0) <= place
-        high = tl.where((low < high) & ~after, middle, high)
-        low = tl.where((low < high) & after, middle + 1, low)
-    inside = (column < size) & (place < total)
+    low, edge, inside = _child_at(first, degrees, offsets, one, width, count, column, start, size, steps, LANES)
     beam = one * width + low
-    end = tl.load(ends + low, mask=inside, other=0)
-    edge = tl.load(first + beam, mask=inside, other=0) + place - end + tl.load(degrees + beam, mask=inside, other=0)
     fields = tables.set_fields(sets, tl.load(states + one * width))
     token = _token(words, fields, edge, inside, WHOLE)
     row = (one * count + low) * queries
@@ -248,8 +235,7 @@ def _candidates_kernel(
     logit = tl.load(logits + row * logits_stride + token, mask=inside, other=-float("inf")).to(tl.float64)
     score = tl.load(scores + beam, mask=inside, other=-float("inf")) - tl.load(sums + row, mask=inside, other=0) + logit
     better = inside & (score > tl.load(found_scores + one * k + k - 1))
-    bits = score.to(tl.float32).to(tl.int32, bitcast=True)
-    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW - edge)
+    key = _key_of(score, edge)
     out = keys + one * size + column
     if ITEMS == _OPEN:
         tl.store(out, tl.where(better, key, _NOTHING), mask=column < size)
@@ -264,7 +250,7 @@ def _candidates_kernel(
 @_jit
 def _follow_kernel(
     words, words_end, sets, logits, logits_stride, vocabulary, sums,
-    states, scores, tokens, offsets, keys, places,
+    states, scores, tokens, first, degrees, offsets, keys, places,
     new_tokens, new_states, new_scores, new_parents, new_tails, new_first, new_degrees,
     width, count, queries, wanted, keys_stride, longest, taken, columns,
     WHOLE: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
@@ -274,7 +260,6 @@ def _follow_kernel(
     key = tl.load(keys + one * keys_stride + tl.program_id(0))
     place = tl.load(places + one * keys_stride + tl.program_id(0))
     live = key != _NOTHING
-    edge = tl.where(live, _LOW - (key & _LOW), 0)
     sets_bits = tl.load(states + one * width) & ~tables.LOCAL
     fields = tables.set_fields(sets, sets_bits)
     at = 0
@@ -284,6 +269,12 @@ def _follow_kernel(
         at += tl.sum((end <= place).to(tl.int32), 0)
     at = tl.where(live, tl.minimum(at, count - 1), 0)
     row = (one * count + at) * queries
+    if WHOLE:
+        edge = tl.where(live, _LOW - (key & _LOW), 0)
+    else:  # inside a tail 32 bits of a key do not hold the state
+        beam = one * width + at
+        begin = tl.load(offsets + beam) - tl.load(degrees + beam)
+        edge = tl.where(live, tl.load(first + beam) + place - begin, 0)
     token = _token(words, fields, edge, live, WHOLE)
     logit = tl.load(logits + row * logits_stride + token, mask=live & (token < vocabulary), other=-float("inf"))
     score = tl.load(scores + one * width + at) + (logit.to(tl.float64) - tl.load(sums + row))
@@ -365,6 +356,33 @@ def _merge_kernel(
             at = (one * done_count + item - k - count)[:, None] * longest + column
             value = tl.where(was_beam, value, tl.load(done_tokens + at, mask=copied & ~was_beam, other=-1))
         tl.store(new_tokens + place[:, None] * longest + column, value, mask=stays[:, None] & (column < longest))
+
+
+@triton.jit
+def _child_at(first, degrees, offsets, one, width, count, column, start, size, steps, LANES: tl.constexpr):
+    """The beam whose child stands at each place, its edge, and whether there is one: `size` places from `start` on."""
+    place = start + column
+    ends = offsets + one * width
+    # The beam whose children end after this place, the first of them.
+    low = tl.zeros((LANES,), tl.int32)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        after = tl.load(ends + middle, mask=low < high, other=0) <= place
+        high = tl.where((low < high) & ~after, middle, high)
+        low = tl.where((low < high) & after, middle + 1, low)
+    inside = (column < size) & (place < tl.load(ends + width - 1))
+    beam = one * width + low
+    end = tl.load(ends + low, mask=inside, other=0)
+    edge = tl.load(first + beam, mask=inside, other=0) + place - end + tl.load(degrees + beam, mask=inside, other=0)
+    return low, edge, inside
+
+
+@triton.jit
+def _key_of(score, edge):
+    """As `torch_expand.keys_of_scores`."""
+    bits = score.to(tl.float32).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW - (edge & _LOW))
 
 
 @triton.jit

@@ -18,6 +18,7 @@ OPTIONS = (DRAW, CANDIDATES, REPLACE, APPROXIMATE, "seed", "temperature", *SHARE
 EXACT, IMPORTANCE = WAYS = ("exact", "importance")
 """Values of `draw`."""
 MOST_CANDIDATES = 64
+RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 
 BENDING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),
@@ -101,6 +102,14 @@ class DrawOptions:
     def of(cls, given: Mapping[str, Any]) -> DrawOptions:
         """Those among a request's fields. Raises RefusedError as the class does."""
         return cls(given[DRAWS], **{name: given[name] for name in OPTIONS if given.get(name) is not None})
+
+
+def race_width(asked: DrawOptions, races: int, wanted: int, most: int) -> int | None:
+    """How many beams each race for `wanted` items has of `most`, inside a step; None if they are too few for all."""
+    width = max(asked.width or RACE_BEAMS, 2 * wanted)
+    if min(width, FEWEST_BEAMS) * races > most or wanted > most:
+        return None
+    return min(width, most // races)
 
 
 def wants_draws(given: Any) -> bool:

@@ -26,6 +26,7 @@ SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside othe
 SLICE = 32  # items of an answer that are written out in one turn of the event loop
 OTHERS_STAY = 1.0  # seconds for which lists make room after they have met another request
 _KEPT = 256  # refusals that are remembered
+DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
 
 Result = TypeVar("Result")
 

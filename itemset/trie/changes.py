@@ -32,6 +32,7 @@ from itemset.trie.tables import (
     build_trie,
     fill,
     finish,
+    tails_of,
 )
 from itemset.trie.walk import END, TAIL, follow, token_runs
 
@@ -134,9 +135,9 @@ def _consistent(tables, tail_tokens):  # type: ignore[no-untyped-def]
             return False
         for edge in range(first, end):
             if edge & 31 == 0:
-                if tables.node_base[edge >> 5] != node or tables.tail_base[edge >> 5] < position:
+                if tables.node_base[edge >> 5] != node or tails_of(tables, edge >> 5) < position:
                     return False
-                position = np.int64(tables.tail_base[edge >> 5])
+                position = tails_of(tables, edge >> 5)
             if edge > first and tables.labels[edge] <= tables.labels[edge - 1]:
                 return False
             state = follow(tables, edge)
@@ -177,7 +178,7 @@ def _copy_run(tables, begin, end, level, cursor, out, members):  # type: ignore[
         target = tables.targets[first + k]
         out.targets[to + k] = target & bit
         if target & bit and target != 0xFFFF:  # a tail, which ends where the next one begins
-            starts = np.int64(tables.tail_base[(first + k) >> 5]) + (target & 0x7FFF)
+            starts = tails_of(tables, (first + k) >> 5) + (target & 0x7FFF)
             if lone >= 0:
                 out.targets[lone] = bit | np.uint16(starts - position)
             lone, position = to + k, starts

@@ -2,6 +2,7 @@
 
 Prelude, 32 bytes: magic (8), format version (uint32), header length (uint32), file length (uint64), CRC-32 of the
 header and of the prelude up to here (uint32), zero (uint32). The header is JSON. All numbers are little-endian.
+Version 2 differs from 1 in nothing but that the tails may have more tokens. A file has it only if they do.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from itemset.errors import ItemSetError
 from itemset.storage import fetch, fetched, file_at, is_uri
 from itemset.text import Escape, TokenizerId
 
-FORMAT = 1
+FORMAT = 2
+_FIRST_FORMAT, _FIRST_TAILS = 1, 2**31 - 5  # what older readers take: sets of at most so many tail tokens
 _MAGIC = b"ITEMSET\n"
 _PRELUDE = struct.Struct("<8sIIQII")
 _ALIGN = 64
@@ -86,7 +88,8 @@ def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes |
     sections = layout(start)
     body = msgspec.json.encode(replace(header, sections=sections)).ljust(start - _PRELUDE.size)
     size = max(section.offset + parts[section.name].nbytes for section in sections)
-    unchecked = _PRELUDE.pack(_MAGIC, FORMAT, len(body), size, 0, 0)[:24]
+    written = FORMAT if header.tail_tokens > _FIRST_TAILS else _FIRST_FORMAT
+    unchecked = _PRELUDE.pack(_MAGIC, written, len(body), size, 0, 0)[:24]
     yield unchecked + struct.pack("<II", zlib.crc32(body, zlib.crc32(unchecked)), 0)
     yield body
     position = start
@@ -274,7 +277,7 @@ def _parse_header(start: bytes, length: int, name: str) -> Header:
     if len(start) < _PRELUDE.size:
         raise ItemSetError(f"{name} is truncated, it has {length} bytes: {_AGAIN}")
     _, format_version, _, size, crc, _ = _PRELUDE.unpack_from(start)
-    if format_version != FORMAT:
+    if not _FIRST_FORMAT <= format_version <= FORMAT:
         mend = "upgrade static-backend" if format_version > FORMAT else _AGAIN
         raise ItemSetError(
             f"{name} has the {'newer' if format_version > FORMAT else 'older'} format version {format_version}, "

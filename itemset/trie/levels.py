@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.tables import Trie
+from itemset.trie.tables import Trie, tails_of
 
 _KEPT = 4096  # widest nodes of a level that are kept: all rows that a search may well have
 
@@ -67,6 +67,12 @@ class LevelPlan:
         last = int(widest[-1] - widest[-2]) if len(widest) > 1 else int(widest[-1])
         return int(widest[kept - 1]) + (min(rows, self.nodes[level]) - kept) * last
 
+    def successors(self, level: int, rows: int) -> int:
+        """Return the most prefixes of one token more that so many different ones of a level have together: children,
+        and what goes on inside tails."""
+        nodes = self.nodes[level] if level < self.levels else 0
+        return self.children(level, rows) + max(0, rows - nodes)
+
 
 @compiled
 def _measure(tables, tail_tokens, nodes, tails, tailed):  # type: ignore[no-untyped-def]
@@ -87,7 +93,7 @@ def _measure(tables, tail_tokens, nodes, tails, tailed):  # type: ignore[no-unty
             if target & leaf == 0:
                 branches += 1
             elif target != 2 * leaf - 1:
-                begins = np.int64(tables.tail_base[edge >> 5]) + target - leaf
+                begins = tails_of(tables, edge >> 5) + target - leaf
                 tails[owner] = max(tails[owner], begins - start)
                 start, owner = begins, level
                 tailed[level] += 1

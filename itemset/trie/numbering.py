@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.trie.jit import compiled
 from itemset.trie.rows import Rows, grown
-from itemset.trie.tables import Tables
+from itemset.trie.tables import Tables, tails_of
 from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_entry, tail_token
 
 
@@ -58,7 +58,7 @@ def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
             return False
         for edge in range(first, end):
             block = edge >> 5
-            if edge & 31 == 0 and (tables.node_base[block] != node or tables.tail_base[block] != position):
+            if edge & 31 == 0 and (tables.node_base[block] != node or tails_of(tables, block) != position):
                 return False
             if edge > first and tables.labels[edge] <= tables.labels[edge - 1]:
                 return False

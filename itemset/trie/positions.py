@@ -10,7 +10,7 @@ import numpy as np
 
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import terminals_before
-from itemset.trie.tables import EDGES, LEAVES, NODES, TAIL_TOKENS, TERMINALS
+from itemset.trie.tables import EDGES, LEAVES, NODES, TAIL_TOKENS, TERMINALS, tails_of
 
 EDGE, NODE, TAIL_AT, ENDS = range(4)
 """Rows of a position that is filled in: for every level its next edge, and the node, the tail and the count of terminal
@@ -42,8 +42,8 @@ def _next_tail(tables, edge, tail_tokens):  # type: ignore[no-untyped-def]
     for e in range(edge, min((block + 1) * 32, edges)):
         target = np.int64(tables.targets[e])
         if target & leaf and target != 2 * leaf - 1:
-            return np.int64(tables.tail_base[block]) + target - leaf
-    return np.int64(tables.tail_base[block + 1]) if block + 1 < len(tables.tail_base) else np.int64(tail_tokens)
+            return tails_of(tables, block) + target - leaf
+    return tails_of(tables, block + 1) if block + 1 < len(tables.tail_base) else np.int64(tail_tokens)
 
 
 @compiled

@@ -9,7 +9,7 @@ import numpy as np
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import in_order
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
-from itemset.trie.tables import BLOCK, Tables, Trie
+from itemset.trie.tables import BLOCK, MAX_TAIL_TOKENS, Tables, Trie, tails_of
 
 
 def check_shapes(trie: Trie) -> None:
@@ -23,7 +23,7 @@ def check_shapes(trie: Trie) -> None:
         (min((*trie.level_nodes, *trie.level_edges), default=0) > 0, "a level without nodes or edges"),
         (1 <= tables.token_bits <= 31, f"tokens of {tables.token_bits} bits"),
         (1 <= trie.shortest <= trie.longest <= MAX_ITEM_TOKENS, f"items of {trie.shortest} to {trie.longest} tokens"),
-        (trie.tail_tokens >= 0, f"{trie.tail_tokens} tail tokens"),
+        (0 <= trie.tail_tokens <= MAX_TAIL_TOKENS, f"{trie.tail_tokens} tail tokens"),
     ):
         if not holds:
             raise ValueError(f"its header counts {what}")
@@ -88,7 +88,7 @@ def lengths(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-u
                 if not tables.terminal[(node - 1) >> 5] >> np.uint32((node - 1) & 31) & np.uint32(1):
                     continue
             elif target != 2 * leaf - 1:
-                begins = np.int64(tables.tail_base[(edge - 1) >> 5]) + target - leaf
+                begins = tails_of(tables, (edge - 1) >> 5) + target - leaf
                 if tail >= 0:
                     shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
                 tail, above = begins, length

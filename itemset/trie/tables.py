@@ -6,6 +6,7 @@ If an item stands alone after its edge, the rest of it is a *tail*: plain tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,13 @@ from itemset.errors import ItemSetError
 from itemset.trie.jit import compiled
 from itemset.trie.rows import Rows, bounds
 
+Room = Callable[[int, Any], NDArray[Any]]  # so many zeros of a type
+
 BLOCK = 32  # edges that share one pair of bases
-MAX_INDEX = 2**31 - 5  # nodes, edges and tail tokens, each: a state is one of them or one of four marks
+MAX_INDEX = 2**31 - 5  # nodes and edges, each: a node's state is its number, and four marks come after the nodes
+FAR = 1 << 32  # tail tokens that 32 bits tell apart
+MAX_TAIL_TOKENS = 2 * FAR  # one block's bases are the first that begin again at 0
+NO_BLOCK = 1 << 30
 
 
 class Tables(NamedTuple):
@@ -26,6 +32,8 @@ class Tables(NamedTuple):
     Edge e, of block b = e // 32, leads to one of three things; m is the highest bit of the type of `targets`:
     a node, ``node_base[b] + targets[e]``, if bit m of targets[e] is clear; nothing, if targets[e] is all ones, because
     the item ends there; else a tail, which starts at ``tail_base[b] + (targets[e] without bit m)``.
+
+    That is modulo 2^32: from block `far_block` on, 2^32 is added to where a tail starts.
 
     row_offsets: [nodes + 1] uint32. Edges of node n are row_offsets[n] .. row_offsets[n + 1].
     terminal: [ceil(nodes / 32)] uint32. Bit n: an item ends at node n.
@@ -38,6 +46,8 @@ class Tables(NamedTuple):
     dead: ascending uint32, edges that no walk may take in spite of that, and TERMINAL + n for each node n at which no
         item may end in spite of `terminal`.
     token_bits: bits that hold every token id of the set.
+    far_block: the first block whose tails start at 2^32 or after it, NO_BLOCK if none do. Not in a file: there
+        `tail_base` descends.
 
     `alive` and `dead` are what a view has and a whole set has not (`trie.view`); a file holds neither.
     """
@@ -52,6 +62,7 @@ class Tables(NamedTuple):
     alive: NDArray[np.uint32]
     dead: NDArray[np.uint32]
     token_bits: int
+    far_block: int
 
     @property
     def whole(self) -> bool:
@@ -91,12 +102,12 @@ class Trie:
         return sum(array.nbytes for array in self.tables.sections.values())
 
 
-def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.uint32]]:
+def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tuple[Trie, NDArray[np.uint32]]:
     """Build the trie of sorted distinct rows, with lcp as `rows.sort_unique` gives it.
 
-    Returns the trie and `members` [N] uint32: the row of each item number. Items that stand alone after an edge come
-    first, in edge order; after them come those that end at a node, in node order.
-    Raises ItemSetError if nodes, edges or tail tokens pass MAX_INDEX, before any table is made.
+    room: where the tables come to lie. Returns the trie and `members` [N] uint32: the row of each item number. Items
+    that stand alone after an edge come first, in edge order; after them come those that end at a node, in node order.
+    Raises ItemSetError if nodes or edges pass MAX_INDEX, or tail tokens MAX_TAIL_TOKENS, before any table is made.
     """
     longest = rows.longest
     per_level = np.zeros((COUNTS, longest + 2), np.int64)
@@ -104,8 +115,8 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16]) -> tuple[Trie, NDArray[np.ui
     per_level[NODES, 0] = 1
     token_bits = max(1, int(rows.tokens.max()).bit_length())
     wide_tail = longest_tail * (BLOCK - 1) >= 0x7FFF
-    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, wide_tail=wide_tail)
-    members = np.empty(len(rows), np.uint32)
+    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, wide_tail=wide_tail, room=room)
+    members = room(len(rows), np.uint32)
     fill(rows.tokens, *rows.layout, lcp, starts, tables, members, 0)
     return finish(tables, per_level, len(rows), rows.shortest, longest), members
 
@@ -116,28 +127,33 @@ COUNTS = 5
 
 
 def allocate(
-    per_level: NDArray[np.int64], token_bits: int, labels: Any, *, wide_tail: bool
+    per_level: NDArray[np.int64], token_bits: int, labels: Any, *, wide_tail: bool, room: Room = np.zeros
 ) -> tuple[Tables, NDArray[np.int64]]:
     """Return tables for what `count` has counted, and for each level where `fill` begins.
 
     labels: type of the labels. wide_tail: whether targets need 32 bits. Raises ItemSetError as `build_trie`.
     """
     totals = per_level.sum(axis=1)
-    for name, total in zip(("nodes", "edges", "tail tokens"), totals[[NODES, EDGES, TAIL_TOKENS]], strict=True):
-        if total > MAX_INDEX:
-            raise ItemSetError(f"the set needs {total:,} {name}, the limit is {MAX_INDEX:,}: split the set")
     nodes, edges, tail_tokens = (int(totals[i]) for i in (NODES, EDGES, TAIL_TOKENS))
+    for name, total, limit in (
+        ("nodes", nodes, MAX_INDEX),
+        ("edges", edges, MAX_INDEX),
+        ("tail tokens", tail_tokens, MAX_TAIL_TOKENS),
+    ):
+        if total > limit:
+            raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
     tables = Tables(
-        row_offsets=np.empty(nodes + 1, np.uint32),
-        terminal=np.zeros(-(-nodes // 32), np.uint32),
-        labels=np.empty(edges, labels),
-        targets=np.empty(edges, np.uint32 if wide_tail else np.uint16),
-        node_base=np.empty(-(-edges // BLOCK), np.uint32),
-        tail_base=np.empty(-(-edges // BLOCK), np.uint32),
-        tails=np.zeros(-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
+        row_offsets=room(nodes + 1, np.uint32),
+        terminal=room(-(-nodes // 32), np.uint32),
+        labels=room(edges, labels),
+        targets=room(edges, np.uint32 if wide_tail else np.uint16),
+        node_base=room(-(-edges // BLOCK), np.uint32),
+        tail_base=room(-(-edges // BLOCK), np.uint32),
+        tails=room(-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
         alive=NONE,
         dead=NONE,
         token_bits=token_bits,
+        far_block=NO_BLOCK,
     )
     starts = np.cumsum(per_level, axis=1) - per_level
     starts[TERMINALS] += totals[LEAVES]
@@ -147,7 +163,8 @@ def allocate(
 
 def finish(tables: Tables, per_level: NDArray[np.int64], items: int, shortest: int, longest: int) -> Trie:
     """Return the trie of tables that `fill` has filled."""
-    _set_targets(tables.targets, tables.node_base, tables.tail_base)
+    far_block = _set_targets(tables.targets, tables.node_base, tables.tail_base)
+    tables = tables._replace(far_block=int(far_block))
     for array in tables.sections.values():
         array.flags.writeable = False
     levels = int(np.count_nonzero(per_level[EDGES]))
@@ -234,14 +251,16 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # t
 
 @compiled
 def _set_targets(targets, node_base, tail_base):  # type: ignore[no-untyped-def]
-    """Turn node marks and tail lengths, in edge order, into distances from the block's bases."""
+    """Turn node marks and tail lengths, in edge order, into distances from the block's bases; return `far_block`."""
     leaf = np.int64(1) << np.int64(targets.itemsize * 8 - 1)
-    node, tail = np.int64(1), np.int64(0)
+    node, tail, base, far_block = np.int64(1), np.int64(0), np.int64(0), NO_BLOCK
     for edge in range(len(targets)):
         block = edge >> 5
         if edge & 31 == 0:
-            node_base[block] = node
-            tail_base[block] = tail
+            node_base[block], base = node, tail
+            tail_base[block] = tail & (FAR - 1)
+            if tail >= FAR:
+                far_block = min(far_block, block)
         mark = np.int64(targets[edge])
         if mark & leaf == 0:
             targets[edge] = node - node_base[block]
@@ -249,5 +268,21 @@ def _set_targets(targets, node_base, tail_base):  # type: ignore[no-untyped-def]
         elif mark == leaf:
             targets[edge] = 2 * leaf - 1
         else:
-            targets[edge] = leaf | (tail - np.int64(tail_base[block]))
+            targets[edge] = leaf | (tail - base)
             tail += mark - leaf
+    return far_block
+
+
+@compiled
+def tails_of(tables, block):  # type: ignore[no-untyped-def]
+    """Return where the tails of a block of edges begin."""
+    begins = np.int64(tables.tail_base[block])
+    return begins + FAR if block >= tables.far_block else begins
+
+
+def far_block_of(tail_base: NDArray[np.uint32], tail_tokens: int) -> int:
+    """Return `Tables.far_block`, which a file does not hold."""
+    if tail_tokens <= FAR:
+        return NO_BLOCK
+    descends = np.flatnonzero(tail_base[1:] < tail_base[:-1])
+    return int(descends[0]) + 1 if len(descends) else NO_BLOCK

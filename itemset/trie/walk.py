@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.tables import TERMINAL, Tables
+from itemset.trie.tables import TERMINAL, Tables, tails_of
 
-# A state has 32 bits, on the host and on the device: a node, a position in the tails (TAIL ..) or one of these four.
+# A state has 34 bits, on the host and on the device: a node, a position in the tails (TAIL ..) or one of these four.
+STATE_BITS = 34
 TAIL = 1 << 31
 END = TAIL - 1  # the item is complete
 DEAD = TAIL - 2  # the tokens left the set
@@ -48,7 +49,7 @@ def follow(tables, edge):  # type: ignore[no-untyped-def]
         return node if node < len(tables.row_offsets) - 1 else np.int64(DEAD)
     if target == 2 * leaf - 1:
         return np.int64(END)
-    return np.int64(TAIL) + np.int64(tables.tail_base[block]) + (target - leaf)
+    return np.int64(TAIL) + tails_of(tables, block) + (target - leaf)
 
 
 @compiled

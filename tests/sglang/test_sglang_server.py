@@ -390,6 +390,8 @@ def test_metrics(server):
     gained.pop("item_set:arena_used_bytes", None)  # of requests before
     gained.pop("item_set:encoded_texts_total", None)  # of lists that were not known
     assert gained.pop('item_set:forced_tokens{item_set="inline"}') > 0
+    ways = {name: gained.pop(name) for name in list(gained) if name.startswith("item_set:draw_requests")}
+    assert sum(ways.values()) == 1, ways  # the races may leave draws to rounds
     assert gained == {
         'item_set:requests_total{item_set="labels"}': 1,
         'item_set:requests_total{item_set="inline"}': 2,
@@ -398,7 +400,6 @@ def test_metrics(server):
         'item_set:refused_requests_total{reason="wrong type"}': 1,
         'item_set:ranked_lists_total{way="one request"}': 1,
         'item_set:ranked_lists_total{way="max_passes"}': 1,
-        'item_set:draw_requests_total{way="SGLang makes all draws by rounds"}': 1,
         'item_set:items_inside_total{item_set="inline"}': 1,
         'item_set:answered_items{item_set="labels"}': 2,
         'item_set:answered_items{item_set="inline"}': 1,

@@ -104,6 +104,44 @@ def test_a_list_is_one_request_and_the_rounds_find_the_same(wide, name):
     np.testing.assert_allclose(scores(found), scores(expected), atol=1e-4)
 
 
+ROUNDS = {"max_passes": 10_000}  # such draws take rounds of requests alone
+DRAWS = [
+    (named("prefixes", draws=9), 1),
+    (named("one", draws=3), 1),
+    (named("labels", draws=10, temperature=0.3), None),
+    (named("seen", draws=8, width=20), None),
+    (named("seen", draws=5, replace=False), None),
+    (named("prefixes", draws=40, replace=False), 1),
+    (named("fixed", draws=2), None),
+    (named("ragged", draws=2, replace=False, width=9), None),
+    (named("tagged", draws=4, item_filter={"tag": 2}, only_keys=tagged_keys()[60:66]), 1),
+    (inline(CITIES, draws=12, width=9), 1),
+]
+
+
+@pytest.mark.parametrize(("asked", "sent"), DRAWS)
+def test_the_draws_of_rounds(wide, asked, sent):
+    """With the same seed: what the step decides, and what rounds end after it. sent: requests, where all is decided."""
+    prompt, before = "a film for tonight", requests(wide)
+    found = wide.generate(prompt, asked | {"sampling_seed": 5})
+    assert sent is None or requests(wide) == before + sent
+    expected = wide.generate(prompt, asked | {"sampling_seed": 5, **ROUNDS})
+    drawn, by_rounds = ([one[:2] for one in draws_in(output)] for output in (found, expected))
+    assert drawn == by_rounds
+    np.testing.assert_allclose(scores(found), scores(expected), atol=1e-4)
+    (took,) = {one[3:] for one in draws_in(found)}
+    assert took[0] >= took[1] >= 2
+
+
+def draws_in(output: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Tokens and text of each draw, and what is said of it; all of them exact."""
+    found = output["meta_info"]["beam_results"]
+    assert {one["meta_info"]["exact"] for one in found} == {True}
+    return [
+        (one["output_ids"], one["text"], *(one["meta_info"][w] for w in ("draw", "passes", "rounds"))) for one in found
+    ]
+
+
 def together(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], leave_after: float | None = None) -> list[Any]:
     """The answers to requests at the same time. With `leave_after`, every second client goes, the first at once, others
     after so many seconds and more: None where the answer did not come before."""
@@ -126,6 +164,7 @@ def _together(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], leave_
 
 
 LISTS = [named("fixed", beam_width=50), named("ragged", beam_width=12), named("large", beam_width=30, n=3)]
+BOTH = [*LISTS, named("prefixes", draws=6, sampling_seed=3)]
 
 
 def test_lists_beside_other_requests(either):
@@ -145,7 +184,7 @@ def test_lists_beside_other_requests(either):
 
 def test_nothing_is_left_of_lists_whose_clients_go(either):
     """Neither a KV slot nor a row. SGLang itself ends the engine if one is missing or freed twice."""
-    lists = [([7, 8, i], params) for i, params in enumerate(LISTS * 8)]
+    lists = [([7, 8, i], params) for i, params in enumerate(BOTH * 6)]
     for turn in range(-(-CHURNED // len(lists))):
         outputs = together(either, lists, (0.002, 0.01, 0.03)[turn % 3])
         assert None in outputs

@@ -148,13 +148,13 @@ def report_unnamed_reads(module: ModuleType) -> None:
         def call(slots: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = method(slots, batch, *args, **kwargs)
             states = slots.row_states[: batch.rows]
-            sets = states[states & module.LOCAL != FREE] >> 32
+            sets = states[states & module.LOCAL != FREE] >> STATE_BITS
             print("sets were read", "named" if named.issuperset(sets.tolist()) else "UNNAMED", flush=True)
             return result
 
         return call
 
-    from itemset.trie.walk import FREE
+    from itemset.trie.walk import FREE, STATE_BITS
 
     module.Arena.use = named_use
     module.Slots.step, module.Slots.walk = watched(module.Slots.step), watched(module.Slots.walk)
@@ -248,7 +248,12 @@ if os.environ.get("TESTS_SGLANG_REPORTS") == "1":
     AFTER |= REPORTS
 
 # Other submodules must not be found: SGLang asks for some of them to learn what this build of the kernels can do.
-OUR_KERNELS = ("itemset.masking.triton_tables", "itemset.masking.triton_kernels", "itemset.ranking.triton_expand")
+OUR_KERNELS = (
+    "itemset.masking.triton_tables",
+    "itemset.masking.triton_kernels",
+    "itemset.ranking.triton_expand",
+    "itemset.ranking.triton_races",
+)
 KERNEL_MODULES = ("sgl_kernel", "sgl_kernel.speculative")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from itemset import charts, report
 from itemset.item_set import ItemSet
@@ -16,6 +17,7 @@ from itemset.shape import Shape, shape_of
 from itemset.trie.attributes import is_list, kind_of
 
 SAMPLES = 20  # items that are shown
+COUNTED = 200_000  # rows whose attributes are counted, if there are more
 COMPARED = 20_000  # items of each set that are looked up in the other
 _LEVELS = 24  # that charts have room for
 _SEED = 0
@@ -142,23 +144,33 @@ def _attributes(s: ItemSet) -> str:
     table = s.attributes
     if not table.num_columns:
         return ""
-    rows = [(name, kind_of(column.type), f"{column.null_count:,}", *_values(column)) for name, column in _named(table)]
-    return _table(rows, ("attribute", "type", "missing", "distinct", "values"))
+    drawn, note = None, ""
+    if table.num_rows > COUNTED:
+        drawn = np.unique(np.random.default_rng(_SEED).integers(0, table.num_rows, COUNTED))
+        note = _note(f"Distinct and frequent values are those of {len(drawn):,} rows drawn at random.")
+    rows = [
+        (name, kind_of(column.type), f"{column.null_count:,}", *_values(column, drawn))
+        for name, column in _named(table)
+    ]
+    return _table(rows, ("attribute", "type", "missing", "distinct", "values")) + note
 
 
 def _named(table: pa.Table) -> Iterable[tuple[str, pa.ChunkedArray]]:
     return zip(table.column_names, table.columns, strict=True)
 
 
-def _values(column: pa.ChunkedArray) -> tuple[str, str]:
-    """Return how many distinct values there are, and the extremes, or the most frequent ones."""
+def _values(column: pa.ChunkedArray, drawn: NDArray[np.int64] | None) -> tuple[str, str]:
+    """Return how many distinct values there are, and the extremes, or the most frequent ones. drawn: rows to count."""
+    ordered = pa.types.is_floating(column.type) or pa.types.is_integer(column.type) or pa.types.is_temporal(column.type)
+    ends = pc.min_max(column).as_py() if ordered else {}
+    if drawn is not None:
+        column = column.take(pa.array(drawn))
     if is_list(column.type):
         column = pa.chunked_array([pc.list_flatten(column).combine_chunks()])
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    distinct = f"{pc.count_distinct(column).as_py():,}"
-    if pa.types.is_floating(column.type) or pa.types.is_integer(column.type) or pa.types.is_temporal(column.type):
-        ends = pc.min_max(column).as_py()
+    distinct = f"{'' if drawn is None else 'at least '}{pc.count_distinct(column).as_py():,}"
+    if ordered:
         return distinct, f"{ends['min']} to {ends['max']}"
     counts = pc.value_counts(column.drop_null()).to_pylist()
     often = sorted(counts, key=lambda one: (-one["counts"], str(one["values"])))[:5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import re
 import subprocess
@@ -25,10 +26,12 @@ from transformers import PreTrainedTokenizerFast
 
 import itemset
 from itemset import ItemSetError, build_external, cli, page, published
-from itemset.building import columns, external, sources
+from itemset.building import columns, external, sources, stored
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
+from itemset.building.spools import Zeros
+from itemset.storage import files_at
 from itemset.trie import attributes
 
 VOCAB = 70
@@ -250,6 +253,37 @@ def test_what_a_build_in_memory_refuses(tmp_path: Path, tokenizer: PreTrainedTok
     for suffix in ("csv", "parquet"):
         assert "has no rows" in refusal(write_table(tmp_path / f"none.{suffix}", {"t": []}))
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.jsonl", "a.txt", "none.csv", "none.parquet"]
+
+
+def test_a_source_that_changes_between_two_reads_is_named(tmp_path: Path) -> None:
+    path, changed = tmp_path / "a.npy", []
+
+    def change(stage: str, share: float) -> None:
+        if stage in ("sorting", "merging") and not changed:
+            changed.append(stage)
+            np.save(path, np.zeros((300, 3), np.uint16))
+
+    for in_order in (True, False):
+        np.save(path, np.arange(600, dtype=np.uint16).reshape(200, 3))
+        changed.clear()
+        assert "a.npy was changed while it was read" in refusal(path, progress=change, in_order=in_order)
+    assert stored.can_read_twice(files_at(path))
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("[]")
+    assert not stored.can_read_twice(files_at(lines))  # a copy is stored of what needs parsing
+
+
+def test_tables_have_the_memory_that_is_allowed_and_files_for_the_rest(tmp_path: Path, monkeypatch: Any) -> None:
+    room = Zeros(tmp_path, 1000)
+    arrays = [room(100, np.uint32), room(200, np.uint32), room(300, np.uint16), room(0, np.uint32)]
+    assert [isinstance(array.base, np.memmap | mmap.mmap) for array in arrays] == [False, True, False, False]
+    for array in arrays:
+        assert not array.any()
+        array[:] = 7
+    assert not os.listdir(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+    with pytest.raises(OSError, match="No space left"):
+        room(1000, np.uint32)
 
 
 def test_without_duckdb_or_room_the_mend_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

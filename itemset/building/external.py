@@ -10,15 +10,13 @@ between the two.
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,20 +28,20 @@ from itemset.building.codecs import codec_of
 from itemset.building.memory import available_memory
 from itemset.building.scratch import scratch_folder
 from itemset.building.spools import ArraySpool, Spool, Zeros, nameless_file
+from itemset.building.stored import Stored, can_read_twice
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.storage import SourceFile, files_at
+from itemset.storage import files_at
 from itemset.text import Escape, encode, identify
 from itemset.trie.attributes import Column, Survey, Writer, packed
 from itemset.trie.keys import Keys, in_item_order
-from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows, out_of_order, sort_unique, token_dtype
+from itemset.trie.rows import Rows, as_rows, out_of_order, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
 _OVERHEAD = 1 << 29  # bytes that Python, its libraries and the batches in flight take beside the sort
 _BATCH_TOKENS = 1 << 21
 _BATCH_KEYS = 1 << 20
-_READ_TWICE = (".npy", ".parquet")  # token ids there need no parsing: no copy of them is stored
 _ROW = pa.uint32()  # keys if none are given
 
 Result = TypeVar("Result")
@@ -138,61 +136,6 @@ def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
             raise
 
 
-@dataclass
-class _Stored:
-    """All items of the source as `Rows`, checked, their keys and attributes: batch by batch in a file without a name.
-
-    columns: how the attributes are to be stored, known after the last batch.
-    again: reads the source once more, if that is as fast as such a file. files: its files, as they were at first.
-    """
-
-    file: IO[bytes]
-    vocab_size: int | None
-    path: str | os.PathLike[str]
-    files: list[SourceFile]
-    again: Callable[[], Generator[sources.Items]] | None = None
-    key_type: Any = None
-    items: int = 0
-    highest: int = 0
-    shortest: int = MAX_ITEM_TOKENS
-    longest: int = 0
-    columns: Sequence[Column] = ()
-
-    @property
-    def width(self) -> int:
-        """Tokens of each item if all have the same number, else 0."""
-        return self.longest if self.shortest == self.longest else 0
-
-    def add(self, rows: Rows, keys: pa.Array | None, attributes: pa.Table | None) -> None:
-        if self.again is None:
-            pickle.dump((rows, keys, attributes), self.file, pickle.HIGHEST_PROTOCOL)
-        self.items += len(rows)
-        self.highest = max(self.highest, int(rows.tokens.max()))
-        self.shortest, self.longest = min(self.shortest, rows.shortest), max(self.longest, rows.longest)
-
-    def take(self) -> Iterator[tuple[Rows, pa.Array | None, pa.Table | None]]:
-        """Yield the batches, once: their room on the disk is free after the last."""
-        left = self.items
-        if self.again is not None:
-            with closing(self.again()) as batches:
-                for batch in batches:
-                    rows = as_rows(batch.tokens, self.vocab_size, before=self.items - left)
-                    yield rows, batch.keys, batch.attributes
-                    left -= len(rows)
-            return
-        with self.file:
-            self.file.seek(0)
-            while left:
-                rows, keys, attributes = pickle.load(self.file)
-                yield rows, keys, attributes
-                left -= len(rows)
-
-    def check_unchanged(self) -> None:
-        """Raise ItemSetError if the source was read twice, and changed meanwhile."""
-        if self.again is not None and files_at(self.path) != self.files:
-            raise ItemSetError(f"{self.path} was changed while it was read: start again")
-
-
 def _store(
     path: str | os.PathLike[str],
     read: Callable[[], Generator[sources.Items]],
@@ -202,18 +145,17 @@ def _store(
     vocab_size: int | None,
     folder: Path,
     progress: Callable[[str, float], None],
-) -> _Stored:
+) -> Stored:
     """Read and check the source, and encode texts."""
     limit = len(tokenizer) if vocab_size is None and tokenizer is not None else vocab_size
     files = files_at(path)
-    stored = _Stored(nameless_file(folder), limit, path, files)
+    stored = Stored(nameless_file(folder), limit, path, files)
     survey: Survey | None = None
     with closing(read()) as batches:
         for batch in batches:
             if not stored.items:
                 check_options(path, batch.texts is not None, tokenizer, prefix, escape, vocab_size)
-                if batch.texts is None and all(file.system is None and file.suffix in _READ_TWICE for file in files):
-                    stored.again = read
+                stored.again = read if batch.texts is None and can_read_twice(files) else None
                 stored.key_type = None if batch.keys is None else batch.keys.type
             items: Any = batch.tokens
             if batch.texts is not None:
@@ -266,9 +208,7 @@ class _OfKeys(NamedTuple):
 _Merged = tuple[Rows, NDArray[np.uint16], _OfKeys]
 
 
-def _in_order(
-    path: str | os.PathLike[str], stored: _Stored, progress: Callable[[str, float], None]
-) -> Iterator[_Batch]:
+def _in_order(path: str | os.PathLike[str], stored: Stored, progress: Callable[[str, float], None]) -> Iterator[_Batch]:
     """Yield the items as they are stored. Raises ItemSetError for the first that is out of order."""
     last: Rows | None = None
     done = 0
@@ -294,7 +234,7 @@ def _in_order(
 
 def _sorted(
     path: str | os.PathLike[str],
-    stored: _Stored,
+    stored: Stored,
     memory: int,
     folder: Path,
     progress: Callable[[str, float], None],
@@ -311,7 +251,7 @@ def _sorted(
         raise ItemSetError(f"{path} cannot be sorted ({reason}): give more memory or disk") from error
 
 
-def _sort(stored: _Stored, connection: Any, progress: Callable[[str, float], None]) -> Iterator[_Batch]:
+def _sort(stored: Stored, connection: Any, progress: Callable[[str, float], None]) -> Iterator[_Batch]:
     """Yield the items in ascending order, equal ones in the order of the source."""
     codec = codec_of(stored.highest, stored.longest, stored.width)
     schema = pa.schema([*codec.fields, ("row", _ROW)])
@@ -344,7 +284,7 @@ def _sort(stored: _Stored, connection: Any, progress: Callable[[str, float], Non
             progress("merging", done / stored.items)
 
 
-def _merge(stored: _Stored, batches: Iterator[_Batch], folder: Path) -> _Merged:
+def _merge(stored: Stored, batches: Iterator[_Batch], folder: Path) -> _Merged:
     """Return the distinct rows of sorted batches, their lcp as in `rows.sort_unique`, and their keys; all in files."""
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)

@@ -44,6 +44,7 @@ class Seen:
     anonymous: int = 0
     disk: int = 0
     wall: float = 0
+    cpu: float = 0
     resident: int = 0
 
 
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 HEAD = (
-    "| items | build (s) | ns an item | peak memory, without mapped files (GB) | peak disk (GB) | tables (B/item) | "
+    "| items | build (s) | CPU time (s) | peak memory, without mapped files (GB) | peak disk (GB) | tables (B/item) | "
     "verify (s) | lookup (µs) | masked step of 140 rows (µs) |"
 )
 
@@ -93,7 +94,9 @@ def row_of(items: int, tokens: int, vocab: int, output: Path, seen: Seen) -> str
     s = itemset.load(output)
     chunks = -(-items // CHUNK)
     each = -(-LOOKUPS // chunks)
-    parts = [(i * CHUNK, chunk_of(i, min(CHUNK, items - i * CHUNK), tokens, vocab)[:each]) for i in range(chunks)]
+    parts = [
+        (i * CHUNK, chunk_of(i, min(CHUNK, items - i * CHUNK), tokens, vocab)[:each].copy()) for i in range(chunks)
+    ]
     asked, keys = np.concatenate([part for _, part in parts]), [np.arange(at, at + len(part)) for at, part in parts]
     asked, expected = asked[:LOOKUPS], np.concatenate(keys)[:LOOKUPS]
     s.lookup(asked[:1000])
@@ -104,7 +107,7 @@ def row_of(items: int, tokens: int, vocab: int, output: Path, seen: Seen) -> str
         sys.exit(f"{wrong} of {LOOKUPS:,} lookups are wrong")
     step = masked_step(s, asked, vocab)
     return (
-        f"| {items:,} | {seen.wall:.1f} | {seen.wall / items * 1e9:.0f} | {seen.anonymous / 1e9:.2f} | "
+        f"| {items:,} | {seen.wall:.1f} | {seen.cpu:.1f} | {seen.anonymous / 1e9:.2f} | "
         f"{seen.disk / 1e9:.2f} | {s.nbytes / items:.2f} | {verify:.1f} | {lookup / len(asked) * 1e6:.2f} | "
         f"{step * 1e6:.0f} |"
     )
@@ -171,7 +174,7 @@ def run(source: Path, output: Path, memory: str) -> Seen:
     out = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
     wall = seen.wall = time.perf_counter() - start
-    seen.resident = 1024 * usage.ru_maxrss
+    seen.resident, seen.cpu = 1024 * usage.ru_maxrss, usage.ru_utime + usage.ru_stime
     threads[0].join()
     print(out)
     if status:
@@ -179,7 +182,7 @@ def run(source: Path, output: Path, memory: str) -> Seen:
     stages = [*seen.begun.items(), ("", wall)]
     for (stage, begun), (_, end) in zip([("start", 0.0), *stages], stages, strict=False):
         print(f"{stage:<10} {end - begun:7.1f} s")
-    print(f"{'wall':<10} {wall:7.1f} s, CPU {usage.ru_utime + usage.ru_stime:.1f} s")
+    print(f"{'wall':<10} {wall:7.1f} s, CPU {seen.cpu:.1f} s")
     for share in (0.25, 0.5, 0.75) if seen.estimates else ():
         when, left = min(seen.estimates, key=lambda pair: abs(pair[0] - share * wall))
         print(f"{'estimate':<10} {left:7.1f} s left, at {when:.1f} s; in truth {wall - when:.1f} s")
@@ -204,9 +207,11 @@ def watch_process(pid: int, output: Path, seen: Seen) -> None:
     with suppress(OSError):  # until it is gone
         while True:
             status = Path(f"/proc/{pid}/status").read_text()
+            if "RssAnon:" not in status:  # it has ended
+                return
             seen.anonymous = max(seen.anonymous, 1024 * int(status.partition("RssAnon:")[2].split()[0]))
             seen.disk = max(seen.disk, disk_use(pid, output))
-            time.sleep(0.1)
+            time.sleep(0.3)  # a look costs milliseconds
 
 
 def disk_use(pid: int, output: Path) -> int:

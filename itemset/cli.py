@@ -17,7 +17,7 @@ from itemset import published, report
 from itemset.building import sources
 from itemset.building.external import build_external, check_options
 from itemset.building.memory import available_memory, needed_memory
-from itemset.building.progress import build_bar
+from itemset.building.progress import build_bar, reading_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
 from itemset.commands import output_file, publish, publish_usage, update, write_report
 from itemset.errors import ItemSetError, ItemSetWarning
@@ -155,7 +155,8 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    s = itemset.verify(args.file)
+    with reading_bar() as progress:
+        s = itemset.verify(args.file, progress=progress)
     print(
         f"{args.file} is sound: header, checksums of {len(s.sections)} sections, digest, "
         f"and the tables to the end of each of {len(s):,} items"

@@ -15,6 +15,7 @@ import itemset
 from itemset import page, published, report
 from itemset.building import sources
 from itemset.building.external import check_options
+from itemset.building.progress import reading_bar, steps_bar
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.storage import is_uri
@@ -51,7 +52,8 @@ def publish(args: argparse.Namespace) -> None:
         return
     start = time.perf_counter()
     if args.rollback is None:
-        version = published.publish(args.file, args.folder, keep=args.keep or published.KEEP)
+        with reading_bar() as progress:
+            version = published.publish(args.file, args.folder, keep=args.keep or published.KEEP, progress=progress)
     else:
         version = published.rollback(args.folder, args.rollback or None)
     report.print_table(
@@ -91,7 +93,10 @@ def write_report(args: argparse.Namespace) -> None:
     for one in (s, before):
         if tokenizer is not None and one is not None:
             one.check_tokenizer(tokenizer)
-    text = page.page_of(s, str(args.file), before=before, name_before=str(args.compare), tokenizer=tokenizer)
+    with steps_bar("report", page.PARTS) as done:
+        text = page.page_of(
+            s, str(args.file), before=before, name_before=str(args.compare), tokenizer=tokenizer, on_part=done
+        )
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:

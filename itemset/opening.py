@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,20 +35,30 @@ def from_bytes(data: bytes, name: str = "the index") -> ItemSet:
     return from_index(*index_file.parse(data, name), name=name, check=True)
 
 
-def verify(path: str | os.PathLike[str], *, name: str = "") -> ItemSet:
+def verify(
+    path: str | os.PathLike[str], *, name: str = "", progress: Callable[[int, int], object] = lambda nbytes, total: None
+) -> ItemSet:
     """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
 
     It is mapped once. Two other threads read it, for the checksums and for the digest, while this one walks the tables.
-    name: what errors call it; its path by default. Raises ItemSetError at the first fault.
+    name: what errors call it; its path by default. progress: told of bytes that one of the three has read, and how many
+    they read together; called by all of them. Raises ItemSetError at the first fault.
     """
     name = name or str(path)
     header, arrays = index_file.read(path, name)
+    walked = sum(arrays[section].nbytes for section in SECTIONS if section in arrays)
+    total = sum(array.nbytes for array in arrays.values()) + 2 * walked
+
+    def read(nbytes: int) -> None:
+        progress(nbytes, total)
+
     with ThreadPoolExecutor(2) as other:
-        checked = other.submit(index_file.check, header, arrays, name)
+        checked = other.submit(index_file.check, header, arrays, name, read)
         try:
             item_set = from_index(header, arrays, name=name, check=False)
-            digest = other.submit(digest_of, item_set.trie.tables)
+            digest = other.submit(digest_of, item_set.trie.tables, read)
             check_items(item_set.trie)
+            read(walked)
         except (ItemSetError, ValueError) as error:
             checked.result()  # what a checksum tells comes first
             if isinstance(error, ItemSetError):

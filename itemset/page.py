@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from itemset import charts, report
 from itemset.item_set import ItemSet
 from itemset.shape import Shape, shape_of
 from itemset.trie.attributes import is_list, kind_of
 
+PARTS = 8  # of a page, for a bar
 SAMPLES = 20  # items that are shown
+COUNTED = 200_000  # rows whose attributes are counted, if there are more
 COMPARED = 20_000  # items of each set that are looked up in the other
 _LEVELS = 24  # that charts have room for
 _SEED = 0
@@ -39,25 +43,36 @@ polyline.even { stroke: var(--rule); stroke-dasharray: 4; }
 
 
 def page_of(
-    s: ItemSet, name: str, *, before: ItemSet | None = None, name_before: str = "", tokenizer: Any = None
+    s: ItemSet,
+    name: str,
+    *,
+    before: ItemSet | None = None,
+    name_before: str = "",
+    tokenizer: Any = None,
+    on_part: Callable[[], object] = lambda: None,
 ) -> str:
     """Return the page as HTML.
 
     name: of the set. before: another set, to be compared with; name_before: its name. tokenizer: the one of the set, if
-    samples are to be shown as text. Raises ItemSetError if the attributes are damaged.
+    samples are to be shown as text. on_part: called after each of its PARTS. Raises ItemSetError if the attributes are
+    damaged.
     """
-    shape = shape_of(s)
-    sections = [
-        ("What it holds", _table(report.facts(s))),
-        *([] if before is None else [(f"Since {name_before}", _compared(s, before, tokenizer))]),
-        ("Size", _sizes(s)),
-        ("Levels", _levels(s)),
-        ("What a model chooses", _choices(s, shape)),
-        ("How items are spread", _spread(shape)),
-        ("Attributes", _attributes(s)),
-        ("Some items", _samples(s, tokenizer)),
+    shape = functools.cache(lambda: shape_of(s))
+    sections: list[tuple[str, Callable[[], str]]] = [
+        ("What it holds", lambda: _table(report.facts(s))),
+        (f"Since {name_before}", lambda: "" if before is None else _compared(s, before, tokenizer)),
+        ("Size", lambda: _sizes(s)),
+        ("Levels", lambda: _levels(s)),
+        ("What a model chooses", lambda: _choices(s, shape())),
+        ("How items are spread", lambda: _spread(shape())),
+        ("Attributes", lambda: _attributes(s)),
+        ("Some items", lambda: _samples(s, tokenizer)),
     ]
-    body = "".join(f"<section><h2>{escape(title)}</h2>{text}</section>\n" for title, text in sections if text)
+    body = ""
+    for title, made in sections:
+        if text := made():
+            body += f"<section><h2>{escape(title)}</h2>{text}</section>\n"
+        on_part()
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(name)}</title>'
     head += f"<style>{_STYLE}</style>"
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body><h1>{escape(name)}</h1>\n{body}</body></html>\n"
@@ -142,23 +157,33 @@ def _attributes(s: ItemSet) -> str:
     table = s.attributes
     if not table.num_columns:
         return ""
-    rows = [(name, kind_of(column.type), f"{column.null_count:,}", *_values(column)) for name, column in _named(table)]
-    return _table(rows, ("attribute", "type", "missing", "distinct", "values"))
+    drawn, note = None, ""
+    if table.num_rows > COUNTED:
+        drawn = np.unique(np.random.default_rng(_SEED).integers(0, table.num_rows, COUNTED))
+        note = _note(f"Distinct and frequent values are those of {len(drawn):,} rows drawn at random.")
+    rows = [
+        (name, kind_of(column.type), f"{column.null_count:,}", *_values(column, drawn))
+        for name, column in _named(table)
+    ]
+    return _table(rows, ("attribute", "type", "missing", "distinct", "values")) + note
 
 
 def _named(table: pa.Table) -> Iterable[tuple[str, pa.ChunkedArray]]:
     return zip(table.column_names, table.columns, strict=True)
 
 
-def _values(column: pa.ChunkedArray) -> tuple[str, str]:
-    """Return how many distinct values there are, and the extremes, or the most frequent ones."""
+def _values(column: pa.ChunkedArray, drawn: NDArray[np.int64] | None) -> tuple[str, str]:
+    """Return how many distinct values there are, and the extremes, or the most frequent ones. drawn: rows to count."""
+    ordered = pa.types.is_floating(column.type) or pa.types.is_integer(column.type) or pa.types.is_temporal(column.type)
+    ends = pc.min_max(column).as_py() if ordered else {}
+    if drawn is not None:
+        column = column.take(pa.array(drawn))
     if is_list(column.type):
         column = pa.chunked_array([pc.list_flatten(column).combine_chunks()])
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    distinct = f"{pc.count_distinct(column).as_py():,}"
-    if pa.types.is_floating(column.type) or pa.types.is_integer(column.type) or pa.types.is_temporal(column.type):
-        ends = pc.min_max(column).as_py()
+    distinct = f"{'' if drawn is None else 'at least '}{pc.count_distinct(column).as_py():,}"
+    if ordered:
         return distinct, f"{ends['min']} to {ends['max']}"
     counts = pc.value_counts(column.drop_null()).to_pylist()
     often = sorted(counts, key=lambda one: (-one["counts"], str(one["values"])))[:5]

@@ -63,12 +63,18 @@ class Version(NamedTuple):
     bytes: int
 
 
-def publish(index: PathLike, folder: PathLike, *, keep: int = KEEP) -> Version:
+def publish(
+    index: PathLike,
+    folder: PathLike,
+    *,
+    keep: int = KEEP,
+    progress: Callable[[int, int], object] = lambda nbytes, total: None,
+) -> Version:
     """Make the index file the current version of the set in `folder`, which is made if it is missing.
 
     The file is copied and may be changed afterwards. If the folder has this version already, nothing is copied; if it
     is current, nothing changes. keep: versions that stay, the latest ones, KEEP_MOST at most; the current one and its
-    predecessor always do. Waits while another process publishes there.
+    predecessor always do. Waits while another process publishes there. progress: as of `itemset.verify`, of the copy.
     Raises ItemSetError: a bad index file (as `itemset.verify`), a damaged pointer, or a folder that cannot be written.
     Then the pointer is what it was.
     """
@@ -79,7 +85,7 @@ def publish(index: PathLike, folder: PathLike, *, keep: int = KEEP) -> Version:
     with _publishing(folder, make=True):
         before = _versions(folder)
         if not _sound(file_of(folder, name), name):
-            name = _copy(index, folder)
+            name = _copy(index, folder, progress)
         if before and before[0].name == name:
             after = before
         else:
@@ -285,7 +291,7 @@ def _sound(path: Path, name: str) -> bool:
         return False
 
 
-def _copy(index: PathLike, folder: Path) -> str:
+def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object]) -> str:
     """Copy the index file into the folder and check the copy: a link would change with the file. Return its name.
 
     The copy goes to the disk while it is checked.
@@ -298,7 +304,7 @@ def _copy(index: PathLike, folder: Path) -> str:
             index_file.copy_into(index, descriptor)
             with ThreadPoolExecutor(1) as other:
                 written = other.submit(os.fsync, descriptor)
-                verify(incoming, name=str(index))
+                verify(incoming, name=str(index), progress=progress)
                 written.result()
         finally:
             os.close(descriptor)

@@ -6,6 +6,7 @@ stand in its constraint, `meta_info["items"]` is a list of them. Other outputs h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -14,8 +15,13 @@ from itemset.serving.answer import FIELDS
 from sglang_static import weights
 from sglang_static.compat import hook
 
+logger = logging.getLogger(__name__)
+
 EXPECTED = "expected_item"
 """Attribute of a `GenerateReqInput` of one prompt: an `itemset.serving.answer.Expected`. Copies for `n` keep it."""
+
+CALLED = "item_set_of_answer"
+"""Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
 
 ITEMS = "item_set_items"
 """Attribute of the `GenerateReqInput` of an endpoint: the items found so far, by the index of their choice."""
@@ -35,8 +41,21 @@ async def stream_one_response(
             weight = weights.taken(part["meta_info"], state) if expected is not None and expected.weighed else None
             if expected is not None and finish:
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
-                part["meta_info"].update(expected.told(state.output_ids, cut=cut, weight=weight))
+                told = expected.told(state.output_ids, cut=cut, weight=weight)
+                stopped = not cut and finish["type"] == "stop"
+                _count(obj, expected, state.output_ids, told, stopped=stopped)
+                part["meta_info"].update(told)
             yield part
+
+
+def _count(request: Any, expected: Any, tokens: list[int], told: dict[str, Any], *, stopped: bool) -> None:
+    from itemset.serving.metrics import label
+    from sglang_static.metrics import count_answer
+
+    reference = getattr(request, CALLED, None)
+    called = "" if reference is None else label(reference)
+    if fault := count_answer(called, expected, tokens, told, stopped=stopped):
+        logger.error("Request %s: %s", request.rid, fault)
 
 
 def note(request: Any, part: Any) -> None:

@@ -18,11 +18,12 @@ from itemset.masking.slates import Slate
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.grammars import Grammars
-from itemset.serving.words import HOLES, REFERENCE
+from itemset.serving.words import HOLES, LIST, REFERENCE
 from sglang_static import compat, processor
 from sglang_static.device import claim
 from sglang_static.following import SchedulerPreparer
 from sglang_static.inside import HoleGrammar
+from sglang_static.metrics import SchedulerFigures
 from sglang_static.request import carried_set
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class StaticBackend:
         sampler = processor.current()
         self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
         self._sampler = sampler
+        self._plan = None if sampler is None else sampler.arena.plan
+        self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
         self.preparer = SchedulerPreparer(self._catalogue, sampler)
         self._grammars = Grammars(vocabulary)
         warm_up()
@@ -120,13 +123,24 @@ class StaticBackend:
             item_set = carried_set(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
             start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
-            if self._sampler is not None and claim(self._sampler.arena.plan, request, item_set, start, stops):
+            # With n above 1 SGLang first asks for no token, so that the others find the prompt in its cache.
+            asks = request.sampling_params.max_new_tokens > 0
+            if self._claim(request, item_set, start, stops, counted=asks and LIST not in custom):
                 return False
             request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
             manager._apply_request_reasoning_config(request)
         except ItemSetError as error:
+            self._figures.refused()
             request.set_finish_with_abort(str(error))
         return False
+
+    def _claim(self, request: Any, item_set: ItemSet, start: int | None, stops: set[int], *, counted: bool) -> bool:
+        """Whether a request takes the device path. counted: False for what samples nothing under a mask."""
+        plan = self._plan
+        taken = plan is not None and claim(plan, self._figures.released, request, item_set, start, stops)
+        if counted:
+            self._figures.admitted("device" if taken else "host")
+        return taken
 
     def _admit_holes(self, manager: Any, request: Any, custom: dict[str, Any]) -> bool:
         spec, each, slate = custom.pop(HOLES)
@@ -135,6 +149,7 @@ class StaticBackend:
             for item_set in sets.values():
                 self._check_room(manager.scheduler, request, item_set)
         except ItemSetError as error:
+            self._figures.refused()
             request.set_finish_with_abort(str(error))
             return False
         if slate is not None:
@@ -146,6 +161,7 @@ class StaticBackend:
             grammar = HoleGrammar(self._grammars.get(spec, sets.__getitem__), compat.stop_tokens(request))
             return compat.behind_reasoning(manager, request, grammar)
 
+        self._figures.admitted("host")
         compat.compile_later(manager, request, HOLES, compiled)
         return True
 
@@ -156,7 +172,10 @@ class StaticBackend:
         if self._sampler is None or self._sampler.drafts > 1 or separator in stops:
             return False
         slate = Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator)
-        return claim(self._sampler.arena.plan, request, slate, start, stops)
+        taken = claim(self._sampler.arena.plan, self._figures.released, request, slate, start, stops)
+        if taken:
+            self._figures.admitted("device")
+        return taken
 
     def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:
         """The front end checks against the context; only here the size of the KV cache is known."""

@@ -141,6 +141,14 @@ def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
     return values
 
 
+def counts_requests() -> bool:
+    """Whether this scheduler is the one of its ranks whose requests are counted (managers/scheduler.py)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel()
+    return bool(ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0)
+
+
 VERIFIED_BY_EAGLE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP", "NGRAM")
 """The speculative algorithms that verify in `eagle_sample`, and none."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,17 @@ class Admitted:
     stop_tokens: tuple[int, ...]
 
 
-def claim(plan: Plan, request: Any, item_set: ItemSet, begins_after: int | None, stop_tokens: set[int]) -> bool:
+def claim(
+    plan: Plan,
+    release: Callable[[int], None],
+    request: Any,
+    item_set: ItemSet,
+    begins_after: int | None,
+    stop_tokens: set[int],
+) -> bool:
     """Claim a place for the request's set, held for as long as the request exists: it takes the device path.
+
+    release: does `Plan.release` then.
 
     False, and nothing done, if it must take the host path: the arena is full, it has too many stop tokens, or the end
     of its reasoning is more than one token (`begins_after` is None).
@@ -37,7 +47,7 @@ def claim(plan: Plan, request: Any, item_set: ItemSet, begins_after: int | None,
         logger.warning("An item set takes the host path: %s (inline_set_memory of the plugin's options)", error)
         return False
     # A request ends in many places of SGLang; that nothing holds on to it any more is the one sign of them all.
-    weakref.finalize(request, plan.release, resident.number)
+    weakref.finalize(request, release, resident.number)
     place = Place(resident.number, resident.start, resident.digest, begins_after, resident.below)
     request.item_set = Admitted(item_set, place, tuple(sorted(stop_tokens)))
     return True

@@ -76,8 +76,18 @@ def _follower(manager: Any, front: Any) -> Follower:
     def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
         return asyncio.run_coroutine_threadsafe(ask_all(question), loop).result()
 
+    from itemset.serving import metrics
+
     path = "host" if front.host_path else "device"
-    return Follower(front.checks, front.config, ask, path=path, logger=logger)
+    return Follower(
+        front.checks,
+        front.config,
+        ask,
+        path=path,
+        logger=logger,
+        on_served=metrics.served,
+        on_refused=metrics.refused_version,
+    )
 
 
 @hook("sglang.srt.managers.scheduler:Scheduler.handle_dumper_control", why="new versions of followed sets are taken up")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from itemset.inside.vocabulary import Vocabulary
+from itemset.serving import metrics
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.asgi import while_connected
@@ -52,6 +53,7 @@ class FrontEnd:
             context=model.context_len,
             reserved=RESERVED,
             end_tokens=self._ends,
+            on_encoded=metrics.ENCODED.inc,
         )
         self.constraints = Constraints(
             self.checks,
@@ -174,6 +176,8 @@ class FrontEnd:
             self.constraints.check(wanted, stop_tokens=stops, max_tokens=params.max_new_tokens, **least)
         if not stops:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
+        for reference in [wanted] if isinstance(wanted, str) else wanted.references:
+            metrics.REQUESTS.labels(metrics.label(reference)).inc()
         if isinstance(wanted, str):
             carried = as_json(self._sender.carried(wanted))
         else:

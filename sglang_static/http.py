@@ -103,7 +103,15 @@ def ordinary() -> Iterator[None]:
 
 
 def _judge(scope: Any, body: Any) -> None:
-    """Raises RefusedError for words that would be lost; keeps the others, and puts `choice` for vLLM's older word."""
+    """Raises RefusedError, counted, for words that would be lost; keeps the others, and puts `choice` for vLLM's older
+    word."""
+    from itemset.serving.metrics import refusals
+
+    with refusals():
+        _judged(scope, body)
+
+
+def _judged(scope: Any, body: Any) -> None:
     path, ours = asgi.path_of(scope), _serves_sets()
     SURFACE.check(path, body, ours=ours)
     if path not in SERVED or not isinstance(body, dict):
@@ -151,8 +159,11 @@ async def _make(request: Any, body: Any) -> None:
         seen = SimpleNamespace(
             sampling_params=copy.deepcopy(body.get(PARAMS)), custom_logit_processor=body.get("custom_logit_processor")
         )
+        from itemset.serving.metrics import refusals
+
         _made.set(seen)
-        await front_end.prepare(seen, request)
+        with refusals():
+            await front_end.prepare(seen, request)
 
 
 def _move_within_the_contract(body: dict[str, Any]) -> None:

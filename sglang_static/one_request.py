@@ -75,8 +75,14 @@ class OneRequest:
 
         skip_special_tokens: as in SGLang's sampling parameters, of the items' texts.
         """
+        from itemset.serving.metrics import LISTS
+        from sglang_static.metrics import ONE_REQUEST
+
         info = await self._ask(generate, manager, prompt, reference, wanted, skip_special_tokens)
-        return _answered(info) if info else None
+        if not info:
+            return None
+        LISTS.labels(ONE_REQUEST).inc()
+        return _answered(info)
 
     async def draw(
         self,
@@ -90,9 +96,13 @@ class OneRequest:
     ) -> dict[str, Any]:
         """Let the engine run the races of `drawing`, which takes over those that it decides: rounds must end the
         others. Returns what SGLang says of any answer, nothing if it did not run them."""
+        from itemset.serving.metrics import DRAWS
+        from sglang_static.metrics import ONE_REQUEST, UNDECIDED
+
         keys, k = drawing.races
         width = race_width(asked, len(keys), k, self._seats)
         if width is None or asked.max_passes is not None:
+            DRAWS.labels("max_passes" if width is not None else "more draws than the engine has seats for").inc()
             return {}
         wanted = Wanted(k, width, end_token, False, keys, asked.temperature)
         info = await self._ask(generate, manager, prompt, reference, wanted, True)
@@ -101,6 +111,7 @@ class OneRequest:
             took = results[0]["meta_info"]["finish_reason"]
             items = iter(_items(results))
             found = {i: [Draw(*next(items), True) for _ in range(count)] for i, count in enumerate(took["found"])}
+            DRAWS.labels(ONE_REQUEST if took["proven"] else UNDECIDED).inc()
             known = {i: some for i, some in found.items() if took["proven"] or len(some) == k}
             drawing.begin_with(known, took["passes"], took["rounds"])
         return info
@@ -118,9 +129,12 @@ class OneRequest:
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        from sglang_static.metrics import count_rounds
+
         races = len(wanted.races)
         ours = (DRAWS_OF + reference, races * wanted.width) if races else (reference, wanted.width)
-        if self.refusals.why(*ours):
+        if reason := self.refusals.why(*ours):
+            count_rounds(ENGINE if self.refusals.always else SET, reason, draws=races > 0)
             return {}
         asked = GenerateReqInput(
             rid=uuid.uuid4().hex,
@@ -141,13 +155,16 @@ class OneRequest:
             if not (found := _REFUSAL.fullmatch(str(error))):
                 raise
             scope, reason = found.groups()
+            count_rounds(scope, reason, draws=races > 0)
             self.refusals.refused(reason, of=ours if scope == SET else None, always=scope == ENGINE)
             return {}
         except HTTPException as error:  # the KV cache was full
+            count_rounds(REQUEST, "", draws=races > 0)
             self.refusals.refused(str(error.detail))
             return {}
         info: dict[str, Any] = output["meta_info"]
         if "beam_results" not in info:
+            count_rounds(REQUEST, "", draws=races > 0)
             self.refusals.refused(str(info.get("finish_reason")))
             return {}
         return info

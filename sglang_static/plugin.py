@@ -126,14 +126,19 @@ async def _generate_request(
 ) -> AsyncGenerator[Any, None]:
     """Inline sets are encoded here. Where a request with a set asks for a beam search, it gets a ranked list."""
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
+        from itemset.serving.metrics import refusals
         from sglang_static import ranking
 
-        # Encoding a large inline set takes seconds, and all below runs on the event loop.
-        if await self.static_front_end.prepare(obj, request):
-            yield await ranking.ranked(original, self, obj, request)
+        with refusals():
+            # Encoding a large inline set takes seconds, and all below runs on the event loop.
+            if await self.static_front_end.prepare(obj, request):
+                yield await ranking.ranked(original, self, obj, request)
+                return
+            async for part in original(self, obj, request):
+                answers.note(obj, part)
+                yield part
             return
     async for part in original(self, obj, request):
-        answers.note(obj, part)
         yield part
 
 
@@ -184,6 +189,7 @@ def _create_tokenized_object(
         if weighed:
             tokenized.sampling_params.custom_params[WEIGHT] = True
         setattr(obj, answers.EXPECTED, front_end.expected(wanted, obj, tokenized.sampling_params))
+        setattr(obj, answers.CALLED, wanted if isinstance(wanted, str) else None)
     return tokenized
 
 

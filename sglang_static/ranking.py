@@ -21,10 +21,12 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.draws import Drawing
 from itemset.ranking.search import Answer, Pass
+from itemset.serving import metrics
 from itemset.serving.answer import FIELDS
 from itemset.serving.asgi import while_connected
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import INLINE, RefusedError
 from itemset.serving.lists import found_some
+from itemset.serving.request import ItemRequest
 from itemset.serving.words import BEAMS, REFERENCE
 from sglang_static import http
 from sglang_static.one_request import Wanted
@@ -106,11 +108,14 @@ async def _one(
         said.update(output["meta_info"])
         return _answer(one, output["meta_info"])
 
+    metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
     found, skip = None, params.get("skip_special_tokens", True)
-    if options and lora is None and not options.exact and options.max_passes is None:
+    if reason := _why_rounds(asked, lora):
+        (metrics.LISTS if options else metrics.DRAWS).labels(reason).inc()
+    elif options:
         wanted = Wanted(options.k, options.beam, end, options.renormalised)
         found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
-    elif isinstance(search, Drawing) and lora is None:
+    elif isinstance(search, Drawing) and asked.drawn:
         said |= await front_end.one_request.draw(generate, manager, prompt, reference, asked.drawn, end, search)
     if found is None:
         best = await front_end.lists.run(search, partial(_ask, generate, manager, lora, prompt), read)
@@ -135,6 +140,15 @@ async def _one(
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
     return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}
+
+
+def _why_rounds(asked: ItemRequest, lora: str | None) -> str | None:
+    """Why a list, or draws, are not tried as one request; None if they are."""
+    options = asked.ranked
+    proof = options is not None and options.exact
+    bounded = options is not None and options.max_passes is not None
+    reasons = {"exact": proof, "max_passes": bounded, "LoRA adapter": lora is not None}
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:

@@ -95,6 +95,12 @@ class HttpServer:
     def get(self, path: str, timeout: float = 60) -> tuple[int, Any]:
         return _request(urllib.request.Request(self.url + path), timeout)
 
+    def figures(self) -> dict[str, float]:
+        """The plugin's metrics, by name and labels."""
+        text = self.get("/metrics")[1]
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("item_set:")]
+        return {name: float(value) for name, value in lines if "_created" not in name}
+
     @property
     def alive(self) -> bool:
         return self._process.returncode is None

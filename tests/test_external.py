@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import itemset
-from itemset import ItemSetError, build_external, cli
+from itemset import ItemSetError, build_external, cli, page, published
 from itemset.building import columns, external, sources, stored
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
@@ -336,6 +337,19 @@ def test_the_bar_tells_stage_share_and_time_left(monkeypatch: pytest.MonkeyPatch
     shares = [int(share) for _, share in shown]
     assert shares == sorted(shares)
     assert shares[-1] == 100
+
+
+def test_the_bars_of_other_commands_end_at_their_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.itemset"
+    item_set = itemset.build(np.random.default_rng(0).integers(0, 50, (3_000, 4)))
+    item_set.save(path)
+    for work in (itemset.verify, partial(published.publish, folder=tmp_path / "set")):
+        told: list[tuple[int, int]] = []
+        work(path, progress=lambda nbytes, total, told=told: told.append((nbytes, total)))
+        assert {total for _, total in told} == {sum(nbytes for nbytes, _ in told)}
+    parts: list[int] = []
+    page.page_of(item_set, "a", on_part=lambda: parts.append(1))
+    assert len(parts) == page.PARTS
 
 
 @pytest.mark.parametrize(("text", "size"), [("4GB", 4 * 10**9), ("1.5g", 1_500_000_000), ("2 GiB", 2**31), ("7", 7)])

@@ -6,6 +6,7 @@ memory that nobody touches and the system never gives. All walks must find the s
 
 from __future__ import annotations
 
+import mmap
 import random
 from dataclasses import replace
 from types import ModuleType
@@ -33,6 +34,7 @@ from itemset.trie.soundness import lengths
 from itemset.trie.tables import COUNTS, EDGES, FAR, MAX_TAIL_TOKENS, NO_BLOCK, NODES, NONE, TAIL_TOKENS, Tables, Trie
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, children, follow
 
+MAP_NORESERVE = 0x4000  # Linux; Python 3.13 names it
 LAST_SET = 4095
 BITS = 3  # of a token: a token of the tails takes 4
 VOCABULARY, STOP = 12, 9
@@ -58,11 +60,17 @@ GAPS = {
 gaps = pytest.mark.parametrize("gap", [int(gap) for gap in GAPS.values()], ids=list(GAPS))
 
 
+def zeros(words: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Memory of which the system gives what is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, 4 * words, flags), np.uint32)
+
+
 def moved(gap: int) -> Tables:
     """The set's tables, with so many tokens of no item before the tails."""
     tables, starts = SMALL.trie.tables, STARTS + gap
     before = gap * (BITS + 1) // 32
-    tails = np.zeros(before + len(tables.tails), np.uint32)  # of which the system gives what is written
+    tails = zeros(before + len(tables.tails))
     tails[before:] = tables.tails
     far = np.flatnonzero(starts >= FAR)
     base = (starts % FAR).astype(np.uint32)
@@ -70,18 +78,21 @@ def moved(gap: int) -> Tables:
 
 
 def far_arena(gap: int) -> Arena:
-    """An arena with the set as number 0, and moved as the last number that there is."""
+    """An arena with the set as number 0, and moved as the last number that there is, 8 GB further on."""
     arena = Arena(room_for(SMALL), DEVICE, max_sets=LAST_SET + 1)
     number, tables = arena.acquire(SMALL), moved(gap)
-    words, room = arena.words.cpu().numpy(), len(arena.words) + len(tables.tail_base)
-    all_words = np.zeros(room + len(tables.tails), np.uint32)
-    all_words[: len(words)] = words.view(np.uint32)
-    all_words[len(words) : room] = tables.tail_base
+    words = arena.words.cpu().numpy().view(np.uint32)
+    bases = 2**31 + len(words)
+    room = bases + len(tables.tail_base)
+    all_words = zeros(room + len(tables.tails))
+    all_words[: len(words)] = all_words[2**31 : bases] = words
+    all_words[bases:room] = tables.tail_base
     before = gap * (BITS + 1) // 32
     all_words[room + before :] = tables.tails[before:]
     arena.words = torch.from_numpy(all_words.view(np.int32)).to(DEVICE)
     row = arena.sets[number].clone()
-    row[TAIL_BASE], row[TAILS] = len(words), room
+    row[: TAILS + 1] += 2**31
+    row[TAIL_BASE], row[TAILS] = bases, room
     row[WIDTHS] = (row[WIDTHS] & ((1 << FAR_BLOCK) - 1)) | tables.far_block << FAR_BLOCK
     arena.sets[LAST_SET] = row
     return arena

@@ -113,8 +113,14 @@ def test_attributes_samples_and_what_came_and_went(
     for word, keys in (("came", len(new - old)), ("went", len(old - new))):
         assert f"{keys:,} keys {word}." in text
     monkeypatch.setattr(page, "COMPARED", 500)
+    monkeypatch.setattr(page, "COUNTED", 300)
     assert cli.main(command) == 0
     assert re.search(r"About \d+\.\d% of the keys came: of 500 drawn at random, \d+\.", output.read_text())
+    text = read(output.read_text()).text
+    assert {"414", "at least 30"} <= set(text)  # what is missing is counted in all rows
+    assert any(
+        re.fullmatch(r"Distinct and frequent values are those of 2\d\d rows drawn at random.", one) for one in text
+    )
     same = ["report", f"{tmp_path}/new.itemset", "--compare", f"{tmp_path}/new.itemset", "-o", str(output)]
     assert cli.main(same) == 0
     assert "The same items." in output.read_text()

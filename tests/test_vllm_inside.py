@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from inside import ALONE, BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
 from models import tiny_tokenizer
-from test_vllm_server import figures
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -171,11 +170,11 @@ def test_over_http(server):
 
 
 def test_items_inside_are_counted(server):
-    before = figures(server)
+    before = server.figures()
     status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "n": 2, **ROOMY, "slate": ALONE})
     assert status == 200, answer
     completed(server, slate={"item_set": ["red", "blue"], "n": 2})
-    gained = {name: value - before.get(name, 0) for name, value in figures(server).items() if "inside" in name}
+    gained = {name: value - before.get(name, 0) for name, value in server.figures().items() if "inside" in name}
     assert {name: count for name, count in gained.items() if count} == {  # other tests have asked for other sets
         'item_set:items_inside_total{item_set="titles"}': 2 * ALONE["n"],
         'item_set:items_inside_total{item_set="inline"}': 2,

@@ -234,7 +234,7 @@ def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
     messages = [{"role": "user", "content": "p"}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 4}
     named = json.dumps({**body, "item_set": "one"})
-    before = figures(server).get('item_set:refused_requests_total{reason="wrong endpoint"}', 0)
+    before = server.figures().get('item_set:refused_requests_total{reason="wrong endpoint"}', 0)
     for path in ("/v1/messages", "/tokenize", "/invocations"):
         for data, *content_types in (
             (named.encode(),),
@@ -246,7 +246,7 @@ def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
             status, answer = server.send(path, data, *content_types)
             assert status == 400, answer
             assert f"{path} takes no item_set: send it to one of /v1/chat/completions" in answer["error"]["message"]
-    assert figures(server)['item_set:refused_requests_total{reason="wrong endpoint"}'] == before + 15
+    assert server.figures()['item_set:refused_requests_total{reason="wrong endpoint"}'] == before + 15
     assert server.post("/v1/messages", {**body, "guided_choice": ["a"]})[0] == 400
     assert server.post("/v1/messages", {**body, "vllm_xargs": {"item_sets": "one"}})[0] == 400
     assert server.post("/v1/messages", body)[0] == 200
@@ -398,7 +398,7 @@ def test_encoding_stops_when_the_client_leaves(server):
 
 def encoded(server) -> float:
     """Texts of inline sets that it has encoded so far."""
-    return figures(server).get("item_set:encoded_texts_total", 0)
+    return server.figures().get("item_set:encoded_texts_total", 0)
 
 
 @pytest.mark.parametrize("runner", ["v1"], scope="module")
@@ -442,11 +442,11 @@ def test_the_playground_shows_what_the_server_says(server, named_sets):
 def test_metrics(server, runner):
     complete(server, item_set="labels")
     complete(server, structured_outputs={"choice": COLOURS})
-    before = figures(server)
+    before = server.figures()
     complete(server, item_set="labels")
     complete(server, structured_outputs={"choice": COLOURS})
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "p", "item_set": "lable"})[0] == 400
-    after = figures(server)
+    after = server.figures()
     gained = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
     path = "device" if runner == "v2" else "host"
     assert gained == {
@@ -459,9 +459,5 @@ def test_metrics(server, runner):
         'item_set:forced_tokens{item_set="labels"}': 1,  # the stop token
         'item_set:forced_tokens{item_set="inline"}': gained['item_set:forced_tokens{item_set="inline"}'],
     }
+    assert after["item_set:illegal_answers_total"] == 0  # of all the requests of this module
     assert (after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0) == (path == "device")
-
-
-def figures(server) -> dict[str, float]:
-    lines = [line.rsplit(" ", 1) for line in server.get("/metrics")[1].splitlines() if line.startswith("item_set:")]
-    return {name: float(value) for name, value in lines if "_created" not in name}

@@ -10,10 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from vllm.logger import init_logger
+
+from itemset.serving import metrics
 from itemset.serving.answer import told_of
 from itemset.serving.hooks import IMPORTED
-from vllm_static import metrics
 from vllm_static.compat import hook
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 EXPECTED = "expected_item"
 """Attribute of a request's parameters: what makes what is expected of its answers (itemset.serving.answer). Of its
@@ -45,7 +49,9 @@ def new_completion_output(
         # By a stop string, or aborted.
         cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
         told = expected.told(self.detokenizer.output_token_ids, cut=cut, weight=weight)
-        metrics.count_inside(told)
+        stopped = not cut and str(finish_reason) == "stop"
+        if fault := metrics.count_answer(expected, self.detokenizer.output_token_ids, told, stopped=stopped):
+            logger.error("Request %s: %s", self.external_req_id, fault)
         for name, value in told.items():
             setattr(output, name, value)
     return output

@@ -27,12 +27,13 @@ from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import StaticConfig
 from itemset.serving.grammars import Grammars
 from itemset.serving.inside import ENVELOPE
+from itemset.serving.metrics import label
 from itemset.serving.travel import arrived, tables
 from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE, SLATED
 from vllm_static import compat
 from vllm_static.device import DevicePath
 from vllm_static.inside import HoleGrammar, vocabulary_of
-from vllm_static.metrics import Figures, label
+from vllm_static.metrics import Figures
 from vllm_static.preparing import CorePreparer
 
 if TYPE_CHECKING:

@@ -8,9 +8,11 @@ from typing import Any
 from vllm.logger import init_logger
 
 from itemset.errors import ItemSetError
+from itemset.serving import metrics
 from itemset.serving.following import Ask, Follower
 from itemset.serving.http_routes import add_routes
-from vllm_static import compat, metrics
+from vllm_static import compat
+from vllm_static.metrics import QUESTION
 
 PATIENCE = 1.0  # seconds between two looks whether the engine is there
 
@@ -28,7 +30,7 @@ def follow(client: Any) -> None:
         return
 
     async def ask_all(question: dict[str, Any]) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, metrics.QUESTION, question)))
+        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, QUESTION, question)))
 
     def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
         asked = asyncio.run_coroutine_threadsafe(ask_all(question), loop)
@@ -54,7 +56,7 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
         raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
     if front.follower is None:
         core = llm.llm_engine.engine_core
-        front.follower = _follower(front, lambda question: [compat.ask(core, metrics.QUESTION, question)])
+        front.follower = _follower(front, lambda question: [compat.ask(core, QUESTION, question)])
     follower: Follower = front.follower
     return follower.refreshed(name)
 

@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from itemset import ItemSet
 from itemset.ranking.draws import Drawing
 from itemset.ranking.search import Found, Rounds
+from itemset.serving import metrics
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.catalogue import INLINE, RefusedError
@@ -23,7 +24,7 @@ from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Sender
 from itemset.serving.words import BEAMS, HOLES, SELECTION, SLATED, WEIGHT
-from vllm_static import compat, metrics
+from vllm_static import compat
 from vllm_static.drafting import drafting
 from vllm_static.inside import constraint_of, engine_constraint, json_options, validate, vocabulary_of
 from vllm_static.one_request import ListParams, OneRequest

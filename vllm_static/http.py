@@ -10,7 +10,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from itemset.errors import ItemSetError, shown
-from itemset.serving import asgi, drawing, inside, words
+from itemset.serving import asgi, drawing, inside, metrics, words
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.inside import EBNF, JSON, TAG, holds_sets, refuse_loose_tools
 from itemset.serving.request import ItemRequest
@@ -28,8 +28,8 @@ from itemset.serving.words import (
     STRUCTURED,
     WEIGHT,
 )
-from vllm_static import metrics
 from vllm_static.inside import constraint_of
+from vllm_static.metrics import PATH, refresh
 from vllm_static.request import asked_by
 
 XARGS = "vllm_xargs"
@@ -84,8 +84,8 @@ class ItemSetWords:
             scope[asgi.JUDGE], scope[asgi.MAKER] = _judge, _make
             _brings_choice.set(False)
             _made.set(None)
-            if scope["path"] == metrics.PATH:
-                await metrics.refresh(scope["app"])
+            if scope["path"] == PATH:
+                await refresh(scope["app"])
         await self._app(scope, receive, send)
 
 

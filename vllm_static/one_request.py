@@ -15,13 +15,14 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset.ranking.draws import Draw, Drawing, Draws
 from itemset.ranking.search import Best, Ranked, ordered
+from itemset.serving import metrics
 from itemset.serving.config import StaticConfig
 from itemset.serving.drawing import DrawOptions, race_width
 from itemset.serving.lists import DRAWS_OF, Refusals
 from itemset.serving.request import ListOptions
 from itemset.serving.travel import Carried
 from itemset.serving.words import LIST, RACES, REFERENCE
-from vllm_static import compat, metrics
+from vllm_static import compat
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from itemset.errors import ItemSetError
-from itemset.serving import flags, startup
+from itemset.serving import flags, metrics, startup
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.hooks import IMPORTED, START
 from itemset.serving.words import REFERENCE, SLATE, STRUCTURED
@@ -19,10 +19,10 @@ from vllm_static import (
     drafting,  # noqa: F401
     drafts,  # noqa: F401
     lists,  # noqa: F401
-    metrics,
     weights,  # noqa: F401
 )
 from vllm_static.compat import hook
+from vllm_static.metrics import ENGINE_METHOD, QUESTION
 
 
 def register_early() -> None:
@@ -310,12 +310,12 @@ def _grammar_bitmask(
 )
 def _add_figures(engine_core: type) -> None:
     """vLLM's front ends can call any method of its engine core (v1/engine/core_client.py, call_utility_async)."""
-    setattr(engine_core, metrics.ENGINE_METHOD, lambda self: self.structured_output_manager.backend.figures())
+    setattr(engine_core, ENGINE_METHOD, lambda self: self.structured_output_manager.backend.figures())
 
     def answer(self: Any, question: Any) -> Any:
         return self.structured_output_manager.backend.preparer.answer(self.model_executor, question)
 
-    setattr(engine_core, metrics.QUESTION, answer)
+    setattr(engine_core, QUESTION, answer)
 
 
 @hook(

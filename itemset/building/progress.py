@@ -1,7 +1,8 @@
-"""One progress bar over all stages of a long build, with an estimate of the time left."""
+"""One progress bar for each long command, on a terminal alone: what is done, how fast, and the time left."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -37,3 +38,25 @@ def build_bar() -> Iterator[Callable[[str, float], None]]:
                 bar.set_description_str(stage)
 
         yield show
+
+
+@contextmanager
+def reading_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar of bytes on stderr, if that is a terminal and it takes a second. Yields what `verify` takes as
+    `progress`; threads may call it."""
+    lock = threading.Lock()
+    with tqdm(desc="checking", unit="B", unit_scale=True, delay=1, disable=None, smoothing=0) as bar:
+
+        def show(nbytes: int, total: int) -> None:
+            with lock:
+                bar.total = total
+                bar.update(nbytes)
+
+        yield show
+
+
+@contextmanager
+def steps_bar(what: str, steps: int) -> Iterator[Callable[[], object]]:
+    """Show a bar of steps, as `reading_bar` does. Yields what is to be called after each."""
+    with tqdm(desc=what, total=steps, unit=" parts", delay=1, disable=None, smoothing=0) as bar:
+        yield bar.update

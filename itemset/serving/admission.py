@@ -17,6 +17,7 @@ from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig
 from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
+from itemset.serving.startup import opening, seconds
 from itemset.serving.versions import Opened
 from itemset.text import fingerprint
 
@@ -73,7 +74,8 @@ class Checks:
         self._config, self._words = config, words
         self._vocab_size, self._end_tokens = vocab_size, end_tokens
         self._context, self._reserved = context, reserved
-        self.catalogue = Catalogue(config)
+        with opening():
+            self.catalogue = Catalogue(config)
         # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._inline = InlineTexts(
@@ -89,8 +91,9 @@ class Checks:
         )
         self._chosen = Chosen(self.catalogue, config, words)
         self._model_print = ""
-        for opened in self.catalogue.versions.serving:
-            self._check(opened)
+        with opening():
+            for opened in self.catalogue.versions.serving:
+                self._check(opened)
 
     def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
@@ -116,8 +119,9 @@ class Checks:
         return self._model_print
 
     def summary(self) -> str:
-        """The registered sets, for the log."""
-        return ", ".join(f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()) or "none"
+        """The registered sets, for the log, and how long the start has taken for them."""
+        sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
+        return f"{', '.join(sets)}; copied, checked and opened in {seconds():.1f} s" if sets else "none"
 
     def reference(self, asked: ItemRequest) -> str:
         """The reference of a request's set: at once for a name and for an InlineSet.

@@ -44,6 +44,10 @@ class Expected:
             item["set_weight"] = weight if math.isfinite(weight) else None
         return {"item": item}
 
+    def begun(self, tokens: Sequence[int]) -> bool:
+        """Whether the answer's item has begun: before it there may be reasoning."""
+        return self.content is None or len(self.content(tokens)) > 0
+
     def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
         """What an answer says of its item, {"key": ...} and more; None if it ended elsewhere.
 

@@ -19,6 +19,7 @@ from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import delete_unused
+from itemset.serving.startup import opening
 from itemset.serving.versions import VERSION, Opened, Versions
 from itemset.storage import is_uri
 from itemset.views import view, view_from_bytes
@@ -257,7 +258,8 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)
     versions = Versions(config)
-    opened = [versions.open(name, *found, make_views=False) for name, found in at_start(config).items()]
+    with opening():
+        opened = [versions.open(name, *found, make_views=False) for name, found in at_start(config).items()]
     _check_bases(config, {name for one in opened for name in one.sets})
     if opened:
         delete_unused(config.item_set_cache)

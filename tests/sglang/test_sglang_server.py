@@ -34,7 +34,13 @@ def server(servers, tiny_model, named_sets):
         sets = named_flags(named_sets | {"one": replace(named_sets["one"], path=f"{address}/one.itemset")})
         yield servers(
             tiny_model,
-            arguments=("--grammar-backend", "static", "--constrained-json-disable-any-whitespace", *sets),
+            arguments=(
+                "--grammar-backend",
+                "static",
+                "--constrained-json-disable-any-whitespace",
+                "--enable-metrics",
+                *sets,
+            ),
             env={"SGLANG_ENABLE_REQUEST_DECOMPRESSION": "1"},
         )
 
@@ -364,6 +370,45 @@ def test_hostile_bodies_end_in_an_error_of_their_own(server):
                 wrong.append((path, body[:100], status, str(answer)[:200]))
     assert not wrong
     assert complete(server, item_set="one")["item"] == {"key": 0}
+
+
+def test_metrics(server):
+    before = server.figures()
+    complete(server, item_set="labels", n=2)
+    complete(server, choice=COLOURS)
+    tagged = {"properties": {"x": {"type": "string", "item_set": COLOURS}}, "required": ["x"], "type": "object"}
+    complete(server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": tagged}})
+    body = {"model": "tiny", "prompt": "p", "max_tokens": 200}
+    for options in ({}, {"max_passes": 50}):
+        ranked = {"item_set": "tagged", "use_beam_search": True, "n": 2, **options}
+        assert server.post("/v1/completions", body | ranked)[0] == 200
+    assert server.post("/v1/completions", body | {"item_set": "tagged", "draws": 2})[0] == 200
+    assert server.post("/v1/completions", body | {"item_set": "lable"})[0] == 400
+    assert server.post("/v1/completions", body | {"item_sets": "labels"})[0] == 400
+    after = server.figures()
+    gained = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    gained.pop("item_set:arena_used_bytes", None)  # of requests before
+    gained.pop("item_set:encoded_texts_total", None)  # of lists that were not known
+    assert gained.pop('item_set:forced_tokens{item_set="inline"}') > 0
+    ways = {name: gained.pop(name) for name in list(gained) if name.startswith("item_set:draw_requests")}
+    assert sum(ways.values()) == 1, ways  # the races may leave draws to rounds
+    assert gained == {
+        'item_set:requests_total{item_set="labels"}': 1,
+        'item_set:requests_total{item_set="inline"}': 2,
+        'item_set:requests_total{item_set="tagged"}': 3,
+        'item_set:refused_requests_total{reason="unknown set"}': 1,
+        'item_set:refused_requests_total{reason="wrong type"}': 1,
+        'item_set:ranked_lists_total{way="one request"}': 1,
+        'item_set:ranked_lists_total{way="max_passes"}': 1,
+        'item_set:items_inside_total{item_set="inline"}': 1,
+        'item_set:answered_items{item_set="labels"}': 2,
+        'item_set:answered_items{item_set="inline"}': 1,
+        'item_set:forced_tokens{item_set="labels"}': 2,  # the stop tokens
+        'item_set:requests_by_path{path="device"}': 3,
+        'item_set:requests_by_path{path="host"}': 1,
+    }
+    assert after["item_set:illegal_answers_total"] == 0  # of all the requests of this module
+    assert after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0
 
 
 def test_the_playground_shows_what_the_server_says(server, named_sets):

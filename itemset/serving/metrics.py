@@ -1,0 +1,100 @@
+"""Figures of item sets for Prometheus, the same in every engine.
+
+SGLang's processes share theirs through files, in a folder that must be known before `prometheus_client` is imported:
+import this module where the engine has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from prometheus_client import Counter, Gauge
+
+from itemset.errors import ItemSetError
+from itemset.serving.catalogue import INLINE, name_of
+
+REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set"])
+REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])
+ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were encoded.")
+LISTS = Counter("item_set:ranked_lists", "Ranked lists: in one request, or why by rounds of requests.", ["way"])
+DRAWS = Counter("item_set:draw_requests", "Requests for draws: in one request, or why rounds ended them.", ["way"])
+INSIDE = Counter("item_set:items_inside", "Items in slates, JSON and other answers that hold items.", ["item_set"])
+ILLEGAL = Counter("item_set:illegal_answers", "Answers that ended, and are no item: a fault of the engine or plugin.")
+
+VERSIONS = Gauge(
+    "item_set:version", "1 for the version that is served.", ["item_set", "version"], multiprocess_mode="livemax"
+)
+SINCE = Gauge(
+    "item_set:version_since_seconds",
+    "When the served version was taken up, Unix time.",
+    ["item_set"],
+    multiprocess_mode="max",
+)
+REFRESHES = Counter("item_set:refreshes", "New versions that were taken up.", ["item_set"])
+REFUSED_VERSIONS = Counter("item_set:refused_versions", "Versions that could not be served.", ["item_set"])
+
+_versions: dict[str, str] = {}
+
+
+class EngineFigures:
+    """What engines count. They are gauges, because vLLM's front end only receives their values."""
+
+    def __init__(self, mode: Literal["max", "sum"], used: Literal["mostrecent", "sum"]) -> None:
+        """mode: what the values of several processes make together. used: the same for the memory in use."""
+        self.answered = Gauge(
+            "item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode=mode
+        )
+        self.forced = Gauge(
+            "item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode=mode
+        )
+        self.by_path = Gauge(
+            "item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode=mode
+        )
+        self.arena = Gauge("item_set:arena_bytes", "Device memory kept for item sets.", multiprocess_mode=mode)
+        self.arena_used = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode=used)
+
+
+def served(name: str, version: str) -> None:
+    """Requests get this version of a set from now on."""
+    if before := _versions.get(name):
+        VERSIONS.labels(name, before).set(0)  # for those who read the files of several processes
+        VERSIONS.remove(name, before)
+        REFRESHES.labels(name).inc()
+    _versions[name] = version
+    VERSIONS.labels(name, version).set(1)
+    SINCE.labels(name).set_to_current_time()
+
+
+def refused_version(name: str) -> None:
+    """A version of a set is not served."""
+    REFUSED_VERSIONS.labels(name).inc()
+
+
+def label(reference: str) -> str:
+    """Inline sets are counted together: a label of its own for each would never end."""
+    return "inline" if reference.startswith(INLINE) else name_of(reference)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Count what is refused in the block."""
+    try:
+        yield
+    except ItemSetError as error:
+        REFUSED.labels(getattr(error, "reason", "bad items")).inc()
+        raise
+
+
+def count_answer(expected: Any, tokens: Sequence[int], told: Mapping[str, Any], *, stopped: bool) -> str | None:
+    """Count the items of an answer that has ended, and whether it is none of its set. Returns what to log then.
+
+    expected: what was expected of it. told: what it says. stopped: whether a stop token has ended it.
+    """
+    for item in told.get("items", ()):
+        INSIDE.labels(item.get("set", "inline")).inc()
+    if not stopped or "item" not in told or told["item"] is not None or not expected.begun(tokens):
+        return None
+    ILLEGAL.inc()
+    return f"An answer is no item of its set, which must not be: {list(tokens)[:200]}"

@@ -1,0 +1,71 @@
+"""What SGLang's processes count for `/metrics`, which shows it with --enable-metrics. Each writes its own share.
+
+Import it where an engine has started: see `itemset.serving.metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from itemset.masking.arena import Plan
+from itemset.masking.host import forced_tokens
+from itemset.serving import metrics
+from itemset.serving.metrics import EngineFigures
+from sglang_static.one_request import ENGINE, REQUEST, SET
+
+FIGURES = EngineFigures("sum", used="sum")
+ONE_REQUEST, UNDECIDED = "one request", "more might ring before than there are beams"
+WAYS = {SET: "too large for one request", REQUEST: "no room for one request"}
+"""Why rounds made a list, by the scope of the scheduler's refusal: its reason may hold numbers, and no label may."""
+
+
+def count_rounds(scope: str, reason: str, *, draws: bool) -> None:
+    """Count a ranked list, or draws, that rounds make. scope, reason: of the refusal."""
+    (metrics.DRAWS if draws else metrics.LISTS).labels(reason if scope == ENGINE else WAYS[scope]).inc()
+
+
+def count_answer(
+    called: str, expected: Any, tokens: Sequence[int], told: dict[str, Any], *, stopped: bool
+) -> str | None:
+    """Do `metrics.count_answer`, and count the item and what it was forced to. called: the label of its set."""
+    if stopped and told.get("item") is not None:
+        FIGURES.answered.labels(called).inc()
+        content = tokens if expected.content is None else expected.content(tokens)
+        FIGURES.forced.labels(called).inc(forced_tokens(expected.item_set, content))
+    return metrics.count_answer(expected, tokens, told, stopped=stopped)
+
+
+class SchedulerFigures:
+    """What a scheduler counts, one of all its tensor-parallel ranks."""
+
+    def __init__(self, plan: Plan | None, *, counted: bool) -> None:
+        """plan: of the arena; None on the host path. counted: False if another rank counts."""
+        self._plan, self._counted = plan, counted
+        if counted:
+            for path in ("device", "host"):
+                FIGURES.by_path.labels(path).set(0)
+            FIGURES.arena.set(plan.nbytes if plan else 0)
+        self.memory()
+
+    def memory(self) -> None:
+        """Tell how much of the arena is in use."""
+        if self._counted:
+            FIGURES.arena_used.set(self._plan.used if self._plan else 0)
+
+    def released(self, number: int) -> None:
+        """Do `Plan.release`: a request has ended."""
+        assert self._plan is not None
+        self._plan.release(number)
+        self.memory()
+
+    def admitted(self, path: str) -> None:
+        """A request takes the `device` path or the `host` path."""
+        if self._counted:
+            FIGURES.by_path.labels(path).inc()
+            self.memory()
+
+    def refused(self) -> None:
+        """A request is ended, because its set has an item too long for it."""
+        if self._counted:
+            metrics.REFUSED.labels("no room in the context").inc()

@@ -209,6 +209,7 @@ class Tally:
     films: Films
     total: int
     until: float
+    kinds: list[str]
     counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     faults: list[str] = field(default_factory=list)
@@ -221,7 +222,7 @@ class Tally:
         given = request_func_input
         number = given.extra_body["number"]
         draw = random.Random(number)
-        (name,) = draw.choices(list(KINDS), [kind.share for kind in KINDS.values()])
+        (name,) = draw.choices(self.kinds, [KINDS[name].share for name in self.kinds])
         kind = KINDS[name]
         body, check = kind.make(draw, self.films)
         prompt = f"{number % 97}: a film for {draw.choice(WORDS)} evenings: "
@@ -378,6 +379,7 @@ def table(result: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of requests")
     parser.add_argument("--minutes", type=float, default=600, help="after which no more are sent")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--json", type=Path)
@@ -392,7 +394,7 @@ def main() -> int:
         # A random model would write spaces alone where they are allowed.
         answers = {"backend": "static", "disable_any_whitespace": True}
         flags = ("--structured-outputs-config", json.dumps(answers), "--item-set", f"films={index}")
-        tally = Tally(films, args.requests, time.perf_counter() + args.minutes * 60)
+        tally = Tally(films, args.requests, time.perf_counter() + args.minutes * 60, args.only or list(KINDS))
         with Server("v1", model, arguments=flags, forked=False, max_num_seqs=64, max_model_len=512) as server:
             # vLLM compiles what ranks log-probabilities at the first request for some, and everyone waits for it.
             server.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 2, "logprobs": 1})

@@ -148,7 +148,7 @@ def test_without_replacement_the_second_is_drawn_from_what_is_left(name):
     assert fit(pairs, expected) > SURE
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), seed=st.integers(0, 99), data=st.data())
 def test_what_is_decided_is_what_rounds_find(items, seed, data):
     """For any width, kernels, set, number of items and temperature; and what is not decided, rounds end."""

@@ -49,9 +49,9 @@ def plan_of(llm: Any) -> Any:
 
 @pytest.mark.timeout(1_800)
 def test_many_answers_inside_their_sets(engines, tiny_model, device, named_sets):
-    """1,000 of them with STATIC_SAMPLES=64000: three minutes and more."""
+    """1,000 of them with STATIC_SAMPLES=96000: three minutes and more."""
     engine = engines("v2", tiny_model, timeout=1_500, **device)
-    check_answers(engine, named_sets, SAMPLES // 64)
+    check_answers(engine, named_sets, SAMPLES // 96)
     engine.close()
 
 

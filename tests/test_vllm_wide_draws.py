@@ -27,7 +27,7 @@ def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
 
 
 def counted() -> Counter[str]:
-    from vllm_static.metrics import DRAWS
+    from itemset.serving.metrics import DRAWS
 
     (metric,) = DRAWS.collect()
     return Counter({one.labels["way"]: one.value for one in metric.samples if one.name.endswith("_total")})

@@ -360,7 +360,7 @@ def test_ranks_choose_the_same_rows(engines, tiny_model, static, engine):
 
 def ways(llm: Any, requests: list[dict[str, Any]], k: int = 2) -> tuple[int, dict[str, float]]:
     """How many requests the engine gets for lists, and how they are counted."""
-    from vllm_static.metrics import LISTS
+    from itemset.serving.metrics import LISTS
 
     def counts() -> Counter[str]:
         (metric,) = LISTS.collect()

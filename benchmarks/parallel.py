@@ -69,7 +69,7 @@ def start(engine: str, runner: str, flags: tuple[str, ...], sets: list[str]) -> 
 
 
 class Routed:
-    """Two servers behind SGLang's router, which sends a prompt where its beginning is known, or takes turns."""
+    """Two servers behind SGLang's router, which lets them take turns."""
 
     model_name = "tiny"
 
@@ -80,6 +80,7 @@ class Routed:
             self._each = [stack.enter_context(start("sglang", "", ("--dp-size", "1"), sets)) for _ in range(2)]
             port = free_port()
             command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--policy", "round_robin"]
             command += ["--worker-urls", *(server.url for server in self._each)]
             self._router = stack.enter_context(HttpServer(ServerProcess(command, port, dict(os.environ)), 120))
             self._all = stack.pop_all()

@@ -20,6 +20,7 @@ from numpy.lib.format import open_memmap
 import itemset
 from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import LOCAL
 from itemset.trie.tables import FAR
 from itemset.trie.walk import END, STATE_BITS, TAIL
 
@@ -64,8 +65,8 @@ def ask(source: Path, output: Path) -> None:
     highest = 0
     for column in torch.from_numpy(wanted).unbind(1):
         states = torch_kernels.advance(arena, states, column, None, states)
-        highest = max(highest, int((states & ((1 << STATE_BITS) - 1)).max()))
-    if not bool(((states & ((1 << STATE_BITS) - 1)) == END).all()):
+        highest = max(highest, int((states & LOCAL).max()))
+    if not bool((states & LOCAL == END).all()):
         sys.exit("a walk does not end with its item")
     print(f"{ASKED:,} items found and walked; the highest state was {highest:,}, {highest - TAIL - FAR:,} past 2^32")
 

@@ -25,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ class Films:
 
     key_of: dict[str, int]
     years: dict[str, int]
+
+    @cached_property
+    def judge(self) -> Any:
+        """Of answers in JSON, by an enum of all titles in the set's place."""
+        film = {"enum": list(self.key_of)}
+        return jsonschema.Draft202012Validator(SCHEMA | {"properties": {"film": film, "also": film, "n": COUNT}})
 
     def legal(self, text: str, item: Any, *, since: int = 0) -> None:
         holds(text in self.key_of, f"{text!r} is no title")
@@ -137,12 +144,6 @@ def ranked(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], i
 
 
 def in_json(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
-    enum = {"enum": list(films.key_of)}
-    judge = _JUDGES.setdefault(
-        len(enum["enum"]),
-        jsonschema.Draft202012Validator(SCHEMA | {"properties": {"film": enum, "also": enum, "n": COUNT}}),
-    )
-
     def check(answer: Any) -> int:
         (choice,) = answer["choices"]
         said = [one["text"] for one in choice["items"]]
@@ -150,15 +151,12 @@ def in_json(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], 
             films.legal(one["text"], one)
         if choice["finish_reason"] == "stop":
             given = json.loads(choice["text"])
-            error = next(judge.iter_errors(given), None)
+            error = next(films.judge.iter_errors(given), None)
             holds(error is None, f"jsonschema: {error}")
             holds(said == [given["film"], given["also"]], f"items {said}")
         return len(said)
 
     return {"structured_outputs": {"json": SCHEMA}, "temperature": 1, "max_tokens": 200}, check
-
-
-_JUDGES: dict[int, Any] = {}
 
 
 def free_text(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:

@@ -3,7 +3,7 @@
 python benchmarks/parallel.py                     in vLLM's environment
 python benchmarks/parallel.py --engine sglang     in SGLang's
 python benchmarks/parallel.py --only ray          with the package `ray`
-python benchmarks/parallel.py --engine sglang --only router    with `sglang-router`: two servers behind it
+python benchmarks/parallel.py --engine sglang --only router    with `sglang-router`: two servers, asked through it
 
 Starts a server with a tiny model for each configuration, asks it for items and lists at once, and looks every answer
 up. Prints a row of a table for each: what was served, or in which words the engine itself refuses. `--only WORD` runs
@@ -34,7 +34,7 @@ VLLM = (
     ("--tensor-parallel-size", "2", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
     ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
 )
-ROUTER = ("two servers behind the router",)
+ROUTER = ("two servers through the router",)
 SGLANG = (
     ("--tp-size", "2"),
     ("--pp-size", "2"),
@@ -69,7 +69,7 @@ def start(engine: str, runner: str, flags: tuple[str, ...], sets: list[str]) -> 
 
 
 class Routed:
-    """Two servers behind SGLang's router, which lets them take turns."""
+    """Two servers that are asked through SGLang's router, in turns."""
 
     model_name = "tiny"
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from draws_inside import DRAWS, LEVELS, PROMPTS, WIDTH, item_set, model_of_ids
-from sglang_lists import engine, environment
+from sglang_lists import engine, from_child
 
 Row = dict[str, Any]
 
@@ -90,9 +89,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         given = model_of_ids(Path(directory) / "model"), item_set(Path(directory) / "ids.itemset")
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", *given]
-        child = subprocess.run(command, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
-    rows = json.loads(child.stdout.rpartition("result ")[2])
+        rows = from_child(__file__, *given)
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -51,6 +51,14 @@ def semantic_ids(items: int, codes: int, length: int, path: Path) -> str:
     return str(path)
 
 
+def from_child(script: str, *given: str) -> list[Row]:
+    """What a script prints last, started again with its own arguments and `--child` with those given."""
+    command = [sys.executable, script, *sys.argv[1:], "--child", *given]
+    child = subprocess.run(command, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
+    rows: list[Row] = json.loads(child.stdout.rpartition("result ")[2])
+    return rows
+
+
 def engine(file: str, widest: int, model: str | None = None) -> Any:
     import sglang
     import torch
@@ -157,14 +165,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         file = semantic_ids(arguments.items, arguments.codes, arguments.length, Path(directory) / "ids.itemset")
-        child = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--child", file],
-            env=environment(),
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    rows = json.loads(child.stdout.rpartition("result ")[2])
+        rows = from_child(__file__, file)
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -181,10 +181,13 @@ class ItemGroup(BeamGroup):
         tables = zip(chosen.tokens.tolist(), chosen.scores.tolist(), strict=True)
         each = [_items(rows, scores) for rows, scores in tables]
         self._found = [item for found in each for item in found]
-        passes, rounds = chosen.took.sum(0)[0], chosen.took.amax(0)[1]
-        # All races begin with the pass of the prompt.
-        self.said = {"proven": bool(chosen.proven.all()), "passes": int(passes) - len(each) + 1, "rounds": int(rounds)}
-        self.said["found"] = [len(found) for found in each]
+        passes, rounds = zip(*chosen.took.tolist(), strict=True)
+        self.said = {
+            "proven": bool(chosen.proven.all()),
+            "passes": sum(passes) - len(each) + 1,  # all races begin with the pass of the prompt
+            "rounds": max(rounds),
+            "found": [len(found) for found in each],
+        }
         self._beams = self._item_set = None
         self._pending_steps.clear()
         self.state = BeamGroupState.FINISHED

@@ -15,7 +15,6 @@ from itemset.serving.metrics import EngineFigures
 from sglang_static.one_request import ENGINE, REQUEST, SET
 
 FIGURES = EngineFigures("sum", used="sum")
-ONE_REQUEST, UNDECIDED = "one request", "more might ring before than there are beams"
 WAYS = {SET: "too large for one request", REQUEST: "no room for one request"}
 """Why rounds made a list, by the scope of the scheduler's refusal: its reason may hold numbers, and no label may."""
 

@@ -75,8 +75,7 @@ class OneRequest:
 
         skip_special_tokens: as in SGLang's sampling parameters, of the items' texts.
         """
-        from itemset.serving.metrics import LISTS
-        from sglang_static.metrics import ONE_REQUEST
+        from itemset.serving.metrics import LISTS, ONE_REQUEST
 
         info = await self._ask(generate, manager, prompt, reference, wanted, skip_special_tokens)
         if not info:
@@ -96,8 +95,7 @@ class OneRequest:
     ) -> dict[str, Any]:
         """Let the engine run the races of `drawing`, which takes over those that it decides: rounds must end the
         others. Returns what SGLang says of any answer, nothing if it did not run them."""
-        from itemset.serving.metrics import DRAWS
-        from sglang_static.metrics import ONE_REQUEST, UNDECIDED
+        from itemset.serving.metrics import DRAWS, ONE_REQUEST, UNDECIDED
 
         keys, k = drawing.races
         width = race_width(asked, len(keys), k, self._seats)

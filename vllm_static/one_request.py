@@ -19,6 +19,7 @@ from itemset.serving import metrics
 from itemset.serving.config import StaticConfig
 from itemset.serving.drawing import DrawOptions, race_width
 from itemset.serving.lists import DRAWS_OF, Refusals
+from itemset.serving.metrics import ONE_REQUEST, UNDECIDED
 from itemset.serving.request import ListOptions
 from itemset.serving.travel import Carried
 from itemset.serving.words import LIST, RACES, REFERENCE
@@ -36,8 +37,7 @@ REASONS = (
 )
 """Why a worker did not make a list, by number: its answer is then a table of this one number."""
 FOR_GOOD = (TOO_DEEP, TOO_LONG, TOO_LARGE)  # it holds for all lists of the set that are as wide
-ONE_REQUEST, DRAFTED = "one request", "draft head"
-UNDECIDED = "more might ring before than there are beams"
+DRAFTED = "draft head"
 
 
 class ListParams(SamplingParams):
@@ -98,10 +98,13 @@ class OneRequest:
         them. Else as `params`."""
         keys, wanted = drawing.races
         width = race_width(asked, len(keys), wanted, self._width)
-        reason = "max_passes" if asked.max_passes is not None else "more draws than ranked_list_beams has room for"
-        if width is not None and asked.max_passes is None:
-            reason = self._refusals.why(DRAWS_OF + reference, width * len(keys)) or ""
-        if width is None or reason:
+        if asked.max_passes is not None:
+            reason: str | None = "max_passes"
+        elif width is None:
+            reason = "more draws than ranked_list_beams has room for"
+        else:
+            reason = self._refusals.why(DRAWS_OF + reference, width * len(keys))
+        if width is None or reason is not None:
             metrics.DRAWS.labels(reason).inc()
             return None
         params = list_params(carried(reference), k=wanted, width=width, end_token=end_token, renormalised=False)

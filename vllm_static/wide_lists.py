@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itemset.ranking.beams import Beams, LevelPlan
+from itemset.ranking.beams import Beams, LevelPlan, table_of
 from itemset.ranking.races import Races, warm_up
 from itemset.serving.words import LIST, PLACE, RACES
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
@@ -194,11 +194,10 @@ class WideLists:
                 branches.fork(beams.parents[:, : beams.rows if self.narrow else rows], known)
             tokens = beams.next_inputs[:, : beams.rows].flatten(0, 1)
             beams.round(logits_after(runner, branches, tokens, known))
-        result = beams.result
+        result = table_of(beams.decided)
         head = torch.zeros_like(result[:, :1])
         head[:, 0, 0] = beams.proven
         head[:, 0, 1:3] = beams.took
-        result[:, :, 0] = beams.decided.scores
         return torch.cat((head, result), 1)
 
     def _go_on(self, beams: Beams) -> bool:

@@ -166,8 +166,7 @@ class Beams:
 
         Where there is no item: -inf, 0 and -1. Equal scores stand in the order in which they were found.
         """
-        tokens, scores = self._found
-        return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
+        return table_of(self._found)
 
     def round(self, logits: Tensor) -> None:
         """Take the logits of a pass: items are found, and the next beams chosen.
@@ -271,6 +270,12 @@ class Beams:
         ]
         self._rows = new[0]
         return new[1] if len(new) > 1 else None
+
+
+def table_of(found: Found) -> Tensor:
+    """Items as the rows of `Beams.result`."""
+    tokens, scores = found
+    return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
 
 
 def twin_for(name: str, device: torch.device, choice: Kernels = "auto") -> ModuleType:

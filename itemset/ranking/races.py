@@ -16,7 +16,7 @@ from torch import Tensor
 from itemset.masking.arena import Arena
 from itemset.masking.slots import Kernels
 from itemset.ranking import beams
-from itemset.ranking.beams import Beams, twin_for
+from itemset.ranking.beams import Beams, table_of, twin_for
 from itemset.ranking.torch_expand import Found, Rows, score_of
 from itemset.ranking.torch_races import Looked, Racing, log_exponential
 from itemset.trie.levels import LevelPlan
@@ -85,9 +85,7 @@ class Races(Beams):
     def result(self) -> Tensor:
         """The items, earliest first: [races, k, 2 + longest] float64. Log-probability, number of tokens, tokens, then
         -1. Where there is no item: -inf, 0 and -1."""
-        table = super().result
-        table[:, :, 0] = self._of_items
-        return table
+        return table_of(Found(self._found.tokens, self._of_items))
 
     @property
     def _of_items(self) -> Tensor:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet, build
 from itemset.trie.jit import compiled
 from itemset.trie.tables import Tables
+from itemset.trie.targets import count_ones
 from itemset.trie.view import leave_out
 from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING, advance, first_dead, is_alive, is_terminal, tail_token
 
@@ -232,11 +233,6 @@ def _pointer(_typing: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _count_ones(_typing: Any, _word: Any) -> Any:
-    return types.uint32(types.uint32), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
-
-
-@intrinsic
 def _count_zeros_below(_typing: Any, _word: Any) -> Any:
     """Return how many zeros stand below the lowest one of a word that is not 0."""
 
@@ -278,12 +274,17 @@ def _step(address: int, state: int, token: int) -> Any:
     """Return the state after `token`, DEAD if it is not allowed."""
     addresses = carray(_pointer(address), _WORDS, np.int64)
     if addresses[_LABEL_BYTES] == 2:
-        if addresses[_TARGET_BYTES] == 2:
-            return _after(_tables(addresses, np.uint16, np.uint16), _stops(addresses), state, token)
-        return _after(_tables(addresses, np.uint16, np.uint32), _stops(addresses), state, token)
-    if addresses[_TARGET_BYTES] == 2:
-        return _after(_tables(addresses, np.uint32, np.uint16), _stops(addresses), state, token)
-    return _after(_tables(addresses, np.uint32, np.uint32), _stops(addresses), state, token)
+        return _step_by(addresses, np.uint16, state, token)
+    return _step_by(addresses, np.uint32, state, token)
+
+
+@compiled
+def _step_by(addresses: Any, label: Any, state: int, token: int) -> Any:
+    if addresses[_TARGET_BYTES] == 8:
+        return _after(_tables(addresses, label, np.uint64), _stops(addresses), state, token)
+    if addresses[_TARGET_BYTES] == 4:
+        return _after(_tables(addresses, label, np.uint32), _stops(addresses), state, token)
+    return _after(_tables(addresses, label, np.uint16), _stops(addresses), state, token)
 
 
 @compiled
@@ -299,12 +300,17 @@ def _without(address: int, item: Any) -> Any:
 def _dead_without(address: int, item: Any, path: Any) -> Any:
     addresses = carray(_pointer(address), _WORDS, np.int64)
     if addresses[_LABEL_BYTES] == 2:
-        if addresses[_TARGET_BYTES] == 2:
-            return leave_out(_tables(addresses, np.uint16, np.uint16), item, path)
-        return leave_out(_tables(addresses, np.uint16, np.uint32), item, path)
-    if addresses[_TARGET_BYTES] == 2:
-        return leave_out(_tables(addresses, np.uint32, np.uint16), item, path)
-    return leave_out(_tables(addresses, np.uint32, np.uint32), item, path)
+        return _leave_out_by(addresses, np.uint16, item, path)
+    return _leave_out_by(addresses, np.uint32, item, path)
+
+
+@compiled
+def _leave_out_by(addresses: Any, label: Any, item: Any, path: Any) -> Any:
+    if addresses[_TARGET_BYTES] == 8:
+        return leave_out(_tables(addresses, label, np.uint64), item, path)
+    if addresses[_TARGET_BYTES] == 4:
+        return leave_out(_tables(addresses, label, np.uint32), item, path)
+    return leave_out(_tables(addresses, label, np.uint16), item, path)
 
 
 @compiled
@@ -416,7 +422,7 @@ def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
 @compiled
 def _set_alive(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
     """Set the labels of those edges from `low` on, all of one word of `Tables.alive`, whose bits are set there."""
-    if _count_ones(alive) <= _FEW:
+    if count_ones(alive) <= _FEW:
         alive = alive >> np.uint32(low & 31) << np.uint32(low & 31)
         if high & 31:
             alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)

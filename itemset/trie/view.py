@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import last_edge, node_of, nth_edge
 from itemset.trie.tables import TERMINAL, Tables
+from itemset.trie.targets import is_leaf
 from itemset.trie.walk import END, TAIL, WAITING, advance, find_edge, first_dead, follow, is_alive, is_terminal
 
 
@@ -55,7 +56,6 @@ def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untype
     tables hold, but for `row_offsets`, as a walk is.
     """
     nodes, edges = len(tables.row_offsets) - 1, len(tables.labels)
-    bit = tables.targets.itemsize * 8 - 1
     leaf, ends_at = edges - (nodes - 1), len(lives)  # numbers of the items that are still to come
     child, first, word = nodes, np.int64(edges), np.uint32(0)
     for node in range(nodes - 1, -1, -1):
@@ -66,7 +66,7 @@ def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untype
             terminal[node >> 5] |= np.uint32(lives_on) << np.uint32(node & 31)
         end, first = first, np.int64(tables.row_offsets[node])
         for edge in range(end - 1, first - 1, -1):
-            if np.int64(tables.targets[edge]) >> bit:
+            if is_leaf(tables, edge):
                 leaf = max(leaf - 1, 0)  # only a damaged file's are more
                 here = lives[leaf]
             else:

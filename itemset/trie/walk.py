@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.tables import TERMINAL, Tables, tails_of
+from itemset.trie.tables import TERMINAL, Tables
+from itemset.trie.targets import is_leaf, node_at, tail_at
 
 # A state has 34 bits, on the host and on the device: a node, a position in the tails (TAIL ..) or one of these four.
 STATE_BITS = 34
@@ -42,14 +43,11 @@ def advance(tables, state, token):  # type: ignore[no-untyped-def]
 @compiled
 def follow(tables, edge):  # type: ignore[no-untyped-def]
     """Return the state after an edge."""
-    target, block = np.int64(tables.targets[edge]), edge >> 5
-    leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
-    if target & leaf == 0:
-        node = np.int64(tables.node_base[block]) + target
-        return node if node < len(tables.row_offsets) - 1 else np.int64(DEAD)
-    if target == 2 * leaf - 1:
-        return np.int64(END)
-    return np.int64(TAIL) + tails_of(tables, block) + (target - leaf)
+    if is_leaf(tables, edge):
+        position = tail_at(tables, edge)
+        return np.int64(END) if position < 0 else TAIL + position
+    node = node_at(tables, edge)
+    return node if node < len(tables.row_offsets) - 1 else np.int64(DEAD)
 
 
 @compiled

@@ -111,26 +111,29 @@ class TablesOf:
 
     def follow(self, edge: Tensor) -> Tensor:
         """Return the state after an edge, as `walk.follow`."""
+        widths = self.field(WIDTHS)
         if not self.arena.most_levels:
             return self._follow_stored(edge)
-        after = self._follow_counted(edge)
         if not self.arena.stored:
-            return after
-        counted = self.field(WIDTHS) & COUNTED != 0
+            return self._follow_counted(edge, widths >> FAR_BLOCK)
+        counted = widths & COUNTED != 0
+        after = self._follow_counted(torch.where(counted, edge, 0), torch.where(counted, widths >> FAR_BLOCK, 0))
         return torch.where(counted, after, self._follow_stored(torch.where(counted, 0, edge)))
 
-    def _follow_counted(self, edge: Tensor) -> Tensor:
+    def _follow_counted(self, edge: Tensor, size: Tensor) -> Tensor:
+        """size: words of `Tables.tail_base`."""
         leaves, bit = self.word(TARGETS, edge >> 5), edge & 31
         nodes = self.word(NODE_BASE, edge >> 5) + bit - _ones(leaves & ((1 << bit) - 1))
-        words = self.field(WIDTHS) >> FAR_BLOCK
-        start, length = torch.zeros_like(edge), torch.zeros_like(edge)
-        for at in range(0, self.arena.most_levels * OF_A_LEVEL, OF_A_LEVEL):
-            here = torch.where(at < words, at, 0)
-            first = self.word(TAIL_BASE, here + FIRST_EDGE)
-            reached = (at < words) & (edge >= first)
-            high = self.word(TAIL_BASE, here + START_HIGH) << 32
-            start = torch.where(reached, self.word(TAIL_BASE, here + START) | high, start)
-            length = torch.where(reached, self.word(TAIL_BASE, here + LENGTH), length)
+        levels = self.arena.most_levels
+        at = torch.arange(levels * OF_A_LEVEL, device=edge.device)
+        there = at < size[..., None]
+        words = self.word(TAIL_BASE, torch.where(there, at, 0), each=True).unflatten(-1, (levels, OF_A_LEVEL))
+        reached = there[..., ::OF_A_LEVEL] & (edge[..., None] >= words[..., FIRST_EDGE])
+        level = (reached.sum(-1, keepdim=True) - 1).clamp(min=0)
+        low, high, length = (
+            torch.take_along_dim(words[..., part], level, -1)[..., 0] for part in (START, START_HIGH, LENGTH)
+        )
+        start = low | high << 32
         tail = torch.where(length == 0, END, start + (edge - nodes + 1) * length + TAIL)
         return torch.where((leaves >> bit) & 1 != 0, tail, nodes)
 

@@ -146,7 +146,7 @@ def _counted_tail(tables, at, edge):  # type: ignore[no-untyped-def]
     """
     start = np.int64(tables.tail_base[at + START]) | np.int64(tables.tail_base[at + START_HIGH]) << 32
     leaves = edge - nodes_before(tables, edge)
-    return (start + leaves * np.int64(tables.tail_base[at + LENGTH])) & np.int64(MAX_TAIL_TOKENS - 1)
+    return (start + leaves * np.int64(tables.tail_base[at + LENGTH])) & np.int64(2 * MAX_TAIL_TOKENS - 1)
 
 
 @compiled

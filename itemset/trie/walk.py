@@ -29,6 +29,13 @@ NO_TOKEN = -1
 @compiled
 def advance(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the state after one more token; END and DEAD lead to DEAD, FREE to FREE."""
+    after = begin_step(tables, state, token)
+    return follow(tables, -1 - after) if after < 0 else after
+
+
+@compiled
+def begin_step(tables, state, token):  # type: ignore[no-untyped-def]
+    """Do `advance` but for following an edge: return -1 - edge where one is to be followed. Reads no targets."""
     if state >= TAIL:
         entry = tail_entry(tables, state - TAIL)
         if entry < 0 or entry & ((1 << tables.token_bits) - 1) != token:
@@ -37,12 +44,12 @@ def advance(tables, state, token):  # type: ignore[no-untyped-def]
     edge = find_edge(tables, state, token)
     if edge < 0:
         return np.int64(FREE) if state == FREE else np.int64(DEAD)
-    return follow(tables, edge)
+    return -1 - edge
 
 
 @compiled
 def follow(tables, edge):  # type: ignore[no-untyped-def]
-    """Return the state after an edge."""
+    """Return the state after an edge. Reads no labels."""
     if is_leaf(tables, edge):
         position = tail_at(tables, edge)
         return np.int64(END) if position < 0 else TAIL + position

@@ -2,10 +2,10 @@
 
 python benchmarks/ray_build.py        in an environment with the extra `ray`
 
-Both nodes are Ray's own processes on this machine, with a core and an object store of 300 MB each; the first one has
-the cluster's bookkeeping, and the second one dies by SIGKILL after a part of the time that a build without a death has
-taken. A folder of CSV parts of texts, with keys, an attribute and equal items, is built by `itemset build` alone and by
-`--engine ray`. Prints a row of a table for each build, and raises if an index differs.
+Both nodes are Ray's own processes on this machine, with a core and an object store of 300 MB each. The first one has
+the cluster's bookkeeping; the second one dies by SIGKILL, in the middle of reading and encoding, or when some of the
+shards are written. A folder of CSV parts of texts, with keys, an attribute and equal items, is built by `itemset build`
+alone and with `--engine ray`. Prints a row of a table for each build, and ends with 1 if an index differs.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def build(source: Path, output: Path, *more: str, address: str = "") -> subproce
 
     options = [*COLUMNS, "--tokenizer", str(cached_tiny_llama()), *more]
     command = [sys.executable, "-m", "itemset", "build", str(source), *options, "-o", str(output)]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": address, "TOKENIZERS_PARALLELISM": "false"}
+    env = {**os.environ, "RAY_ADDRESS": address, "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -65,38 +64,38 @@ def end_of(process: subprocess.Popen[str], start: float) -> tuple[float, str]:
     return time.perf_counter() - start, items
 
 
-def on_a_cluster(source: Path, folder: Path, death: float) -> tuple[float, int, int]:
-    """Build on two nodes. death: seconds until the second one dies, 0 for never.
+def on_a_cluster(source: Path, folder: Path, seconds: float = 0, shards: float = 0) -> tuple[float, int, int]:
+    """Build on two nodes; the second one dies after so many seconds or when so many shards are written, 0 for never.
 
     Returns the time, the shards at its death, and those at the end.
     """
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of workers
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     try:
         second = cluster.add_node(**NODE)
         cluster.wait_for_nodes()
-        shards, start = folder / "shards", time.perf_counter()
-        more = ("--engine", "ray", "--shards", str(shards))
+        written, start = folder / "shards", time.perf_counter()
+        more = ("--engine", "ray", "--shards", str(written))
         process = build(source, folder / "ray.itemset", *more, address=cluster.address)
-        written = 0
-        if death:
-            time.sleep(death)
-            if process.poll() is not None:
-                sys.exit("the build ended before the node did: give it more items")
-            written = len(list(shards.glob("*.parquet")))
+        seen = 0
+        if seconds or shards:
+            while time.perf_counter() - start < seconds or seen < shards:
+                if process.poll() is not None:
+                    sys.exit("the build ended before the node did: give it more items")
+                time.sleep(0.02)
+                seen = len(list(written.glob("0*.parquet")))
             cluster.remove_node(second, allow_graceful=False)
-        took, _ = end_of(process, start)
-        return took, written, len(list(shards.glob("*.parquet")))
+        took = end_of(process, start)[0]
+        return took, seen, len(list(written.glob("0*.parquet")))
     finally:
         cluster.shutdown()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, default=1_000_000)
-    parser.add_argument("--deaths", type=int, default=4, help="builds with a death, at as many shares of the time")
+    parser.add_argument("--items", type=int, default=200_000)
     given = parser.parse_args()
-    print("| build | seconds | shards, written at the death | |\n|---|--:|--:|---|", flush=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of all below
+    print("| build | seconds | shards, and how many were written at the death | |\n|---|--:|--:|---|", flush=True)
     with tempfile.TemporaryDirectory() as name:
         source = Path(name, "parts")
         source.mkdir()
@@ -104,17 +103,22 @@ def main() -> None:
         alone = Path(name, "alone.itemset")
         took, keys = end_of(build(source, alone), time.perf_counter())
         print(f"| one process | {took:.0f} | | {keys} keys |", flush=True)
-        whole = 0.0
-        for share in [i / (given.deaths + 1) for i in range(given.deaths + 1)]:
-            with tempfile.TemporaryDirectory(dir=name) as folder:
-                took, written, shards = on_a_cluster(source, Path(folder), share * whole)
-                same = Path(folder, "ray.itemset").read_bytes() == alone.read_bytes()
-            what, seen = ("two nodes", "") if not share else (f"one dies at {share * whole:.0f} s", f"{written} of ")
-            outcome = "the same bytes" if same else "OTHER BYTES"
-            print(f"| {what} | {took:.0f} | {seen}{shards} | {outcome} |", flush=True)
-            if not same:
-                sys.exit(1)
-            whole = whole or took
+        whole, shards = run("two nodes", source, alone)
+        run("one dies while they read and encode", source, alone, seconds=whole / 3)
+        for part in (4, 2):
+            run("one dies while they write", source, alone, shards=max(1, shards // part))
+
+
+def run(what: str, source: Path, alone: Path, **death: float) -> tuple[float, int]:
+    """Build on two nodes, and print a row of the table. Returns the time and the number of shards."""
+    with tempfile.TemporaryDirectory(dir=alone.parent) as folder:
+        took, seen, shards = on_a_cluster(source, Path(folder), **death)
+        same = Path(folder, "ray.itemset").read_bytes() == alone.read_bytes()
+    outcome = "the same bytes" if same else "OTHER BYTES"
+    print(f"| {what} | {took:.0f} | {f'{seen} of ' if death else ''}{shards} | {outcome} |", flush=True)
+    if not same:
+        sys.exit(1)
+    return took, shards
 
 
 if __name__ == "__main__":

@@ -17,9 +17,23 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
 from itemset.trie.jit import compiled
-from itemset.trie.tables import Tables
+from itemset.trie.tables import TERMINAL, Tables
+from itemset.trie.targets import count_ones
 from itemset.trie.view import leave_out
-from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING, advance, first_dead, is_alive, is_terminal, tail_token
+from itemset.trie.walk import (
+    DEAD,
+    END,
+    FREE,
+    TAIL,
+    WAITING,
+    advance,
+    begin_step,
+    first_dead,
+    follow,
+    is_alive,
+    is_terminal,
+    tail_token,
+)
 
 
 class Walk:
@@ -232,11 +246,6 @@ def _pointer(_typing: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _count_ones(_typing: Any, _word: Any) -> Any:
-    return types.uint32(types.uint32), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
-
-
-@intrinsic
 def _count_zeros_below(_typing: Any, _word: Any) -> Any:
     """Return how many zeros stand below the lowest one of a word that is not 0."""
 
@@ -277,50 +286,56 @@ def _stops(addresses: Any) -> Any:
 def _step(address: int, state: int, token: int) -> Any:
     """Return the state after `token`, DEAD if it is not allowed."""
     addresses = carray(_pointer(address), _WORDS, np.int64)
+    after = _begin_step(addresses, state, token)
+    if after < 0:
+        return _follow(addresses, -1 - after)
+    if after == DEAD and _ends(address, state):
+        for stop in _stops(addresses):
+            if stop == token:
+                return np.int64(END)
+    return after
+
+
+# Each of these takes tables of one type where it does not read what has several: fewer of them are compiled.
+@compiled
+def _begin_step(addresses: Any, state: int, token: int) -> Any:
     if addresses[_LABEL_BYTES] == 2:
-        if addresses[_TARGET_BYTES] == 2:
-            return _after(_tables(addresses, np.uint16, np.uint16), _stops(addresses), state, token)
-        return _after(_tables(addresses, np.uint16, np.uint32), _stops(addresses), state, token)
-    if addresses[_TARGET_BYTES] == 2:
-        return _after(_tables(addresses, np.uint32, np.uint16), _stops(addresses), state, token)
-    return _after(_tables(addresses, np.uint32, np.uint32), _stops(addresses), state, token)
+        return begin_step(_tables(addresses, np.uint16, np.uint16), state, token)
+    return begin_step(_tables(addresses, np.uint32, np.uint16), state, token)
 
 
 @compiled
-def _without(address: int, item: Any) -> Any:
-    """Return `Tables.dead` without this item, the addresses with its own, and where they are."""
-    dead = _dead_without(address, item, np.empty((len(item) + 1, 2), np.int64))
-    addresses = carray(_pointer(address), _WORDS, np.int64).copy()
-    addresses[_DEAD], addresses[_DEAD + 1] = dead.ctypes.data, len(dead)
-    return dead, addresses, addresses.ctypes.data
-
-
-@compiled
-def _dead_without(address: int, item: Any, path: Any) -> Any:
-    addresses = carray(_pointer(address), _WORDS, np.int64)
-    if addresses[_LABEL_BYTES] == 2:
-        if addresses[_TARGET_BYTES] == 2:
-            return leave_out(_tables(addresses, np.uint16, np.uint16), item, path)
-        return leave_out(_tables(addresses, np.uint16, np.uint32), item, path)
-    if addresses[_TARGET_BYTES] == 2:
-        return leave_out(_tables(addresses, np.uint32, np.uint16), item, path)
-    return leave_out(_tables(addresses, np.uint32, np.uint32), item, path)
+def _follow(addresses: Any, edge: int) -> Any:
+    if addresses[_TARGET_BYTES] == 8:
+        return follow(_tables(addresses, np.uint16, np.uint64), edge)
+    if addresses[_TARGET_BYTES] == 4:
+        return follow(_tables(addresses, np.uint16, np.uint32), edge)
+    return follow(_tables(addresses, np.uint16, np.uint16), edge)
 
 
 @compiled
 def _ends(address: int, state: int) -> Any:
     addresses = carray(_pointer(address), _WORDS, np.int64)
-    return is_terminal(_tables(addresses, np.uint16, np.uint16), state)  # which reads neither labels nor targets
+    return is_terminal(_tables(addresses, np.uint16, np.uint16), state)
 
 
 @compiled
-def _after(tables: Any, stops: Any, state: int, token: int) -> Any:
-    after = advance(tables, state, token)
-    if after == DEAD and is_terminal(tables, state):
-        for stop in stops:
-            if stop == token:
-                return np.int64(END)
-    return after
+def _without(address: int, item: Any) -> Any:
+    """Return `Tables.dead` without this item, the addresses with its own, and where they are."""
+    addresses = carray(_pointer(address), _WORDS, np.int64).copy()
+    path, state, depth = np.empty((len(item) + 1, 2), np.int64), np.int64(0), 0
+    for token in item:
+        if state >= TAIL:
+            break
+        edge = -1 - _begin_step(addresses, state, token)
+        path[depth, 0], path[depth, 1] = state, edge
+        state, depth = _follow(addresses, edge), depth + 1
+    if state < WAITING:
+        path[depth, 0], path[depth, 1] = state, np.int64(TERMINAL) + state
+        depth += 1
+    dead = leave_out(_tables(addresses, np.uint16, np.uint16), path, depth)
+    addresses[_DEAD], addresses[_DEAD + 1] = dead.ctypes.data, len(dead)
+    return dead, addresses, addresses.ctypes.data
 
 
 @compiled
@@ -416,7 +431,7 @@ def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
 @compiled
 def _set_alive(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
     """Set the labels of those edges from `low` on, all of one word of `Tables.alive`, whose bits are set there."""
-    if _count_ones(alive) <= _FEW:
+    if count_ones(alive) <= _FEW:
         alive = alive >> np.uint32(low & 31) << np.uint32(low & 31)
         if high & 31:
             alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)

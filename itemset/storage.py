@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,6 +133,25 @@ def fetched(path: PathLike) -> BinaryIO:
         copy.close()
         raise
     return cast(BinaryIO, copy)
+
+
+def put(folder: PathLike, name: str, data: Buffer) -> None:
+    """Write a file into a folder, at once: until it is whole, nobody sees it. A folder of this machine must be there.
+
+    Raises ItemSetError if it cannot be written.
+    """
+    target = f"{folder}/{name}"
+    try:
+        if is_uri(folder):
+            system, inside = _system(target)
+            with system.open_output_stream(inside) as stream:  # what is sent is an object once it is closed
+                stream.write(data)
+        else:
+            unfinished = Path(folder, f".{name}.{uuid.uuid4().hex}")
+            unfinished.write_bytes(data)
+            os.replace(unfinished, target)
+    except Exception as error:  # as for `reached`
+        raise ItemSetError(f"{target} cannot be written: {_reason(error)}") from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import itemset
 from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import LOCAL
-from itemset.trie.tables import FAR
+from itemset.trie.targets import FAR
 from itemset.trie.walk import END, STATE_BITS, TAIL
 
 LENGTH, CHUNK, ASKED = 1_056, 100_000, 2_000

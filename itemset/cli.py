@@ -29,9 +29,15 @@ from itemset.text import encode, load_tokenizer
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Return 0, 1 on bad input (one line on stderr) or 130 on Ctrl-C; bad usage exits with 2."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, more = parser.parse_known_args(argv)
+    if more:
+        parts = args.run in (_build, update) and not any(word.startswith("-") for word in more)
+        advice = "; for all files of a pattern put it in quotes, as in 'parts/*.parquet'" if parts else ""
+        parser.error(f"unrecognized arguments: {' '.join(more)}{advice}")
     if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
         parser.error("lookup needs at least one of --tokens, --key, --text, --children")
+    if args.run is _build and args.shards and not args.engine:
+        parser.error("--shards is for what a cluster sorts: it needs --engine")
     if args.run is update and not (args.add or args.remove):
         parser.error("update needs --add, --remove or both")
     if args.run is publish and (usage := publish_usage(args)):
@@ -75,8 +81,8 @@ def _build(args: argparse.Namespace) -> None:
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start = time.perf_counter()
     allowed = available_memory() // 2 if args.memory is None else args.memory
-    on_disk, how = True, "in order already (--sorted)"
-    if not args.sorted:
+    on_disk, how = True, "in order already (--sorted)" if args.sorted else "on a Ray cluster (--engine ray)"
+    if not args.sorted and args.engine is None:
         needed = needed_memory(args.source, args.column, args.key, args.attribute)
         reason = f"about {_gigabytes(needed)} needed in memory, {_gigabytes(allowed)} allowed"
         on_disk = needed > allowed
@@ -108,6 +114,8 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemS
                 escape=args.escape,
                 vocab_size=args.vocab_size,
                 in_order=args.sorted,
+                engine=args.engine,
+                shards=args.shards,
                 memory=memory,
                 folder=folder,
                 progress=progress,
@@ -286,6 +294,17 @@ def _parser() -> argparse.ArgumentParser:
         "--sorted",
         action="store_true",
         help="the items ascend already by their token ids, an item before those that it begins: nothing is sorted",
+    )
+    sub.add_argument(
+        "--engine",
+        choices=["ray"],
+        help="read, encode and sort on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new one",
+    )
+    sub.add_argument(
+        "--shards",
+        metavar="FOLDER",
+        help="with --engine: a new folder or URI for what the cluster sorts, which all its machines share "
+        "(default: beside FILE, for the time of the build)",
     )
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 

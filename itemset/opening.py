@@ -15,7 +15,8 @@ from itemset.trie import file as index_file
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys
 from itemset.trie.soundness import check_items, check_shapes, digest_of
-from itemset.trie.tables import NONE, SECTIONS, Tables, Trie, far_block_of
+from itemset.trie.tables import NONE, SECTIONS, Tables, Trie
+from itemset.trie.targets import far_block_of
 
 
 def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
@@ -77,7 +78,7 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
         index_file.check(header, arrays, name)
     try:
         sections = {field: arrays[field] for field in SECTIONS}
-        far_block = far_block_of(sections["tail_base"], header.tail_tokens)
+        far_block = far_block_of(sections["targets"], sections["tail_base"], header.tail_tokens)
         tables = Tables(**sections, alive=NONE, dead=NONE, token_bits=header.token_bits, far_block=far_block)
         trie = Trie(
             tables,

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,6 +135,25 @@ def fetched(path: PathLike) -> BinaryIO:
     return cast(BinaryIO, copy)
 
 
+def put(folder: PathLike, name: str, data: Buffer) -> None:
+    """Write a file into a folder, at once: until it is whole, nobody sees it. A folder of this machine must be there.
+
+    Raises ItemSetError if it cannot be written.
+    """
+    target = f"{folder}/{name}"
+    try:
+        if is_uri(folder):
+            system, inside = _system(target)
+            with system.open_output_stream(inside) as stream:  # what is sent is an object once it is closed
+                stream.write(data)
+        else:
+            unfinished = Path(folder, f".{name}.{uuid.uuid4().hex}")
+            unfinished.write_bytes(data)
+            os.replace(unfinished, target)
+    except Exception as error:  # as for `reached`
+        raise ItemSetError(f"{target} cannot be written: {_reason(error)}") from error
+
+
 @contextmanager
 def reached(name: str) -> Iterator[None]:
     """Turn what file systems raise into ItemSetErrors."""
@@ -151,7 +171,10 @@ def _reason(error: Exception) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     text = text.partition("\n")[0]
     denied = isinstance(error, PermissionError) or re.search(r"denied|forbidden|\b40[13]\b", text, re.IGNORECASE)
-    return f"{text}: give credentials that may read it" if denied else text
+    if denied:
+        return f"{text}: give credentials that may read it"
+    unreached = re.search(r"NETWORK_CONNECTION|resolve host|refused|timed? ?out|unreachable", text, re.IGNORECASE)
+    return f"{text}: check the network, the address and its region or endpoint" if unreached else text
 
 
 def _system(uri: str) -> tuple[Any, str]:

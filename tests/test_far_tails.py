@@ -29,9 +29,14 @@ from itemset.masking.slots import Slots
 from itemset.ranking.beams import Beams
 from itemset.trie import file as index_file
 from itemset.trie import tables as trie_tables
+from itemset.trie import targets as trie_targets
+from itemset.trie.changes import change
 from itemset.trie.levels import LevelPlan
+from itemset.trie.numbering import rank_terminals
+from itemset.trie.rows import as_rows, sort_unique
 from itemset.trie.soundness import lengths
-from itemset.trie.tables import COUNTS, EDGES, FAR, MAX_TAIL_TOKENS, NO_BLOCK, NODES, NONE, TAIL_TOKENS, Tables, Trie
+from itemset.trie.tables import COUNTS, EDGES, NODES, NONE, TAIL_TOKENS, Tables, Trie
+from itemset.trie.targets import FAR, MAX_TAIL_TOKENS, NO_BLOCK
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, children, follow
 
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 names it
@@ -125,6 +130,23 @@ def test_the_host_walks_them(gap: int) -> None:
     for row, walker, states in ((rows[0], host, there), (rows[1], plain, states_of(near))):
         fill_bitmasks([walker] * len(states), states, list(range(len(states))), row)
     assert np.array_equal(*rows)
+
+
+@gaps
+def test_they_are_updated(gap: int) -> None:
+    """What is copied from there is what is copied from the set itself."""
+    trie = SMALL.trie
+    far = replace(trie, tables=moved(gap), tail_tokens=trie.tail_tokens + gap)
+    new = sort_unique(as_rows([[3, 3, 3, 1], [7] * 20, [2]]))
+    gone = np.zeros(trie.items, np.bool_)
+    gone[::7] = True
+    rank = rank_terminals(trie.tables.terminal)
+    (changed, members, same), expected = change(far, rank, gone, new), change(trie, rank, gone, new)
+    for name, array in changed.tables.sections.items():
+        assert np.array_equal(array, expected.trie.tables.sections[name]), name
+    assert changed.tail_tokens == expected.trie.tail_tokens
+    assert np.array_equal(members, expected.members)
+    assert np.array_equal(same, expected.same)
 
 
 @gaps
@@ -224,9 +246,9 @@ def test_bases_begin_again_at_the_block_that_reaches_2_32() -> None:
         assert starts[block * 32] == FAR - short
         targets = marks | np.uint32(1 << 31)
         node_base, tail_base = np.empty((2, -(-edges // 32)), np.uint32)
-        far_block = int(trie_tables._set_targets(targets, node_base, tail_base))
+        far_block = int(trie_targets.set_bases(targets, node_base, tail_base, edges))
         assert far_block == block + short
-        assert trie_tables.far_block_of(tail_base, int(starts[-1])) == far_block
+        assert trie_targets.far_block_of(targets, tail_base, int(starts[-1])) == far_block
         tables = Tables(
             np.array([0, edges], np.uint32),
             np.zeros(1, np.uint32),
@@ -260,9 +282,9 @@ def test_what_does_not_fit_is_refused_before_a_table_is_made() -> None:
         counts = per_level.copy()
         counts[row, 0] = total
         with pytest.raises(ItemSetError, match=what):
-            trie_tables.allocate(counts, 1, np.uint16, wide_tail=False)
+            trie_tables.allocate(counts, 1, np.uint16, np.uint16, 0)
     per_level[TAIL_TOKENS, 0] = MAX_TAIL_TOKENS
-    tables, _ = trie_tables.allocate(per_level, 1, np.uint16, wide_tail=False)
+    tables, _ = trie_tables.allocate(per_level, 1, np.uint16, np.uint16, 0)
     assert len(tables.tails) * 16 >= MAX_TAIL_TOKENS
 
 

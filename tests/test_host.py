@@ -145,12 +145,14 @@ def test_draft_states_are_those_of_accepting_one_by_one(
 
 
 @pytest.mark.parametrize("top", [69, 70_000], ids=["labels of 2 bytes", "of 4"])
-@pytest.mark.parametrize("tail", [3, 1_100], ids=["targets of 2 bytes", "of 4"])
-def test_every_width_of_the_tables(top: int, tail: int) -> None:
+@pytest.mark.parametrize(("tail", "width"), [(0, 8), (3, 2), (1_100, 4)], ids=["counted", "targets of 2 bytes", "of 4"])
+def test_every_width_of_the_tables(top: int, tail: int, width: int) -> None:
     items = [[1, 2, top, *range(tail)], [1, top, *range(tail)], [top], [top, 5]]
+    if width == 8:
+        items = [[1, 2, top, 7], [1, top, 8, 8], [1, top, 8, 9], [top, 5, 5, 5]]
     s = itemset.build(items)
     tables = s.trie.tables
-    assert (tables.labels.itemsize, tables.targets.itemsize) == (4 if top > 65_535 else 2, 4 if tail > 1_056 else 2)
+    assert (tables.labels.itemsize, tables.targets.itemsize) == (4 if top > 65_535 else 2, width)
     state = HostState(s, STOPS)
     del s, tables
     gc.collect()  # the state keeps what the compiled walks read

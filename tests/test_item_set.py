@@ -282,7 +282,7 @@ def test_damaged_files_are_refused_with_the_reason(tmp_path: Path) -> None:
     assert "truncated" in refused(good[:20])
     assert "truncated" in refused(good[:-1])
     assert "truncated" in refused(good[:100])
-    assert "newer format version 3" in refused(good[:8] + b"\x03" + good[9:])
+    assert "newer format version 4" in refused(good[:8] + b"\x04" + good[9:])
     assert "older format version 0" in refused(good[:8] + b"\x00" + good[9:])
     assert "header does not match" in refused(good[:60] + b"!" + good[61:])
     assert "header does not match" in refused(good + b"\0")

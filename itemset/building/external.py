@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -58,6 +58,8 @@ def build_external(
     escape: Escape | None = None,
     vocab_size: int | None = None,
     in_order: bool = False,
+    engine: Literal["ray"] | None = None,
+    shards: str | os.PathLike[str] | None = None,
     memory: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Callable[[str, float], None] = lambda stage, share: None,
@@ -67,6 +69,9 @@ def build_external(
     path, column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
     ids) and `build_text` (texts).
     in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
+    engine: "ray" reads, encodes and sorts on a Ray cluster (needs the package `ray`), this process does the rest.
+    shards: a new folder or URI, for what the cluster has sorted, which stays there; all its machines must share it. By
+    default it is in `folder`.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes. They have no
@@ -77,14 +82,28 @@ def build_external(
     Raises ItemSetError as those functions do, if DuckDB is needed and not installed, if the disk is full, and for the
     first item that is out of the order that was promised.
     """
-    if not in_order:
+    if engine not in (None, "ray"):
+        raise ItemSetError(f"no engine {engine!r}: give ray, or omit it")
+    if in_order and engine is not None:
+        raise ItemSetError("the items are in order already, there is nothing to sort: omit --sorted or --engine")
+    if shards is not None and engine is None:
+        raise ItemSetError("shards are for what a cluster sorts: give an engine, or omit them")
+    if engine is not None:
+        _ray_shards()
+    elif not in_order:
         _duckdb()  # raises before the work
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
         with temporary as scratch:
-            read = partial(sources.batches, path, column=column, key=key, attributes=attributes)
-            stored = _store(path, read, tokenizer, prefix, escape, vocab_size, scratch, progress)
+            named: dict[str, Any] = {"column": column, "key": key, "attributes": attributes}
+            read = partial(sources.batches, path, **named)
+            encoding = (tokenizer, prefix, escape, vocab_size)
+            if engine is not None:
+                sorted_shards = str(shards or scratch / "shards")
+                read = _ray_shards().write_shards(path, sorted_shards, named, *encoding)
+                path, encoding, in_order = sorted_shards, (None, "", None, token_limit(tokenizer, vocab_size)), True
+            stored = _store(path, read, *encoding, scratch, progress)
             if in_order:
                 rows, lcp, of_keys = _merge(stored, _in_order(path, stored, progress), scratch)
             else:
@@ -119,6 +138,14 @@ def _duckdb() -> Any:
     return duckdb
 
 
+def _ray_shards() -> Any:
+    try:
+        from itemset.building import ray_shards
+    except ImportError as error:
+        raise ItemSetError("sorting on a cluster needs Ray: pip install 'static-backend[ray]'") from error
+    return ray_shards
+
+
 def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
     """Return the result of `work`, done in a thread of its own.
 
@@ -147,8 +174,7 @@ def _store(
     progress: Callable[[str, float], None],
 ) -> Stored:
     """Read and check the source, and encode texts."""
-    limit = len(tokenizer) if vocab_size is None and tokenizer is not None else vocab_size
-    files = files_at(path)
+    limit, files = token_limit(tokenizer, vocab_size), files_at(path)
     stored = Stored(nameless_file(folder), limit, path, files)
     survey: Survey | None = None
     with closing(read()) as batches:
@@ -168,6 +194,11 @@ def _store(
             progress("reading" if batch.texts is None else "encoding", batch.done)
     stored.columns = () if survey is None else survey.columns()
     return stored
+
+
+def token_limit(tokenizer: Any, vocab_size: int | None) -> int | None:
+    """Return the number that token ids stay below: the tokenizer's if none is given, None if there is neither."""
+    return len(tokenizer) if vocab_size is None and tokenizer is not None else vocab_size
 
 
 def check_options(

@@ -95,30 +95,43 @@ def batches(
     path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
 ) -> Generator[Items]:
     """Read files as `read` does, some megabytes at a time: for more than fits in memory."""
-    attributes = list(dict.fromkeys(attributes))
-    files = files_at(path)
-    if len(files) > 1:
-        files = [file for file in files if file.size] or files[:1]
-    rows, before, total, first = 0, 0, sum(file.size for file in files) or 1, None
+    files, rows, before, first = files_of(path), 0, 0, None
+    total = sum(file.size for file in files) or 1
     for file in files:
-        if file.suffix != files[0].suffix:
-            raise ItemSetError(f"{path} holds files of several kinds, {files[0]} and {file}: keep one kind there")
-        with _opened(file, column, key, attributes):
-            if file.suffix in _PLAIN:
-                parts = _PLAIN[file.suffix](file)
-            else:
-                parts = _table(file, _TABLES[file.suffix](file, column, key, attributes))
-            for items in parts:
-                first = first or items
-                _check_same(file, first, items)
-                rows += len(items)
-                yield replace(items, done=(before + items.done * file.size) / total)
+        for items in batches_of(file, column=column, key=key, attributes=attributes):
+            first = first or items
+            check_same(file, first, items)
+            rows += len(items)
+            yield replace(items, done=(before + items.done * file.size) / total)
         before += file.size
     if not rows:
         raise ItemSetError(f"{path} has no rows: it must hold at least one item")
 
 
-def _check_same(file: SourceFile, first: Items, items: Items) -> None:
+def files_of(path: str | os.PathLike[str]) -> list[SourceFile]:
+    """Return the files that are one input, in its order. Raises ItemSetError if they are of several kinds."""
+    files = files_at(path)
+    if len(files) > 1:
+        files = [file for file in files if file.size] or files[:1]
+    for file in files:
+        if file.suffix != files[0].suffix:
+            raise ItemSetError(f"{path} holds files of several kinds, {files[0]} and {file}: keep one kind there")
+    return files
+
+
+def batches_of(
+    file: SourceFile, *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
+) -> Iterator[Items]:
+    """Read one file in batches; `done` is the share of this file. One without rows gives none."""
+    attributes = list(dict.fromkeys(attributes))
+    with _opened(file, column, key, attributes):
+        if file.suffix in _PLAIN:
+            yield from _PLAIN[file.suffix](file)
+        else:
+            yield from _table(file, _TABLES[file.suffix](file, column, key, attributes))
+
+
+def check_same(file: SourceFile, first: Items, items: Items) -> None:
     """Raise ItemSetError if a part's rows are of another kind than those of the first part."""
     if (items.texts is None) != (first.texts is None):
         raise ItemSetError(f"{file} holds {_kind(items)}, files before it {_kind(first)}: keep them apart")

@@ -22,6 +22,7 @@ from itemset.masking.copies import Copies
 from itemset.masking.slates import Slate
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
+from itemset.trie.targets import OF_A_LEVEL
 from itemset.trie.walk import NO_TOKEN
 
 # The columns of `Arena.sets`: the word at which each section begins, then the widths of their elements.
@@ -36,7 +37,8 @@ COLUMNS = ENTRY + 1
 NO_BITS = -1
 _COLUMNS = dict(zip((*SECTIONS, "alive", "dead"), (*range(TAILS + 1), ALIVE, DEAD_LIST), strict=True))
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
-FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`
+COUNTED = 1 << 10  # another: counted targets
+FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
 
 SET_BITS = 12
 _ALIGNMENT = 128  # bytes: sections begin at a cache line
@@ -209,6 +211,8 @@ class Arena:
         nobody's.
     widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
     views, slates: whether any set here so far was a view, or a slate. If not, `torch_kernels` reads nothing of one.
+    stored, most_levels: whether any set here so far had stored targets, and the most levels of any with counted ones
+        (`trie.targets`). `torch_kernels` reads nothing of a form that none has.
     longest_dead: most entries of `Tables.dead` that any view here so far had, or that a slate may come to have.
     longest_slate: the same, of slates alone.
     """
@@ -225,6 +229,7 @@ class Arena:
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
         self.sets = torch.zeros(max_sets + 1, COLUMNS, dtype=torch.int64, device=self.device)
         self.views, self.slates, self.longest_dead, self.longest_slate = False, False, 0, 0
+        self.stored, self.most_levels = False, 0
         self._level_plans: dict[int, LevelPlan] = {}  # of what is there, by number
         self._rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
         self._views: dict[int, ItemSet] = {}  # of what is there, by number
@@ -339,6 +344,10 @@ class Arena:
         self.longest_dead = max(self.longest_dead, most_dead := int(row[DEAD_COUNT] + row[MORE]))
         if isinstance(item_set, Slate):
             self.slates, self.longest_slate = True, max(self.longest_slate, most_dead)
+        if row[WIDTHS] & COUNTED:
+            self.most_levels = max(self.most_levels, int(row[WIDTHS] >> FAR_BLOCK) // OF_A_LEVEL)
+        else:
+            self.stored = True
         self.widest = max(self.widest, self._level_plans[number].most_children)
 
     def _below(self, item_set: ItemSet) -> int | None:
@@ -359,7 +368,8 @@ def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
     row[ALIVE], row[WIDTHS], row[SEPARATOR] = NO_BITS, tables.token_bits, NO_TOKEN
     row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
     row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
-    row[WIDTHS] |= tables.far_block << FAR_BLOCK
+    row[WIDTHS] |= COUNTED if tables.targets.itemsize == 8 else 0
+    row[WIDTHS] |= (len(tables.tail_base) if tables.targets.itemsize == 8 else tables.far_block) << FAR_BLOCK
     return row
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from itemset.masking.arena import (
     ALIVE,
+    COUNTED,
     DEAD_COUNT,
     DEAD_LIST,
     FAR_BLOCK,
@@ -27,7 +28,7 @@ from itemset.masking.arena import (
 )
 from itemset.masking.batch import LOCAL
 from itemset.trie import tables
-from itemset.trie.tables import FAR
+from itemset.trie.targets import FAR, FIRST_EDGE, LENGTH, OF_A_LEVEL, START, START_HIGH
 from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
 
 
@@ -110,6 +111,33 @@ class TablesOf:
 
     def follow(self, edge: Tensor) -> Tensor:
         """Return the state after an edge, as `walk.follow`."""
+        widths = self.field(WIDTHS)
+        if not self.arena.most_levels:
+            return self._follow_stored(edge)
+        if not self.arena.stored:
+            return self._follow_counted(edge, widths >> FAR_BLOCK)
+        counted = widths & COUNTED != 0
+        after = self._follow_counted(torch.where(counted, edge, 0), torch.where(counted, widths >> FAR_BLOCK, 0))
+        return torch.where(counted, after, self._follow_stored(torch.where(counted, 0, edge)))
+
+    def _follow_counted(self, edge: Tensor, size: Tensor) -> Tensor:
+        """size: words of `Tables.tail_base`."""
+        leaves, bit = self.word(TARGETS, edge >> 5), edge & 31
+        nodes = self.word(NODE_BASE, edge >> 5) + bit - _ones(leaves & ((1 << bit) - 1))
+        levels = self.arena.most_levels
+        at = torch.arange(levels * OF_A_LEVEL, device=edge.device)
+        there = at < size[..., None]
+        words = self.word(TAIL_BASE, torch.where(there, at, 0), each=True).unflatten(-1, (levels, OF_A_LEVEL))
+        reached = there[..., ::OF_A_LEVEL] & (edge[..., None] >= words[..., FIRST_EDGE])
+        level = (reached.sum(-1, keepdim=True) - 1).clamp(min=0)
+        low, high, length = (
+            torch.take_along_dim(words[..., part], level, -1)[..., 0] for part in (START, START_HIGH, LENGTH)
+        )
+        start = low | high << 32
+        tail = torch.where(length == 0, END, start + (edge - nodes + 1) * length + TAIL)
+        return torch.where((leaves >> bit) & 1 != 0, tail, nodes)
+
+    def _follow_stored(self, edge: Tensor) -> Tensor:
         target = self.element(TARGETS, edge, NARROW_TARGETS)
         leaf = torch.where(self.field(WIDTHS) & NARROW_TARGETS != 0, 1 << 15, 1 << 31)
         node = self.word(NODE_BASE, edge >> 5) + target
@@ -142,3 +170,10 @@ class TablesOf:
         separates = (token == separator) & (result == DEAD) & self.may_end(local)
         again = torch.where(separator >= 0, separates, (result == END) & (local != END))
         return again & (self.field(LEFT) > 0) & (local != FREE) & (local != WAITING)
+
+
+def _ones(word: Tensor) -> Tensor:
+    """Count the bits set in each word of 32 bits. Torch has no operation for it."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24) & 0xFF

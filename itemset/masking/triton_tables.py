@@ -16,6 +16,7 @@ import triton.language as tl
 from itemset.masking import arena as arena_module
 from itemset.masking import batch as batch_module
 from itemset.trie import tables as tables_module
+from itemset.trie import targets as targets_module
 from itemset.trie import walk as walk_module
 
 STATE_BITS = tl.constexpr(walk_module.STATE_BITS)
@@ -45,9 +46,15 @@ COLUMNS = tl.constexpr(arena_module.COLUMNS)
 NO_BITS = tl.constexpr(arena_module.NO_BITS)
 DEAD_NODE = tl.constexpr(tables_module.TERMINAL)
 FAR_BLOCK = tl.constexpr(arena_module.FAR_BLOCK)
-FAR = tl.constexpr(tables_module.FAR)
+FAR = tl.constexpr(targets_module.FAR)
+FIRST_EDGE = tl.constexpr(targets_module.FIRST_EDGE)
+START = tl.constexpr(targets_module.START)
+START_HIGH = tl.constexpr(targets_module.START_HIGH)
+LENGTH = tl.constexpr(targets_module.LENGTH)
+OF_A_LEVEL = tl.constexpr(targets_module.OF_A_LEVEL)
 NARROW_LABELS = tl.constexpr(arena_module.NARROW_LABELS)
 NARROW_TARGETS = tl.constexpr(arena_module.NARROW_TARGETS)
+COUNTED = tl.constexpr(arena_module.COUNTED)
 
 
 def jit(values: Collection[str], addresses: Collection[str]) -> Callable[[Callable[..., None]], Any]:
@@ -169,6 +176,44 @@ def insert_dead(words, fields, entry, LANES: tl.constexpr):
 @triton.jit
 def state_after(words, fields, edge, mask):
     """The state after each edge, as `walk.follow`."""
+    if (fields[WIDTHS] & COUNTED) != 0:
+        after = _state_counted(words, fields, edge, mask)
+    else:
+        after = _state_stored(words, fields, edge, mask)
+    return after
+
+
+@triton.jit
+def _state_counted(words, fields, edge, mask):
+    leaves = word(words, fields, TARGETS, edge >> 5, mask)
+    base = word(words, fields, NODE_BASE, edge >> 5, mask)
+    start = (edge * 0).to(tl.int64)
+    length = start
+    end = fields[WIDTHS] >> FAR_BLOCK
+    at = end * 0
+    while at < end:
+        reached = edge >= word(words, fields, TAIL_BASE, at + FIRST_EDGE, True)
+        low = word(words, fields, TAIL_BASE, at + START, True)
+        high = word(words, fields, TAIL_BASE, at + START_HIGH, True)
+        start = tl.where(reached, low | (high << 32), start)
+        length = tl.where(reached, word(words, fields, TAIL_BASE, at + LENGTH, True), length)
+        at += OF_A_LEVEL
+    bit = edge & 31  # nothing loaded before is needed until here: the loads of a level do not wait for them
+    nodes = base + bit - _ones(leaves & (((bit * 0 + 1) << bit) - 1))
+    tail = tl.where(length == 0, END, start + (edge - nodes + 1) * length + TAIL)
+    return tl.where(((leaves >> bit) & 1) != 0, tail, nodes).to(tl.int64)
+
+
+@triton.jit
+def _ones(word):
+    """Count the bits set in each word of 32 bits."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 0xFF
+
+
+@triton.jit
+def _state_stored(words, fields, edge, mask):
     target = element(words, fields, TARGETS, edge, NARROW_TARGETS, mask)
     leaf = tl.where((fields[WIDTHS] & NARROW_TARGETS) != 0, 1 << 15, 1 << 31).to(tl.int64)
     node = word(words, fields, NODE_BASE, edge >> 5, mask) + target

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from itemset.masking.arena import (
     ALIVE,
+    COUNTED,
     DEAD_COUNT,
     DEAD_LIST,
     FAR_BLOCK,
@@ -35,8 +36,8 @@ from itemset.masking.arena import (
 from itemset.masking.batch import LOCAL
 from itemset.ranking.torch_expand import ENDED, NOTHING, OPEN, Found, Rows, Rules
 from itemset.trie.jit import compiled
-from itemset.trie.tables import FAR
 from itemset.trie.tables import TERMINAL as DEAD_NODE
+from itemset.trie.targets import FAR, FIRST_EDGE, LENGTH, OF_A_LEVEL, START, START_HIGH, count_ones
 from itemset.trie.walk import DEAD, END, STATE_BITS, TAIL, WAITING, is_dead
 
 _LOW = (1 << 32) - 1
@@ -370,6 +371,8 @@ def _after(words, fields, edge):  # type: ignore[no-untyped-def]
     """The state after an edge, or after the next token of a tail."""
     if edge >= TAIL:
         return END if _tail_entry(words, fields, edge)[1] else edge + 1
+    if fields[WIDTHS] & COUNTED:
+        return _after_counted(words, fields, edge)
     target = _element(words, fields, TARGETS, NARROW_TARGETS, edge)
     leaf = 1 << 15 if fields[WIDTHS] & NARROW_TARGETS else 1 << 31
     if target < leaf:
@@ -378,6 +381,22 @@ def _after(words, fields, edge):  # type: ignore[no-untyped-def]
         return END
     far = FAR if edge >> 5 >= fields[WIDTHS] >> FAR_BLOCK else 0
     return TAIL + far + np.int64(words[fields[TAIL_BASE] + (edge >> 5)]) + target - leaf
+
+
+@compiled
+def _after_counted(words, fields, edge):  # type: ignore[no-untyped-def]
+    """The state after an edge of counted targets."""
+    leaves, bit = words[fields[TARGETS] + (edge >> 5)], edge & 31
+    before = np.int64(count_ones(np.uint32(leaves & ((np.uint32(1) << np.uint32(bit)) - np.uint32(1)))))
+    node = np.int64(words[fields[NODE_BASE] + (edge >> 5)]) + bit - before
+    if not (leaves >> np.uint32(bit)) & np.uint32(1):
+        return node
+    at, end = fields[TAIL_BASE], fields[TAIL_BASE] + (fields[WIDTHS] >> FAR_BLOCK)
+    while at + OF_A_LEVEL < end and edge >= words[at + OF_A_LEVEL + FIRST_EDGE]:
+        at += OF_A_LEVEL
+    length = np.int64(words[at + LENGTH])
+    start = np.int64(words[at + START]) | np.int64(words[at + START_HIGH]) << 32
+    return TAIL + start + (edge - node + 1) * length if length else END
 
 
 @compiled

@@ -32,11 +32,10 @@ from itemset.trie.tables import (
     build_trie,
     fill,
     finish,
-    tails_of,
+    levels_of,
 )
+from itemset.trie.targets import is_leaf, put_leaf, tail_at, tails_of, type_of_targets
 from itemset.trie.walk import END, TAIL, follow, token_runs
-
-_WIDEST = 0x7FFF // 31  # tokens of a tail for which targets of 16 bits are enough
 
 
 class Changed(NamedTuple):
@@ -77,9 +76,7 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     if events.order is not None:
         sources = sources[events.order]
     bits = trie.tables.token_bits
-    longest = max(trie.longest, int(np.diff(offsets).max()))
-    whole = int(tokens.max()) >> bits != 0 or longest > _WIDEST or trie.tables.targets.itemsize != 2
-    changed = None if whole else _changed(trie, terminal_rank, events.rows, sources)
+    changed = None if int(tokens.max()) >> bits else _changed(trie, terminal_rank, events.rows, sources)
     if changed is not None and (before.tokens >> (bits - 1)).any() and not _needs(changed[0], bits):
         changed = None  # fewer bits are enough for the tokens that are left
     if changed is None:
@@ -104,12 +101,21 @@ def _rebuilt(
 
 def _changed(
     trie: Trie, terminal_rank: NDArray[np.uint32], events: Rows, sources: NDArray[np.int64]
-) -> tuple[Trie, NDArray[np.uint32]]:
-    """Return the changed trie, of runs and patches, and its members."""
+) -> tuple[Trie, NDArray[np.uint32]] | None:
+    """Return the changed trie, of runs and patches, and its members; None if targets of another type may be due."""
+    target_type = trie.tables.targets.dtype
+    if target_type == np.uint64 and (np.diff(events.offsets) != trie.longest).any():
+        return None
     patches, per_level = patches_of(trie, terminal_rank, events, sources, whole=False)
     per_level[NODES, 0] = 1
-    tables, starts = allocate(per_level, trie.tables.token_bits, trie.tables.labels.dtype, wide_tail=False)
-    members = np.empty(int(per_level[[LEAVES, TERMINALS]].sum()), np.uint32)
+    items, depth = int(per_level[[LEAVES, TERMINALS]].sum()), np.arange(per_level.shape[1])
+    tokens = int((per_level[LEAVES] * (depth + 1) + per_level[TERMINALS] * depth + per_level[TAIL_TOKENS]).sum())
+    length = 0 if tokens % items else tokens // items  # of each, if they have one length
+    due = type_of_targets(length, levels_of(per_level), max(trie.longest, events.longest))
+    if due != target_type or due == np.uint32:  # that depends on the longest tail, which is not known
+        return None
+    tables, starts = allocate(per_level, trie.tables.token_bits, trie.tables.labels.dtype, due, length)
+    members = np.empty(items, np.uint32)
     _fill_all(trie.tables, patches, starts, tables, members, trie.items)
     inner = np.flatnonzero(members >= trie.items)
     members[inner] = patches.sources[members[inner] - trie.items]
@@ -169,21 +175,21 @@ def _fill_all(tables, patches, cursor, out, members, items):  # type: ignore[no-
 
 @compiled
 def _copy_run(tables, begin, end, level, cursor, out, members):  # type: ignore[no-untyped-def]
-    """Copy one level of the items between two positions, `targets` as `fill` leaves them."""
+    """Copy one level of the items between two positions. `targets` are of one type, and become what `fill` leaves."""
     first, node, tail, ends = begin[EDGE, level], begin[NODE, level], begin[TAIL_AT, level], begin[ENDS, level]
     edges, nodes, tails = end[EDGE, level] - first, end[NODE, level] - node, end[TAIL_AT, level] - tail
-    bit, to, lone, position = np.uint16(1 << 15), cursor[EDGES, level], np.int64(-1), tail
+    to, lone, position = cursor[EDGES, level], np.int64(-1), tail
     for k in range(edges):
         out.labels[to + k] = tables.labels[first + k]
-        target = tables.targets[first + k]
-        out.targets[to + k] = target & bit
-        if target & bit and target != 0xFFFF:  # a tail, which ends where the next one begins
-            starts = tails_of(tables, (first + k) >> 5) + (target & 0x7FFF)
-            if lone >= 0:
-                out.targets[lone] = bit | np.uint16(starts - position)
-            lone, position = to + k, starts
+        if is_leaf(tables, first + k):
+            put_leaf(out.targets, to + k, 0)
+            starts = tail_at(tables, first + k)
+            if starts >= 0:  # a tail ends where the next one begins
+                if lone >= 0:
+                    put_leaf(out.targets, lone, starts - position)
+                lone, position = to + k, starts
     if lone >= 0:
-        out.targets[lone] = bit | np.uint16(tail + tails - position)
+        put_leaf(out.targets, lone, tail + tails - position)
     width = tables.token_bits + 1
     _copy_bits(tables.tails, tail * width, out.tails, cursor[TAIL_TOKENS, level] * width, tails * width)
     number, to = first - node + 1, cursor[LEAVES, level]

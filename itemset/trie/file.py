@@ -2,7 +2,8 @@
 
 Prelude, 32 bytes: magic (8), format version (uint32), header length (uint32), file length (uint64), CRC-32 of the
 header and of the prelude up to here (uint32), zero (uint32). The header is JSON. All numbers are little-endian.
-Version 2 differs from 1 in nothing but that the tails may have more tokens. A file has it only if they do.
+Version 2 differs from 1 in nothing but that the tails may have more tokens, 3 in nothing but that `targets` may be
+counted. A file has the lowest version that can say what is in it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from itemset.errors import ItemSetError
 from itemset.storage import fetch, fetched, file_at, is_uri
 from itemset.text import Escape, TokenizerId
 
-FORMAT = 2
+FORMAT = 3
 _FIRST_FORMAT, _FIRST_TAILS = 1, 2**31 - 5  # what older readers take: sets of at most so many tail tokens
 _MAGIC = b"ITEMSET\n"
 _PRELUDE = struct.Struct("<8sIIQII")
 _ALIGN = 64
 _PIECE = 1 << 25  # bytes that are read between two looks at the time
-_DTYPES = {"uint8", "uint16", "uint32", "int64"}
+_DTYPES = {"uint8", "uint16", "uint32", "uint64", "int64"}
 _AGAIN = "build it again with `itemset build`"
 
 
@@ -89,7 +90,9 @@ def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes |
     sections = layout(start)
     body = msgspec.json.encode(replace(header, sections=sections)).ljust(start - _PRELUDE.size)
     size = max(section.offset + parts[section.name].nbytes for section in sections)
-    written = FORMAT if header.tail_tokens > _FIRST_TAILS else _FIRST_FORMAT
+    written = 2 if header.tail_tokens > _FIRST_TAILS else _FIRST_FORMAT
+    if any(array.dtype == np.uint64 for array in arrays.values()):  # counted targets
+        written = FORMAT
     unchecked = _PRELUDE.pack(_MAGIC, written, len(body), size, 0, 0)[:24]
     yield unchecked + struct.pack("<II", zlib.crc32(body, zlib.crc32(unchecked)), 0)
     yield body

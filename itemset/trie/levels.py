@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.tables import Trie, tails_of
+from itemset.trie.tables import Trie
+from itemset.trie.targets import is_leaf, tail_at
 
 _KEPT = 4096  # widest nodes of a level that are kept: all rows that a search may well have
 
@@ -82,18 +83,17 @@ def _measure(tables, tail_tokens, nodes, tails, tailed):  # type: ignore[no-unty
     `row_offsets`, as a walk is.
     """
     all_nodes = np.int64(len(tables.row_offsets) - 1)
-    leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
     first, end, level = np.int64(0), np.int64(1), 0
     start, owner = np.int64(0), 0
     while first < end and level < len(nodes):
         nodes[level] = end - first
         branches = np.int64(0)
         for edge in range(np.int64(tables.row_offsets[first]), np.int64(tables.row_offsets[end])):
-            target = np.int64(tables.targets[edge])
-            if target & leaf == 0:
+            if not is_leaf(tables, edge):
                 branches += 1
-            elif target != 2 * leaf - 1:
-                begins = tails_of(tables, edge >> 5) + target - leaf
+                continue
+            begins = tail_at(tables, edge)
+            if begins >= 0:
                 tails[owner] = max(tails[owner], begins - start)
                 start, owner = begins, level
                 tailed[level] += 1

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.trie.jit import compiled
 from itemset.trie.rows import Rows, grown
-from itemset.trie.tables import Tables, tails_of
+from itemset.trie.tables import Tables
+from itemset.trie.targets import is_leaf, nodes_before, tails_of
 from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_entry, tail_token
 
 
@@ -80,16 +81,6 @@ def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def branches_before(tables, edge):  # type: ignore[no-untyped-def]
-    """Count the edges before `edge` that lead to a node."""
-    bit = tables.targets.itemsize * 8 - 1
-    count = np.int64(tables.node_base[edge >> 5]) - 1
-    for e in range(edge & ~31, edge):
-        count += 1 - (np.int64(tables.targets[e]) >> bit)
-    return count
-
-
-@compiled
 def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-def]
     """Count the nodes before `node` at which an item ends."""
     if terminal_rank[-1] == 0:
@@ -119,7 +110,7 @@ def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no
         if edge < 0:
             continue
         if state == END:
-            out[i] = edge - branches_before(tables, edge)
+            out[i] = edge - nodes_before(tables, edge)
         elif is_terminal(tables, state):
             out[i] = leaves + terminals_before(tables, terminal_rank, state)
 
@@ -127,7 +118,6 @@ def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no
 @compiled
 def nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
     """Return the nth edge, from 0, that leads to a node (leaf = 0) or does not (leaf = 1), or -1."""
-    bit = tables.targets.itemsize * 8 - 1
     low, high = np.int64(0), np.int64(len(tables.node_base))
     while high - low > 1:  # the last block with at most `nth` of them before it
         middle = (low + high) >> 1
@@ -140,9 +130,9 @@ def nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
             high = middle
     before = np.int64(tables.node_base[low]) - 1
     left = nth - (low * 32 - before if leaf else before)
-    end = min(low * 32 + 32, np.int64(len(tables.targets)))
+    end = min(low * 32 + 32, np.int64(len(tables.labels)))
     for edge in range(low * 32, end):
-        if np.int64(tables.targets[edge]) >> bit == leaf:
+        if is_leaf(tables, edge) == leaf:
             if left == 0:
                 return edge
             left -= 1

@@ -10,7 +10,8 @@ import numpy as np
 
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import terminals_before
-from itemset.trie.tables import EDGES, LEAVES, NODES, TAIL_TOKENS, TERMINALS, tails_of
+from itemset.trie.tables import EDGES, LEAVES, NODES, TAIL_TOKENS, TERMINALS
+from itemset.trie.targets import next_tail, nodes_before
 
 EDGE, NODE, TAIL_AT, ENDS = range(4)
 """Rows of a position that is filled in: for every level its next edge, and the node, the tail and the count of terminal
@@ -20,30 +21,9 @@ nodes that come next from that edge on."""
 @compiled
 def next_node(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node that the first edge to a node leads to, from `edge` on."""
-    block, edges = edge >> 5, len(tables.labels)
-    if edge >= edges:
+    if edge >= len(tables.labels):
         return np.int64(len(tables.row_offsets) - 1)
-    base, leaf = np.int64(tables.node_base[block]), np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
-    after = np.int64(tables.node_base[block + 1] if block + 1 < len(tables.node_base) else len(tables.row_offsets) - 1)
-    if after == base:
-        return base
-    for e in range(edge, min((block + 1) * 32, edges)):
-        target = np.int64(tables.targets[e])
-        if target & leaf == 0:
-            return base + target
-    return after
-
-
-@compiled
-def _next_tail(tables, edge, tail_tokens):  # type: ignore[no-untyped-def]
-    """Return the position of the first tail of the edges from `edge` on."""
-    block, edges = edge >> 5, len(tables.labels)
-    leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
-    for e in range(edge, min((block + 1) * 32, edges)):
-        target = np.int64(tables.targets[e])
-        if target & leaf and target != 2 * leaf - 1:
-            return tails_of(tables, block) + target - leaf
-    return tails_of(tables, block + 1) if block + 1 < len(tables.tail_base) else np.int64(tail_tokens)
+    return nodes_before(tables, edge) + 1
 
 
 @compiled
@@ -66,7 +46,7 @@ def place_at(tables, terminal_rank, tail_tokens, first, depth, place):  # type: 
         edge = first[level] if level <= depth else np.int64(tables.row_offsets[place[NODE, level - 1]])
         node = next_node(tables, edge)
         place[EDGE, level], place[NODE, level] = edge, node
-        place[TAIL_AT, level] = _next_tail(tables, edge, tail_tokens)
+        place[TAIL_AT, level] = next_tail(tables, edge, tail_tokens)
         place[ENDS, level] = terminals_before(tables, terminal_rank, node)
 
 

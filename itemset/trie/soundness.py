@@ -11,7 +11,8 @@ from itemset.trie.file import pieces
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import in_order
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
-from itemset.trie.tables import BLOCK, MAX_TAIL_TOKENS, Tables, Trie, tails_of
+from itemset.trie.tables import Tables, Trie
+from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, is_leaf, sizes, tail_at
 
 
 def check_shapes(trie: Trie) -> None:
@@ -30,14 +31,14 @@ def check_shapes(trie: Trie) -> None:
         if not holds:
             raise ValueError(f"its header counts {what}")
     nodes, edges = sum(trie.level_nodes), sum(trie.level_edges)
-    blocks = -(-edges // BLOCK)
+    targets, tail_bases = sizes(tables.targets.dtype, edges, levels)
     expected = {
         "row_offsets": (nodes + 1, {"uint32"}),
         "terminal": (-(-nodes // 32), {"uint32"}),
         "labels": (edges, {token_dtype((1 << tables.token_bits) - 1).__name__}),
-        "targets": (edges, {"uint16", "uint32"}),
-        "node_base": (blocks, {"uint32"}),
-        "tail_base": (blocks, {"uint32"}),
+        "targets": (targets, {"uint16", "uint32", "uint64"}),
+        "node_base": (-(-edges // BLOCK), {"uint32"}),
+        "tail_base": (tail_bases, {"uint32"}),
         "tails": (-(-trie.tail_tokens * (tables.token_bits + 1) // 32) + 1, {"uint32"}),
     }
     for field, (count, dtypes) in expected.items():
@@ -77,24 +78,24 @@ def lengths(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-u
 
     The tables are in order: a tail ends where the next one begins, so the tails themselves are not read.
     """
-    edge, node, leaf = 0, 1, np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
+    edge, node = 0, 1
     shortest, longest = np.int64(1 << 62), np.int64(0)
     tail, above = np.int64(-1), np.int64(0)  # where the last tail begins, and the tokens that lead there
     for depth in range(len(level_edges)):
         first = node
         for _ in range(level_edges[depth]):
-            target, length = np.int64(tables.targets[edge]), np.int64(depth + 1)
+            length, leaf = np.int64(depth + 1), is_leaf(tables, edge)
+            begins = tail_at(tables, edge) if leaf else np.int64(-1)
             edge += 1
-            if target & leaf == 0:
-                node += 1
-                if not tables.terminal[(node - 1) >> 5] >> np.uint32((node - 1) & 31) & np.uint32(1):
-                    continue
-            elif target != 2 * leaf - 1:
-                begins = tails_of(tables, (edge - 1) >> 5) + target - leaf
+            if begins >= 0:
                 if tail >= 0:
                     shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
                 tail, above = begins, length
                 continue
+            if not leaf:
+                node += 1
+                if not tables.terminal[(node - 1) >> 5] >> np.uint32((node - 1) & 31) & np.uint32(1):
+                    continue
             shortest, longest = min(shortest, length), max(longest, length)
         below = level_nodes[depth + 1] if depth + 1 < len(level_nodes) else 0
         if node - first != below or tables.row_offsets[first] != edge:

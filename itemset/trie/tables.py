@@ -14,32 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
+from itemset.trie import targets
 from itemset.trie.jit import compiled
 from itemset.trie.rows import Rows, bounds
+from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 
 Room = Callable[[int, Any], NDArray[Any]]  # so many zeros of a type
 
-BLOCK = 32  # edges that share one pair of bases
 MAX_INDEX = 2**31 - 5  # nodes and edges, each: a node's state is its number, and four marks come after the nodes
-FAR = 1 << 32  # tail tokens that 32 bits tell apart
-MAX_TAIL_TOKENS = 2 * FAR  # one block's bases are the first that begin again at 0
-NO_BLOCK = 1 << 30
 
 
 class Tables(NamedTuple):
     """What a walk reads: all of it goes to the device as it is. Arrays are read-only.
 
-    Edge e, of block b = e // 32, leads to one of three things; m is the highest bit of the type of `targets`:
+    If all items have one length, `targets` are counted. Edge e, of block b = e // 32, then is a leaf, which leads to no
+    node, if bit e of `targets` is set; else it leads to node ``node_base[b]``, and as many further as bits are clear
+    before it in its block. The tail of a leaf with r leaves before it starts at ``START + r * LENGTH`` of its level
+    (`targets.START` and the rest); it has none if LENGTH is 0, because the item ends there.
+
+    Else they are stored; m is the highest bit of their type. Edge e leads to one of three things:
     a node, ``node_base[b] + targets[e]``, if bit m of targets[e] is clear; nothing, if targets[e] is all ones, because
     the item ends there; else a tail, which starts at ``tail_base[b] + (targets[e] without bit m)``.
-
     That is modulo 2^32: from block `far_block` on, 2^32 is added to where a tail starts.
 
     row_offsets: [nodes + 1] uint32. Edges of node n are row_offsets[n] .. row_offsets[n + 1].
     terminal: [ceil(nodes / 32)] uint32. Bit n: an item ends at node n.
     labels: [edges] uint16 or uint32. The edge's token.
-    targets: [edges] uint16, or uint32 if a tail has more than 1,056 tokens.
-    node_base, tail_base: [ceil(edges / 32)] uint32.
+    targets: counted, [ceil(edges / 64)] uint64; stored, [edges] uint16, or uint32 if a tail has more than 1,056 tokens.
+    node_base: [ceil(edges / 32)] uint32.
+    tail_base: counted, [4 * levels] uint32; stored, [ceil(edges / 32)] uint32.
     tails: uint32 words; token p of the tails is the (token_bits + 1) bits from bit p * (token_bits + 1) on, the highest
         of them set on the last token of a tail. One spare word at the end, so that two words can always be read.
     alive: [ceil(edges / 32)] uint32, or none. Bit e: a walk may take edge e. Without it, it may take all.
@@ -114,8 +117,9 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     longest_tail = count(*rows.layout, lcp, per_level)
     per_level[NODES, 0] = 1
     token_bits = max(1, int(rows.tokens.max()).bit_length())
-    wide_tail = longest_tail * (BLOCK - 1) >= 0x7FFF
-    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, wide_tail=wide_tail, room=room)
+    length = longest if rows.shortest == longest else 0
+    target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
+    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, target_type, length, room)
     members = room(len(rows), np.uint32)
     fill(rows.tokens, *rows.layout, lcp, starts, tables, members, 0)
     return finish(tables, per_level, len(rows), rows.shortest, longest), members
@@ -126,12 +130,18 @@ COUNTS = 5
 """What is counted of each level: [COUNTS, levels + 2 or more]."""
 
 
+def levels_of(per_level: NDArray[np.int64]) -> int:
+    """Return how many levels have edges, of what `count` has counted."""
+    return int(np.count_nonzero(per_level[EDGES]))
+
+
 def allocate(
-    per_level: NDArray[np.int64], token_bits: int, labels: Any, *, wide_tail: bool, room: Room = np.zeros
+    per_level: NDArray[np.int64], token_bits: int, label_type: Any, target_type: Any, length: int, room: Room = np.zeros
 ) -> tuple[Tables, NDArray[np.int64]]:
     """Return tables for what `count` has counted, and for each level where `fill` begins.
 
-    labels: type of the labels. wide_tail: whether targets need 32 bits. Raises ItemSetError as `build_trie`.
+    target_type: of `type_of_targets`. length: tokens of each item; only counted targets need it.
+    Raises ItemSetError as `build_trie`.
     """
     totals = per_level.sum(axis=1)
     nodes, edges, tail_tokens = (int(totals[i]) for i in (NODES, EDGES, TAIL_TOKENS))
@@ -142,13 +152,14 @@ def allocate(
     ):
         if total > limit:
             raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
+    target_size, tail_bases = targets.sizes(target_type, edges, levels_of(per_level))
     tables = Tables(
         row_offsets=room(nodes + 1, np.uint32),
         terminal=room(-(-nodes // 32), np.uint32),
-        labels=room(edges, labels),
-        targets=room(edges, np.uint32 if wide_tail else np.uint16),
+        labels=room(edges, label_type),
+        targets=room(target_size, target_type),
         node_base=room(-(-edges // BLOCK), np.uint32),
-        tail_base=room(-(-edges // BLOCK), np.uint32),
+        tail_base=room(tail_bases, np.uint32),
         tails=room(-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
         alive=NONE,
         dead=NONE,
@@ -156,6 +167,8 @@ def allocate(
         far_block=NO_BLOCK,
     )
     starts = np.cumsum(per_level, axis=1) - per_level
+    if tables.targets.itemsize == 8:
+        targets.set_levels(tables.tail_base, starts[EDGES], starts[LEAVES], starts[TAIL_TOKENS], length)
     starts[TERMINALS] += totals[LEAVES]
     tables.row_offsets[nodes] = edges
     return tables, starts
@@ -163,11 +176,11 @@ def allocate(
 
 def finish(tables: Tables, per_level: NDArray[np.int64], items: int, shortest: int, longest: int) -> Trie:
     """Return the trie of tables that `fill` has filled."""
-    far_block = _set_targets(tables.targets, tables.node_base, tables.tail_base)
+    far_block = set_bases(tables.targets, tables.node_base, tables.tail_base, len(tables.labels))
     tables = tables._replace(far_block=int(far_block))
     for array in tables.sections.values():
         array.flags.writeable = False
-    levels = int(np.count_nonzero(per_level[EDGES]))
+    levels = levels_of(per_level)
     return Trie(
         tables,
         items=items,
@@ -204,12 +217,10 @@ def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
 
 @compiled
 def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # type: ignore[no-untyped-def]
-    """Fill the tables in one pass over the items, with one write position for each level. number: of the first item.
+    """Fill the tables, zeros before, in one pass over the items, with one write position for each level.
 
-    `targets` holds afterwards what `_set_targets` takes: 0 for an edge to a node, for any other the highest bit and
-    the tail's length.
+    number: of the first item. `targets` holds afterwards what `set_bases` takes.
     """
-    leaf = tables.targets.dtype.type(1 << (tables.targets.itemsize * 8 - 1))
     width = tables.token_bits + 1
     last_bit = np.uint64(1) << np.uint64(tables.token_bits)
     tables.row_offsets[0] = 0
@@ -226,7 +237,6 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # t
             edge = cursor[EDGES, depth]
             cursor[EDGES, depth] += 1
             tables.labels[edge] = tokens[item + depth]
-            tables.targets[edge] = 0
         if alone == length:
             node = cursor[NODES, length] - 1
             tables.terminal[node >> 5] |= np.uint32(1) << np.uint32(node & 31)
@@ -234,7 +244,7 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # t
             cursor[TERMINALS, length] += 1
             continue
         tail = length - alone - 1
-        tables.targets[cursor[EDGES, alone] - 1] = leaf | tables.targets.dtype.type(tail)
+        put_leaf(tables.targets, cursor[EDGES, alone] - 1, tail)
         members[cursor[LEAVES, alone]] = number + i
         cursor[LEAVES, alone] += 1
         position = cursor[TAIL_TOKENS, alone]
@@ -247,42 +257,3 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # t
             bits <<= np.uint64(at & 31)
             tables.tails[at >> 5] |= np.uint32(bits & np.uint64(0xFFFFFFFF))
             tables.tails[(at >> 5) + 1] |= np.uint32(bits >> np.uint64(32))
-
-
-@compiled
-def _set_targets(targets, node_base, tail_base):  # type: ignore[no-untyped-def]
-    """Turn node marks and tail lengths, in edge order, into distances from the block's bases; return `far_block`."""
-    leaf = np.int64(1) << np.int64(targets.itemsize * 8 - 1)
-    node, tail, base, far_block = np.int64(1), np.int64(0), np.int64(0), NO_BLOCK
-    for edge in range(len(targets)):
-        block = edge >> 5
-        if edge & 31 == 0:
-            node_base[block], base = node, tail
-            tail_base[block] = tail & (FAR - 1)
-            if tail >= FAR:
-                far_block = min(far_block, block)
-        mark = np.int64(targets[edge])
-        if mark & leaf == 0:
-            targets[edge] = node - node_base[block]
-            node += 1
-        elif mark == leaf:
-            targets[edge] = 2 * leaf - 1
-        else:
-            targets[edge] = leaf | (tail - base)
-            tail += mark - leaf
-    return far_block
-
-
-@compiled
-def tails_of(tables, block):  # type: ignore[no-untyped-def]
-    """Return where the tails of a block of edges begin."""
-    begins = np.int64(tables.tail_base[block])
-    return begins + FAR if block >= tables.far_block else begins
-
-
-def far_block_of(tail_base: NDArray[np.uint32], tail_tokens: int) -> int:
-    """Return `Tables.far_block`, which a file does not hold."""
-    if tail_tokens <= FAR:
-        return NO_BLOCK
-    descends = np.flatnonzero(tail_base[1:] < tail_base[:-1])
-    return int(descends[0]) + 1 if len(descends) else NO_BLOCK

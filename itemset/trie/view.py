@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import last_edge, node_of, nth_edge
 from itemset.trie.tables import TERMINAL, Tables
-from itemset.trie.walk import END, TAIL, WAITING, advance, find_edge, first_dead, follow, is_alive, is_terminal
+from itemset.trie.targets import is_leaf
+from itemset.trie.walk import END, TAIL, advance, first_dead, follow, is_alive, is_terminal
 
 
 def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
@@ -55,7 +56,6 @@ def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untype
     tables hold, but for `row_offsets`, as a walk is.
     """
     nodes, edges = len(tables.row_offsets) - 1, len(tables.labels)
-    bit = tables.targets.itemsize * 8 - 1
     leaf, ends_at = edges - (nodes - 1), len(lives)  # numbers of the items that are still to come
     child, first, word = nodes, np.int64(edges), np.uint32(0)
     for node in range(nodes - 1, -1, -1):
@@ -66,7 +66,7 @@ def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untype
             terminal[node >> 5] |= np.uint32(lives_on) << np.uint32(node & 31)
         end, first = first, np.int64(tables.row_offsets[node])
         for edge in range(end - 1, first - 1, -1):
-            if np.int64(tables.targets[edge]) >> bit:
+            if is_leaf(tables, edge):
                 leaf = max(leaf - 1, 0)  # only a damaged file's are more
                 here = lives[leaf]
             else:
@@ -119,22 +119,12 @@ def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-de
 
 
 @compiled
-def leave_out(tables, tokens, path):  # type: ignore[no-untyped-def]
-    """Return `Tables.dead` of a set or a view without the item of these tokens, which is one of its own.
+def leave_out(tables, path, depth):  # type: ignore[no-untyped-def]
+    """Return `Tables.dead` of a set or a view without an item, which is one of its own.
 
-    What `dead_of` finds for a single item, in microseconds. path: [tokens + 1, 2] int64, written: the nodes that lead
-    to the item, and the entry of `dead` in the row of each.
+    What `dead_of` finds for a single item, in microseconds. path: [depth or more, 2] int64, the nodes that lead to the
+    item, root first, and the entry of `dead` in the row of each. Reads neither labels nor targets.
     """
-    state, depth = np.int64(0), 0
-    for token in tokens:
-        if state >= TAIL:
-            break
-        edge = find_edge(tables, state, token)
-        path[depth, 0], path[depth, 1] = state, edge
-        state, depth = follow(tables, edge), depth + 1
-    if state < WAITING:
-        path[depth, 0], path[depth, 1] = state, np.int64(TERMINAL) + state
-        depth += 1
     for level in range(depth - 1, -1, -1):
         node, entry = path[level, 0], path[level, 1]
         left = np.int64(is_terminal(tables, node)) - 1

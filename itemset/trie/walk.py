@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.tables import TERMINAL, Tables, tails_of
+from itemset.trie.tables import TERMINAL, Tables
+from itemset.trie.targets import is_leaf, node_at, tail_at
 
 # A state has 34 bits, on the host and on the device: a node, a position in the tails (TAIL ..) or one of these four.
 STATE_BITS = 34
@@ -28,6 +29,13 @@ NO_TOKEN = -1
 @compiled
 def advance(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the state after one more token; END and DEAD lead to DEAD, FREE to FREE."""
+    after = begin_step(tables, state, token)
+    return follow(tables, -1 - after) if after < 0 else after
+
+
+@compiled
+def begin_step(tables, state, token):  # type: ignore[no-untyped-def]
+    """Do `advance` but for following an edge: return -1 - edge where one is to be followed. Reads no targets."""
     if state >= TAIL:
         entry = tail_entry(tables, state - TAIL)
         if entry < 0 or entry & ((1 << tables.token_bits) - 1) != token:
@@ -36,20 +44,17 @@ def advance(tables, state, token):  # type: ignore[no-untyped-def]
     edge = find_edge(tables, state, token)
     if edge < 0:
         return np.int64(FREE) if state == FREE else np.int64(DEAD)
-    return follow(tables, edge)
+    return -1 - edge
 
 
 @compiled
 def follow(tables, edge):  # type: ignore[no-untyped-def]
-    """Return the state after an edge."""
-    target, block = np.int64(tables.targets[edge]), edge >> 5
-    leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
-    if target & leaf == 0:
-        node = np.int64(tables.node_base[block]) + target
-        return node if node < len(tables.row_offsets) - 1 else np.int64(DEAD)
-    if target == 2 * leaf - 1:
-        return np.int64(END)
-    return np.int64(TAIL) + tails_of(tables, block) + (target - leaf)
+    """Return the state after an edge. Reads no labels."""
+    if is_leaf(tables, edge):
+        position = tail_at(tables, edge)
+        return np.int64(END) if position < 0 else TAIL + position
+    node = node_at(tables, edge)
+    return node if node < len(tables.row_offsets) - 1 else np.int64(DEAD)
 
 
 @compiled

@@ -29,7 +29,11 @@ from itemset.text import encode, load_tokenizer
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Return 0, 1 on bad input (one line on stderr) or 130 on Ctrl-C; bad usage exits with 2."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, more = parser.parse_known_args(argv)
+    if more:
+        parts = args.run in (_build, update) and not any(word.startswith("-") for word in more)
+        advice = "; for all files of a pattern put it in quotes, as in 'parts/*.parquet'" if parts else ""
+        parser.error(f"unrecognized arguments: {' '.join(more)}{advice}")
     if args.run is _lookup and not (args.tokens or args.key or args.text or args.children):
         parser.error("lookup needs at least one of --tokens, --key, --text, --children")
     if args.run is _build and args.shards and not args.engine:

@@ -171,7 +171,10 @@ def _reason(error: Exception) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     text = text.partition("\n")[0]
     denied = isinstance(error, PermissionError) or re.search(r"denied|forbidden|\b40[13]\b", text, re.IGNORECASE)
-    return f"{text}: give credentials that may read it" if denied else text
+    if denied:
+        return f"{text}: give credentials that may read it"
+    unreached = re.search(r"NETWORK_CONNECTION|resolve host|refused|timed? ?out|unreachable", text, re.IGNORECASE)
+    return f"{text}: check the network, the address and its region or endpoint" if unreached else text
 
 
 def _system(uri: str) -> tuple[Any, str]:

@@ -39,7 +39,7 @@ def taken(info: dict[str, Any], state: Any) -> float:
 def note(batch: Any) -> None:
     """Before a forward pass: note the rows of the requests that ask for weights."""
     if batch.sampling_info is not None:
-        setattr(batch.sampling_info, _ROWS, _asking(batch.reqs or ()))
+        setattr(batch.sampling_info, _ROWS, _asking(batch))
 
 
 @hook(
@@ -70,7 +70,7 @@ def sample(
 @contextlib.contextmanager
 def verified(batch: Any, logits: Tensor) -> Iterator[None]:
     """While drafts are verified: weigh the rows of the requests that ask. logits: [requests x drafts, vocabulary]."""
-    requests = _asking(batch.reqs)
+    requests = _asking(batch)
     if not requests:
         yield
         return
@@ -108,8 +108,10 @@ def _weighed(logits: Tensor, rows: Sequence[int]) -> Iterator[list[Tensor]]:
     result += [index, legal.logsumexp(-1) - whole]
 
 
-def _asking(requests: Sequence[Any]) -> list[int]:
-    return [i for i, one in enumerate(requests) if (one.sampling_params.custom_params or {}).get(WEIGHT)]
+def _asking(batch: Any) -> list[int]:
+    if not batch.return_logprob:  # nobody asks, see `ask`
+        return []
+    return [i for i, one in enumerate(batch.reqs or ()) if (one.sampling_params.custom_params or {}).get(WEIGHT)]
 
 
 def _on(logits: Tensor, rows: Sequence[int]) -> Tensor:

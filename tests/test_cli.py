@@ -258,6 +258,9 @@ def test_usage(capsys, npy, sids):
     assert "-o" in usage(capsys, "build", npy)
     assert "positive" in usage(capsys, "build", npy, "--vocab-size", "0", "-o", "x")
     assert "--tokens, --key, --text, --children" in usage(capsys, "lookup", sids)
+    unquoted = usage(capsys, "build", "parts/a.parquet", "parts/b.parquet", "-o", "x")
+    assert "unrecognized arguments: parts/b.parquet; for all files of a pattern put it in quotes" in unquoted
+    assert "quotes" not in usage(capsys, "build", npy, "--colour", "a", "-o", "x")
     for tokens in ("1,x", "-1", "1.5", str(2**31), str(2**70)):
         for option in ("--tokens", "--children"):
             assert "such as 1,2,3" in usage(capsys, "lookup", sids, f"{option}={tokens}")

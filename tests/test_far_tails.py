@@ -30,7 +30,10 @@ from itemset.ranking.beams import Beams
 from itemset.trie import file as index_file
 from itemset.trie import tables as trie_tables
 from itemset.trie import targets as trie_targets
+from itemset.trie.changes import change
 from itemset.trie.levels import LevelPlan
+from itemset.trie.numbering import rank_terminals
+from itemset.trie.rows import as_rows, sort_unique
 from itemset.trie.soundness import lengths
 from itemset.trie.tables import COUNTS, EDGES, NODES, NONE, TAIL_TOKENS, Tables, Trie
 from itemset.trie.targets import FAR, MAX_TAIL_TOKENS, NO_BLOCK
@@ -127,6 +130,23 @@ def test_the_host_walks_them(gap: int) -> None:
     for row, walker, states in ((rows[0], host, there), (rows[1], plain, states_of(near))):
         fill_bitmasks([walker] * len(states), states, list(range(len(states))), row)
     assert np.array_equal(*rows)
+
+
+@gaps
+def test_they_are_updated(gap: int) -> None:
+    """What is copied from there is what is copied from the set itself."""
+    trie = SMALL.trie
+    far = replace(trie, tables=moved(gap), tail_tokens=trie.tail_tokens + gap)
+    new = sort_unique(as_rows([[3, 3, 3, 1], [7] * 20, [2]]))
+    gone = np.zeros(trie.items, np.bool_)
+    gone[::7] = True
+    rank = rank_terminals(trie.tables.terminal)
+    (changed, members, same), expected = change(far, rank, gone, new), change(trie, rank, gone, new)
+    for name, array in changed.tables.sections.items():
+        assert np.array_equal(array, expected.trie.tables.sections[name]), name
+    assert changed.tail_tokens == expected.trie.tail_tokens
+    assert np.array_equal(members, expected.members)
+    assert np.array_equal(same, expected.same)
 
 
 @gaps

@@ -16,9 +16,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
+from itemset.masking.bitmasks import fill_bitmask_of
 from itemset.trie.jit import compiled
 from itemset.trie.tables import TERMINAL, Tables
-from itemset.trie.targets import count_ones
 from itemset.trie.view import leave_out
 from itemset.trie.walk import (
     DEAD,
@@ -28,7 +28,6 @@ from itemset.trie.walk import (
     WAITING,
     advance,
     begin_step,
-    first_dead,
     follow,
     is_alive,
     is_terminal,
@@ -231,10 +230,6 @@ _WORDS = _TARGET_BYTES + 1
 _DEAD = 2 * Tables._fields.index("dead")
 
 
-_ALL = np.uint32(0xFFFFFFFF)
-_FEW = 20  # bits of a word: to find each of them is then faster than to look at all
-
-
 @intrinsic
 def _pointer(_typing: Any, address: Any) -> Any:
     """Return the address as the pointer that `carray` takes."""
@@ -243,16 +238,6 @@ def _pointer(_typing: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _count_zeros_below(_typing: Any, _word: Any) -> Any:
-    """Return how many zeros stand below the lowest one of a word that is not 0."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], cgutils.true_bit)
-
-    return types.uint32(types.uint32), generate
 
 
 @compiled
@@ -352,112 +337,6 @@ def _fill_row(address: int, state: int, row: Any) -> None:
     addresses = carray(_pointer(address), _WORDS, np.int64)
     words = row.view(np.uint32)
     if addresses[_LABEL_BYTES] == 2:  # filling reads no targets, so their width does not matter
-        _fill_bitmask(_tables(addresses, np.uint16, np.uint16), state, _stops(addresses), words)
+        fill_bitmask_of(_tables(addresses, np.uint16, np.uint16), state, _stops(addresses), words)
     else:
-        _fill_bitmask(_tables(addresses, np.uint32, np.uint16), state, _stops(addresses), words)
-
-
-@compiled
-def _fill_bitmask(tables: Any, state: int, stops: Any, row: Any) -> None:
-    row[:] = 0xFFFFFFFF if state == FREE else 0
-    if state >= TAIL:
-        _set_bit(row, tail_token(tables, state))
-    elif state < WAITING:
-        _set_children(tables, np.int64(tables.row_offsets[state]), np.int64(tables.row_offsets[state + 1]), row)
-    if is_terminal(tables, state):
-        for token in stops:
-            _set_bit(row, token)
-
-
-@compiled
-def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
-    gaps = _gaps(tables.labels, first, end) if end > first else 0
-    few_gaps = gaps <= (end - first) >> 3
-    if few_gaps or len(tables.alive):
-        for block in range(first >> 5, (end + 31) >> 5):
-            alive = tables.alive[block] if len(tables.alive) else _ALL
-            low, high = max(first, block * 32), min(end, block * 32 + 32)
-            if gaps == 0:
-                _set_run(tables.labels, alive, low, high, row)
-            elif few_gaps:
-                _set_runs(tables.labels, alive, low, high, row)
-            elif alive == _ALL:
-                for edge in range(low, high):
-                    _set_bit(row, np.int64(tables.labels[edge]))
-            else:
-                _set_alive(tables.labels, alive, low, high, row)
-    else:
-        for edge in range(first, end):
-            _set_bit(row, np.int64(tables.labels[edge]))
-    if len(tables.dead):  # sorted as the edges are: those of this node stand together
-        for at in range(first_dead(tables.dead, first), len(tables.dead)):
-            if tables.dead[at] >= end:
-                break
-            _clear_bit(row, np.int64(tables.labels[tables.dead[at]]))
-
-
-@compiled
-def _gaps(labels: Any, first: int, end: int) -> Any:
-    """Return how many tokens between the labels of these edges are no labels."""
-    return np.int64(labels[end - 1]) - np.int64(labels[first]) - (end - first - 1)
-
-
-@compiled
-def _set_runs(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Do `_set_alive` where most labels follow one another."""
-    if _gaps(labels, low, high) == 0:
-        _set_run(labels, alive, low, high, row)
-        return
-    for first in range(low, high, 8):
-        end = min(first + 8, high)
-        if _gaps(labels, first, end) == 0:
-            _set_run(labels, alive, first, end, row)
-        else:
-            _set_each(labels, alive, first, end, row)
-
-
-@compiled
-def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Do `_set_alive` for labels that follow one another."""
-    token = np.int64(labels[low])
-    bits = np.uint64(alive >> np.uint32(low & 31)) & ((np.uint64(1) << np.uint64(high - low)) - np.uint64(1))
-    bits <<= np.uint64(token & 31)
-    if token >> 5 < len(row):
-        row[token >> 5] |= np.uint32(bits & np.uint64(0xFFFFFFFF))
-    if (token >> 5) + 1 < len(row):
-        row[(token >> 5) + 1] |= np.uint32(bits >> np.uint64(32))
-
-
-@compiled
-def _set_alive(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Set the labels of those edges from `low` on, all of one word of `Tables.alive`, whose bits are set there."""
-    if count_ones(alive) <= _FEW:
-        alive = alive >> np.uint32(low & 31) << np.uint32(low & 31)
-        if high & 31:
-            alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)
-        while alive:
-            _set_bit(row, np.int64(labels[(low & ~31) + np.int64(_count_zeros_below(alive))]))
-            alive &= alive - np.uint32(1)
-    else:
-        _set_each(labels, alive, low, high, row)
-
-
-@compiled
-def _set_each(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Do `_set_alive` without a branch on a bit: many of them would be foreseen wrongly."""
-    for edge in range(low, high):
-        token, bit = np.int64(labels[edge]), alive >> np.uint32(edge & 31) & np.uint32(1)
-        if token >> 5 < len(row):
-            row[token >> 5] |= bit << np.uint32(token & 31)
-
-
-@compiled
-def _clear_bit(row: Any, token: int) -> None:
-    if 0 <= token < len(row) * 32:
-        row[token >> 5] &= ~(np.uint32(1) << np.uint32(token & 31))
-
-
-@compiled
-def _set_bit(row: Any, token: int) -> None:
-    if 0 <= token < len(row) * 32:
-        row[token >> 5] |= np.uint32(1) << np.uint32(token & 31)
+        fill_bitmask_of(_tables(addresses, np.uint32, np.uint16), state, _stops(addresses), words)

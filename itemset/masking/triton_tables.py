@@ -186,8 +186,7 @@ def state_after(words, fields, edge, mask):
 @triton.jit
 def _state_counted(words, fields, edge, mask):
     leaves = word(words, fields, TARGETS, edge >> 5, mask)
-    bit = edge & 31
-    nodes = word(words, fields, NODE_BASE, edge >> 5, mask) + bit - _ones(leaves & (((bit * 0 + 1) << bit) - 1))
+    base = word(words, fields, NODE_BASE, edge >> 5, mask)
     start = (edge * 0).to(tl.int64)
     length = start
     end = fields[WIDTHS] >> FAR_BLOCK
@@ -199,6 +198,8 @@ def _state_counted(words, fields, edge, mask):
         start = tl.where(reached, low | (high << 32), start)
         length = tl.where(reached, word(words, fields, TAIL_BASE, at + LENGTH, True), length)
         at += OF_A_LEVEL
+    bit = edge & 31  # nothing loaded before is needed until here: the loads of a level do not wait for them
+    nodes = base + bit - _ones(leaves & (((bit * 0 + 1) << bit) - 1))
     tail = tl.where(length == 0, END, start + (edge - nodes + 1) * length + TAIL)
     return tl.where(((leaves >> bit) & 1) != 0, tail, nodes).to(tl.int64)
 

@@ -125,7 +125,7 @@ class ItemRequest:
             raise RefusedError(
                 "wrong type",
                 f"{WEIGHT} is of one sampled answer with {REFERENCE} or a choice, not of slates, lists, draws, or sets "
-                "inside a constraint: leave it out",
+                f"inside a constraint: add {REFERENCE}, or leave it out",
                 WEIGHT,
             )
         if given.get(SLATE) is not None:

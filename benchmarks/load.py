@@ -273,19 +273,20 @@ class Tally:
 class Memory:
     """What a server's processes hold, by the share of the requests that are done."""
 
-    def __init__(self, pid: int, tally: Tally) -> None:
+    def __init__(self, pid: int, tally: Tally, heap: Callable[[], list[int]]) -> None:
+        """heap: MiB that stand beside those of the processes."""
         root = psutil.Process(pid)
         each = (root, *root.children(recursive=True))
         self._processes = [one for one in each if one.memory_full_info().uss > 1 << 27]
         self.names = [_name(process) for process in self._processes]
-        self._tally, self._over = tally, threading.Event()
+        self._tally, self._over, self._heap = tally, threading.Event(), heap
         self.samples: list[tuple[int, list[int]]] = []
         self._thread = threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
         while not self._over.wait(2):
             held = [process.memory_full_info().uss for process in self._processes]
-            self.samples.append((self._tally.done, held))
+            self.samples.append((self._tally.done, held + [mib << 20 for mib in self._heap()]))
 
     def __enter__(self) -> Memory:
         self._thread.start()
@@ -380,6 +381,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of requests")
     parser.add_argument("--minutes", type=float, default=600, help="after which no more are sent")
     parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--heap", action="store_true", help="also what of the engine's heap is in use, and free")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -393,10 +395,20 @@ def main() -> int:
         answers = {"backend": "static", "disable_any_whitespace": True}
         flags = ("--structured-outputs-config", json.dumps(answers), "--item-set", f"films={index}")
         tally = Tally(films, args.requests, time.perf_counter() + args.minutes * 60, args.only or list(KINDS))
-        with Server("v1", model, arguments=flags, forked=False, max_num_seqs=64, max_model_len=512) as server:
-            # vLLM compiles what ranks log-probabilities at the first request for some, and everyone waits for it.
-            server.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 2, "logprobs": 1})
-            with Memory(server._process._popen.pid, tally) as memory:
+        options: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 512}
+        if args.heap:
+            path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+            os.environ |= {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
+            options["worker_extension_cls"] = "heap.Heap"
+        with Server("v1", model, arguments=flags, forked=False, **options) as server:
+
+            def heap() -> list[int]:
+                if not args.heap:
+                    return []
+                (found,) = server.post("/collective_rpc", {"method": "heap_in_mib"})[1]["results"]
+                return [found["used"], found["free"]]
+
+            with Memory(server._process._popen.pid, tally, heap) as memory:
                 started = time.perf_counter()
                 asyncio.run(run(server, tally, args.concurrency))
                 seconds = time.perf_counter() - started
@@ -409,7 +421,12 @@ def main() -> int:
     total = {column: sum(row[column] for row in kinds.values()) for column in ("requests", "items", "faults")}
     every = [one for times in tally.seconds.values() for one in times]
     kinds["all"] = total | {f"p{p}_ms": 1e3 * float(np.percentile(every, p)) for p in (50, 90, 99)}
-    result = {"kinds": kinds, "processes": memory.names, "quarters_mib": memory.quarters(), "seconds": seconds}
+    result = {
+        "kinds": kinds,
+        "processes": memory.names + ["its heap: used", "free"] * args.heap,
+        "quarters_mib": memory.quarters(),
+        "seconds": seconds,
+    }
     result["requests"] = tally.done
     print(table(result))
     ours = [line for line in str(metrics).splitlines() if line.startswith("item_set:") and "_total" in line]

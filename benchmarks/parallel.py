@@ -2,7 +2,7 @@
 
 python benchmarks/parallel.py                     in vLLM's environment
 python benchmarks/parallel.py --engine sglang     in SGLang's
-python benchmarks/parallel.py --only ray          with the package `ray`
+python benchmarks/parallel.py --only ray          with the package `ray`: vLLM has it on GPUs alone
 python benchmarks/parallel.py --engine sglang --only router    with `sglang-router`: two servers, asked through it
 
 Starts a server with a tiny model for each configuration, asks it for items and lists at once, and looks every answer
@@ -46,7 +46,7 @@ SGLANG = (
 COLOURS = ["red", "green", "blue"]
 REQUESTS = 48
 EOS = 1
-ERROR = re.compile(r"^(?!.*WARNING).*?((?:\w+Error|Exception|static-backend)\b.*)$", re.MULTILINE)
+ERROR = re.compile(r"^(?!.*(?:WARNING|root cause above)).*?((?:\w+Error|Exception|static-backend)\b.*)$", re.MULTILINE)
 
 
 def start(engine: str, runner: str, flags: tuple[str, ...], sets: list[str]) -> Any:

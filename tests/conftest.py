@@ -19,14 +19,16 @@ pytest.register_assert_rewrite("live", "live_tests")
 STARTS_AN_ENGINE = ("test_vllm_*.py", "test_harness.py", "test_examples.py", "test_gpu_script.py")
 
 LONGEST = (
-    "test_vllm_draft_models.py", "test_vllm_device.py", "test_vllm_drafts.py", "test_vllm_engine.py",
-    "test_vllm_wide_lists.py", "test_vllm_server.py", "test_vllm_ranking.py", "test_kernels.py", "test_vllm_passes.py",
-    "test_vllm_weights.py", "test_vllm_wide_draws.py", "test_vllm_inside.py", "test_vllm_live.py",
-    "test_vllm_shared_prefix.py", "test_sglang_live.py", "test_sglang_weights.py", "test_sglang_slates.py",
-    "test_sglang_speculation.py", "test_sglang_draft_models.py", "test_sglang_wide_lists.py", "test_sglang_server.py",
-    "test_sglang_engine.py", "test_sglang_device.py",
+    "test_vllm_draft_models.py", "test_gpu_code.py", "test_vllm_engine.py", "test_fuzz.py", "test_vllm_wide_lists.py",
+    "test_vllm_server.py", "test_vllm_ranking.py", "test_vllm_device.py", "test_vllm_inside.py", "test_vllm_drafts.py",
+    "test_kernels.py", "test_vllm_passes.py", "test_vllm_weights.py", "test_vllm_wide_draws.py", "test_vllm_live.py",
+    "test_harness.py", "test_vllm_shared_prefix.py", "test_published.py", "test_races.py", "test_expand.py",
+    "test_update.py", "test_escape.py", "test_sglang_live.py", "test_sglang_weights.py", "test_sglang_speculation.py",
+    "test_sglang_server.py", "test_sglang_draft_models.py", "test_sglang_wide_lists.py", "test_sglang_engine.py",
+    "test_sglang_device.py", "test_sglang_slates.py",
 )  # fmt: skip
-"""Modules that begin first, so that neither of two workers has a long one left when the other has none."""
+"""Modules that begin first, so that neither of two workers has a long one left when the other has none. While the first
+one compiles with Numba what almost all modules run, the second one does not need it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,6 +11,9 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+# Tests run side by side, on as many cores: more threads for each would wait for one another.
+torch.set_num_threads(1)
+
 if DEVICE == "cpu" and importlib.util.find_spec("triton") is not None:
     # Triton looks at this when it is imported. Engines get their own value (engines.environment).
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,8 +1,8 @@
 """The child's side of `engines.Engine` and `servers.Server`: a process that has vLLM imported and forks a fresh engine
 or server whenever it is asked.
 
-Importing vLLM takes six seconds and starting a tiny engine one, so the import is paid once per model runner. Only
-`from vllm import LLM` happens before the fork, as in any program that uses vLLM: plugins are loaded afterwards.
+Importing vLLM takes six seconds and starting a tiny engine one, so the import is paid once per model runner. Plugins
+are loaded after the fork, as in any program that uses vLLM. Servers that are not forked import all in its usual order.
 `sglang/sglang_engine_host.py` does the same for SGLang.
 """
 
@@ -57,6 +57,16 @@ def host(control: socket.socket, serve_engine: Callable[[Connection], None]) -> 
         os.close(log)
 
 
+def load_compiled() -> None:
+    """Load from Numba's cache what every engine runs: it takes a second. What is not there is compiled."""
+    import itemset
+    from itemset.masking.host import warm_up
+
+    s = itemset.build([[5, 6], [7]], keys=["a", "b"], attributes={"n": [1, 2]})
+    itemset.view(itemset.from_bytes(s.to_bytes()), {"n": 1})
+    warm_up()
+
+
 def serve(connection: Connection, make_engine: Callable[..., Any]) -> None:
     """Answer requests until the other side closes. The first one starts the engine, the others run a function on it."""
     engine: Any = None
@@ -102,7 +112,9 @@ def _portable(error: Exception) -> Exception:
 if __name__ == "__main__":
     import spares
     from vllm import LLM
+    from vllm.v1.worker import cpu_worker  # noqa: F401  with the models and their layers
 
+    load_compiled()
     module = "vllm.entrypoints.openai.api_server"
     host(
         socket.socket(fileno=int(sys.argv[1])),

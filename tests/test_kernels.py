@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -409,23 +406,3 @@ def test_kernels_are_chosen_by_device() -> None:
     assert kernels_for("cpu") is torch_kernels
     assert kernels_for("cuda") is triton_kernels
     assert kernels_for("cuda", "torch") is torch_kernels
-
-
-NAMED = ["advance", "advance_unmarked", "forced", "forced_guess", "grow", "grow_positions", "grow_tree"]
-NAMED += ["lists_candidates", "lists_candidates_alone", "lists_candidates_steps", "lists_ended", "lists_follow"]
-NAMED += ["lists_follow_steps", "lists_legal_sums", "lists_log_sums", "lists_merge", "lists_merge_done"]
-NAMED += ["mask", "races_candidates", "races_candidates_steps", "races_looked", "races_looked_steps", "races_went_on"]
-NAMED += ["step", "walk", "walk_columns"]
-NAMED += ["walk_each", "walk_positions", "walk_tree"]
-
-
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_every_kernel_compiles_for_a_gpu(architecture: int) -> None:
-    """To machine code, without a GPU: the interpreter takes what the compiler refuses."""
-    script = Path(__file__).parent / "compile_kernels.py"
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    run = subprocess.run(
-        [sys.executable, script, str(architecture)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == NAMED

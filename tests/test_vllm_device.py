@@ -449,8 +449,7 @@ def test_verification_that_looks_at_no_mask_is_refused(engines, tiny_model, devi
         engines("v2", tiny_model, speculative_config=config, **device)
 
 
-# A core a rank; and no torch.compile, which looks for a Triton that compiles.
-BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
+BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core a rank
 
 
 def test_two_ranks_sample_the_same(engines, tiny_model, device, named_sets):

@@ -95,7 +95,7 @@ def test_two_ranks(engines, tiny_model, tmp_path):
         additional_config={**options, "item_set_path": "device"},
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"},
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         timeout=300,
     )
     for _ in range(3):

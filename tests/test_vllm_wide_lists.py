@@ -346,10 +346,7 @@ def test_lists_of_lora_adapters(engines, tiny_model, static, adapted):
 
 def test_ranks_choose_the_same_rows(engines, tiny_model, static, engine):
     """Under tensor parallelism every rank makes the lists, from the same logits."""
-    env = {
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }  # the interpreter is no target to compile for
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     two = engines("v2", tiny_model, **static, **ROOMY, tensor_parallel_size=2, env=env, timeout=300)
     lengths = [20, 32, 33]
     found = two.call(inside, "fixed", 8, 5, False, lengths)

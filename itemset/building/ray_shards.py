@@ -25,6 +25,7 @@ import pyarrow.parquet as pa_parquet
 import ray
 from numpy.typing import NDArray
 from ray.data import DataContext, Datasink
+from ray.data.context import ShuffleStrategy
 from ray.exceptions import RayError
 
 from itemset import storage
@@ -268,6 +269,9 @@ def _context(files: Sequence[storage.SourceFile]) -> DataContext:
     fair = sum(file.size for file in files) / (_WAVES * cores)
     context.target_max_block_size = int(np.clip(fair, *_BLOCK))
     context.raise_original_map_exception = True
+    # Ray Data's newer sort waits inside tasks for what others have made. After a death such tasks can keep all cores,
+    # and what must be made again gets none.
+    context.shuffle_strategy = ShuffleStrategy.SORT_SHUFFLE_PULL_BASED
     return context
 
 

@@ -7,9 +7,11 @@ happens unless TRITON_INTERPRET is set.
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +28,7 @@ def prepare_triton() -> None:
     libdevice.log1p = _log1p_kernel()
     # Overflow checks are computed for each integer operation, then thrown away because debug is off.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    _patch_language_once_a_launch(interpreter)
+    runpy.run_path(str(Path(__file__).with_name("quick_triton.py")))["make_quick"](interpreter)
 
 
 class InterpreterDriver:
@@ -48,33 +50,6 @@ def _log1p_kernel() -> Any:
     # The interpreter finds `tl` among the globals of the function's module.
     globals()["tl"] = tl
     return log1p
-
-
-def _patch_language_once_a_launch(interpreter: Any) -> None:
-    """Spare the interpreter a third of its time: it patches triton.language again at every call inside a kernel.
-
-    Which modules it patches depends only on the globals of the function called, and what a call patched stays patched
-    until the launch ends.
-    """
-    patch_language = interpreter._patch_lang
-    patched: set[int] = set()
-
-    class Launch:
-        def __init__(self, scope: Any) -> None:
-            self.scope = scope
-
-        def restore(self) -> None:
-            self.scope.restore()
-            patched.clear()
-
-    def patch_language_once(function: Any) -> Launch | None:
-        namespace = id(function.__globals__)
-        if namespace in patched:
-            return None
-        patched.add(namespace)
-        return Launch(patch_language(function))
-
-    interpreter._patch_lang = patch_language_once
 
 
 BLOCK, WIDER_BLOCK = 1024, 4096

@@ -10,9 +10,11 @@ from functools import partial
 import engine_host
 import spares
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.models import registry  # noqa: F401  with all its models
 
 SPARES = 2  # for the scheduler and the detokenizer
 
 if __name__ == "__main__":
+    engine_host.load_compiled()
     serve = partial(spares.serve, count=SPARES, module="sglang.launch_server", make_engine=Engine)
     engine_host.host(socket.socket(fileno=int(sys.argv[1])), serve)

@@ -124,7 +124,10 @@ class ItemSet:
 
     @property
     def digest(self) -> str:
-        """Hex digest of the tables: equal for two sets of the same items, whatever their keys."""
+        """Hex digest of the tables: equal for two sets of the same items, whatever their keys.
+
+        A set whose items have one length has another one in a file of a release that did not count its targets.
+        """
         if self._digest is None:
             self._digest = digest_of(self.trie.tables)
         return self._digest

@@ -77,11 +77,12 @@ def test_the_same_bytes_and_honest_errors(tmp_path: Path, monkeypatch: pytest.Mo
     assert refused(tmp_path / "a.txt", tokenizer=tiny_tokenizer()).startswith("no Ray cluster at 127.0.0.1:9: ")
     monkeypatch.delenv("RAY_ADDRESS")
     ray.init("local", num_cpus=2, object_store_memory=200 << 20, log_to_driver=False)
+    monkeypatch.chdir(tmp_path)  # where no worker is
     try:
         for name, write in {"texts": write_texts, "tokens": write_tokens}.items():
             options, shards = write(tmp_path / name), tmp_path / f"shards of {name}"
             alone = build_external(tmp_path / name, folder=tmp_path, **options).to_bytes()
-            assert build_external(tmp_path / name, engine="ray", shards=shards, **options).to_bytes() == alone
+            assert build_external(name, engine="ray", shards=shards.name, **options).to_bytes() == alone
             assert len(list(shards.glob("*.parquet"))) > 1
         assert refused(tmp_path / name, shards=shards, **options) == (
             "shards of tokens is not empty: give the shards a new folder"
@@ -94,5 +95,10 @@ def test_the_same_bytes_and_honest_errors(tmp_path: Path, monkeypatch: pytest.Mo
         assert refused(tmp_path / name, **options) == (
             "tokens/2.parquet holds texts, files before it token ids: keep them apart"
         )
+        (tmp_path / name / "2.parquet").unlink()
+        folder = tmp_path / "scratch"
+        folder.mkdir()
+        assert build_external(name, engine="ray", folder=folder, **options).to_bytes() == alone
+        assert not list(folder.iterdir())
     finally:
         ray.shutdown()

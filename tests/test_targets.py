@@ -25,7 +25,7 @@ from itemset.trie.levels import LevelPlan
 from itemset.trie.numbering import nth_edge
 from itemset.trie.soundness import check_items, check_shapes
 from itemset.trie.tables import Tables
-from itemset.trie.targets import FAR, OF_A_LEVEL, START, START_HIGH, is_leaf, next_tail, nodes_before, tails_of
+from itemset.trie.targets import FAR, LENGTH, OF_A_LEVEL, START, START_HIGH, is_leaf, next_tail, nodes_before, tails_of
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, follow
 
 uniform = st.tuples(st.integers(1, 7), st.integers(2, 40)).flatmap(
@@ -113,6 +113,8 @@ def test_a_file_of_an_earlier_release_opens_and_is_updated_to_what_a_build_makes
         changed = one.updated(add=new, keys=[9000, 9001], remove=keys[:40])
         built = itemset.build([*items[40:], *new], keys=[*keys[40:], 9000, 9001])
         assert changed.to_bytes() == built.to_bytes()
+        same = one.updated(add=items[:2], keys=[9000, 9001])  # no item comes or goes
+        assert same.to_bytes() == itemset.build([*items, *items[:2]], keys=[*keys, 9000, 9001]).to_bytes()
 
 
 @pytest.mark.parametrize("kept", [range(0, 3000, 2), range(2990, 3000)], ids=["half", "few"])
@@ -176,8 +178,18 @@ def beyond(tables: Tables, far: int) -> Tables:
 
 def test_a_file_whose_sections_do_not_fit_is_refused() -> None:
     s = itemset.build(random_items())
-    for name, array in (("tail_base", s.trie.tables.tail_base[:-4]), ("targets", s.trie.tables.targets[:-1])):
+    bases = s.trie.tables.tail_base
+    descending, other_length = bases.copy(), bases.copy()
+    descending[OF_A_LEVEL * 4] = 0  # a walk on the host stops at the first level that begins later, one on a device not
+    other_length[LENGTH] += 1
+    for name, array, header in (
+        ("tail_base", bases[:-4], {}),
+        ("tail_base", descending, {}),
+        ("tail_base", other_length, {}),
+        ("targets", s.trie.tables.targets[:-1], {}),
+        ("targets", s.trie.tables.targets, {"shortest": s.shortest - 1}),
+    ):
         broken = s.trie.tables._replace(**{name: array})
-        whole = ItemSet(s.trie.__class__(**(vars(s.trie) | {"tables": broken})), s._keys)
+        whole = ItemSet(s.trie.__class__(**(vars(s.trie) | {"tables": broken} | header)), s._keys)
         with pytest.raises(ItemSetError, match=f"section {name} does not fit the header"):
             from_bytes(whole.to_bytes())

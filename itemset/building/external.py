@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -71,7 +71,7 @@ def build_external(
     in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
     engine: "ray" reads, encodes and sorts on a Ray cluster (needs the package `ray`), this process does the rest.
     shards: a new folder or URI, for what the cluster has sorted, which stays there; all its machines must share it. By
-    default it is in `folder`.
+    default it is a new one in `folder`, removed at the end.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes. They have no
@@ -95,12 +95,12 @@ def build_external(
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
-        with temporary as scratch:
+        with temporary as scratch, ExitStack() as until_built:
             named: dict[str, Any] = {"column": column, "key": key, "attributes": attributes}
             read = partial(sources.batches, path, **named)
             encoding = (tokenizer, prefix, escape, vocab_size)
             if engine is not None:
-                sorted_shards = str(shards or scratch / "shards")
+                sorted_shards = str(shards or until_built.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
                 read = _ray_shards().write_shards(path, sorted_shards, named, *encoding)
                 path, encoding, in_order = sorted_shards, (None, "", None, token_limit(tokenizer, vocab_size)), True
             stored = _store(path, read, *encoding, scratch, progress)

@@ -90,10 +90,14 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Order:
-    """How items become columns that sort as they do. starts: the number of each file's first row in the whole input."""
+    """How items become columns that sort as they do.
+
+    starts: the number of each file's first row in the whole input. items: how many there are.
+    """
 
     codec: Codec
     starts: NDArray[np.int64]
+    items: int
 
     @property
     def columns(self) -> list[str]:
@@ -157,7 +161,8 @@ def write_shards(
     check_options(path, first.texts is not None, tokenizer, prefix, escape, vocab_size)
     keys, table = (None if values is None else values[:0] for values in (first.keys, first.attributes))
     first = replace(first, texts=None if first.texts is None else [], tokens=None, keys=keys, attributes=table)
-    limit, files = token_limit(tokenizer, vocab_size), sources.files_of(path)
+    limit, files = token_limit(tokenizer, vocab_size), list(map(_anywhere, sources.files_of(path)))
+    folder = folder if storage.is_uri(folder) else os.path.abspath(folder)
     source = _Source(files, named, first, tokenizer, prefix, escape, limit)
     if _names(folder):
         raise ItemSetError(f"{folder} is not empty: give the shards a new folder")
@@ -182,11 +187,14 @@ def write_shards(
         raise ItemSetError(f"{len(missing)} of {len(shards.written)} shards are not in {folder}{_SHARED}")
 
     def read() -> Generator[sources.Items]:
-        names = [] if table is None else table.column_names
+        names, rows = [] if table is None else table.column_names, 0
         for items in sources.batches(folder, column=_TOKENS, key=_KEY, attributes=names):
             if table is not None and items.attributes is not None:  # Parquet has no timestamps in seconds
                 items = replace(items, attributes=items.attributes.cast(table.schema))
+            rows += len(items)
             yield items
+        if rows != order.items:  # something else was written there, too
+            raise ItemSetError(f"{folder} holds {rows:,} of {order.items:,} items: give the shards a new folder")
 
     return read
 
@@ -195,11 +203,11 @@ def _order(encoded: Any, files: int) -> _Order:
     """Return the order of all items, once all are encoded."""
     seen = encoded.map_batches(_survey, batch_size=None, batch_format="pyarrow", zero_copy_batch=True).to_pandas()
     rows = np.bincount(seen["part"], seen["rows"], files).astype(np.int64)
-    if rows.sum() > MAX_ITEMS:
-        raise ItemSetError(f"{rows.sum():,} items are too many, the limit is {MAX_ITEMS:,}: split the set")
+    if (items := int(rows.sum())) > MAX_ITEMS:
+        raise ItemSetError(f"{items:,} items are too many, the limit is {MAX_ITEMS:,}: split the set")
     longest = int(seen["longest"].max())
     width = longest if seen["shortest"].min() == longest else 0
-    return _Order(codec_of(int(seen["highest"].max()), longest, width), np.cumsum(rows) - rows)
+    return _Order(codec_of(int(seen["highest"].max()), longest, width), np.cumsum(rows) - rows, items)
 
 
 def _survey(table: pa.Table) -> pa.Table:
@@ -230,10 +238,16 @@ def _names(folder: str) -> set[str]:
     return set()
 
 
+def _anywhere(file: storage.SourceFile) -> storage.SourceFile:
+    """Return a file that is found from every folder: a worker works in that in which its machine's Ray was started."""
+    return replace(file, path=os.path.abspath(file.path)) if file.system is None else file
+
+
 def _found(file: storage.SourceFile) -> storage.SourceFile:
     """Return the file as this machine finds it."""
     with _said(after=_SHARED):
-        found = storage.file_at(file.name)
+        found = storage.file_at(file.path if file.system is None else file.name)
+    found = replace(found, name=file.name)
     if found != file:
         raise ItemSetError(f"{file} was changed while it was read: start again")
     return found

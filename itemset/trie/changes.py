@@ -71,7 +71,7 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     offsets = np.concatenate((before.offsets, before.offsets[-1] + added.offsets[1:]))
     sources = np.concatenate((np.full(len(numbers), -1), trie.items + fresh))
     if not len(sources):
-        return Changed(trie, np.arange(trie.items, dtype=np.uint32), same)
+        return Changed(*_as_built(trie, terminal_rank), same)
     events = sort_unique(Rows(tokens, offsets))
     if events.order is not None:
         sources = sources[events.order]
@@ -87,6 +87,17 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
 def _needs(trie: Trie, bits: int) -> bool:
     """Return whether a token of the trie has so many bits."""
     return any((run >> (bits - 1)).any() for run in token_runs(trie.tables, trie.tail_tokens))
+
+
+def _as_built(trie: Trie, terminal_rank: NDArray[np.uint32]) -> tuple[Trie, NDArray[np.uint32]]:
+    """Return the trie with its targets as they are built now, and its members: an earlier release counted none."""
+    length = trie.longest if trie.shortest == trie.longest else 0
+    due = type_of_targets(length, len(trie.level_edges), trie.longest)
+    if due != np.uint64 or due == trie.tables.targets.dtype:
+        return trie, np.arange(trie.items, dtype=np.uint32)
+    every = sort_unique(items_at(trie.tables, terminal_rank, np.arange(trie.items), trie.longest))
+    built, members = build_trie(every.rows, every.lcp)
+    return built, members if every.order is None else every.order[members]
 
 
 def _rebuilt(

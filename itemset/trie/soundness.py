@@ -12,7 +12,7 @@ from itemset.trie.jit import compiled
 from itemset.trie.numbering import in_order
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import Tables, Trie
-from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, is_leaf, sizes, tail_at
+from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, is_leaf, set_levels, sizes, tail_at, type_of_targets
 
 
 def check_shapes(trie: Trie) -> None:
@@ -45,12 +45,33 @@ def check_shapes(trie: Trie) -> None:
         array = getattr(tables, field)
         if len(array) != count or array.dtype.name not in dtypes:
             raise ValueError(f"section {field} does not fit the header")
+    if tables.targets.itemsize == 8:
+        _check_levels(trie)
     rows = tables.row_offsets
     if rows[0] != 0 or rows[-1] != edges or np.any(rows[1:] < rows[:-1]):
         raise ValueError("section row_offsets does not ascend to the number of edges")
     items = edges - (nodes - 1) + np.count_nonzero(np.unpackbits(tables.terminal.view(np.uint8)))
     if trie.items != items:
         raise ValueError("its number of items does not fit its tables")
+
+
+def _check_levels(trie: Trie) -> None:
+    """Raise ValueError unless counted targets go with the header, and the levels' words are those that it makes.
+
+    Walks on the host and on a device look for an edge's level in different ways: of other words they might differ.
+    """
+    length, levels = trie.longest, len(trie.level_edges)
+    edges = np.array(trie.level_edges)
+    leaves = edges - np.array((*trie.level_nodes[1:], 0))
+    if trie.shortest != length or type_of_targets(length, levels, 0) != np.uint64:
+        raise ValueError("section targets does not fit the header")
+    tails = leaves * (length - 1 - np.arange(levels))
+    words = np.zeros_like(trie.tables.tail_base)
+    if (tails >= 0).all() and levels <= length:
+        before_edges, before_leaves, before_tails = (np.cumsum(counts) - counts for counts in (edges, leaves, tails))
+        set_levels(words, before_edges, before_leaves, before_tails, length)
+    if tails.sum() != trie.tail_tokens or not np.array_equal(words, trie.tables.tail_base):
+        raise ValueError("section tail_base does not fit the header")
 
 
 def check_items(trie: Trie) -> None:

@@ -40,6 +40,7 @@ FAST: dict[str, Any] = {
 }
 
 LOG_TAIL = 6000
+HOST_STARTS = 400  # seconds, on a machine that has much else to do
 
 
 class EngineError(RuntimeError):
@@ -71,7 +72,7 @@ class HostedProcess:
     """A process forked from a `Host`, with a log and a connection, over which it is told what to start."""
 
     def __init__(self, host: Host, name: str, timeout: float) -> None:
-        """`timeout` bounds, in seconds, the fork and every answer."""
+        """`timeout` bounds, in seconds, every answer. The first fork waits for what its host loads and compiles."""
         self.name = name
         self.timeout = timeout
         self.pid: int | None = None
@@ -81,7 +82,7 @@ class HostedProcess:
         try:
             with theirs, self.log_path.open("wb") as log:
                 host.fork(theirs.fileno(), log.fileno())
-            self.pid = pickle.loads(self._receive())
+            self.pid = pickle.loads(self._receive(max(timeout, HOST_STARTS)))
         except BaseException:
             self.close()
             raise
@@ -112,9 +113,10 @@ class HostedProcess:
             # Where it has died, reading from it says so.
             self._connection.send_bytes(message)
 
-    def _receive(self) -> bytes:
+    def _receive(self, timeout: float | None = None) -> bytes:
+        timeout = self.timeout if timeout is None else timeout
         try:
-            if self._connection.poll(self.timeout):
+            if self._connection.poll(timeout):
                 return self._connection.recv_bytes()
             if self.pid is not None:
                 # Python's fault handler writes to the log what every thread is doing.
@@ -126,7 +128,7 @@ class HostedProcess:
             # Interrupted: the answer may still come, and must not be taken for that to the next request.
             self.close()
             raise
-        raise self._died(f"gave no answer within {self.timeout} s")
+        raise self._died(f"gave no answer within {timeout} s")
 
     def _died(self, what: str) -> EngineError:
         self.close()

@@ -142,7 +142,7 @@ def _level_of(tail_base, edge):  # type: ignore[no-untyped-def]
 def _counted_tail(tables, at, edge):  # type: ignore[no-untyped-def]
     """Return where the first tail starts of the edges from `edge` on, whose level's words begin at `at`.
 
-    What a damaged file makes of it is still a position that a state can hold.
+    What a damaged file makes of it is still no less than 0, and compared with the tails' size where they are read.
     """
     start = np.int64(tables.tail_base[at + START]) | np.int64(tables.tail_base[at + START_HIGH]) << 32
     leaves = edge - nodes_before(tables, edge)

@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -402,6 +404,12 @@ def test_a_scratch_folder_goes_with_its_block_and_with_its_process(tmp_path: Pat
     assert outcome(output, before) == f"{output} was written whole"
     with pytest.raises(FileNotFoundError), scratch_folder(tmp_path / "none" / "a"):
         pass
+    with scratch_folder(output) as folder:
+        guard = next(one for one in psutil.Process().children() if "scratch.py" in " ".join(one.cmdline()))
+        guard.kill()
+        while guard.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+    assert os.listdir(tmp_path) == ["a b"]
     code = f"""
 import os, signal, sys
 from itemset.building.scratch import scratch_folder

@@ -31,6 +31,7 @@ def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
         [sys.executable, "-I", "-S", __file__, str(output)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        bufsize=0,  # what a guard that has gone could not take is not tried again when its pipe is closed
         start_new_session=True,
     )
     assert guard.stdin is not None
@@ -45,9 +46,8 @@ def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
-            with suppress(BrokenPipeError):  # of a guard that was killed
+            with suppress(BrokenPipeError):  # of a guard that could make no folder, or was killed
                 guard.stdin.write(_DONE)
-                guard.stdin.flush()
 
 
 def state_of(output: str | os.PathLike[str]) -> os.stat_result | None:

@@ -368,8 +368,7 @@ def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
     row[ALIVE], row[WIDTHS], row[SEPARATOR] = NO_BITS, tables.token_bits, NO_TOKEN
     row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
     row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
-    row[WIDTHS] |= COUNTED if tables.targets.itemsize == 8 else 0
-    row[WIDTHS] |= (len(tables.tail_base) if tables.targets.itemsize == 8 else tables.far_block) << FAR_BLOCK
+    row[WIDTHS] |= COUNTED | len(tables.tail_base) << FAR_BLOCK if tables.counted else tables.far_block << FAR_BLOCK
     return row
 
 

@@ -37,7 +37,7 @@ from itemset.masking.batch import LOCAL
 from itemset.ranking.torch_expand import ENDED, NOTHING, OPEN, Found, Rows, Rules
 from itemset.trie.jit import compiled
 from itemset.trie.tables import TERMINAL as DEAD_NODE
-from itemset.trie.targets import FAR, FIRST_EDGE, LENGTH, OF_A_LEVEL, START, START_HIGH, count_ones
+from itemset.trie.targets import FAR, LENGTH, START, START_HIGH, count_ones, level_of
 from itemset.trie.walk import DEAD, END, STATE_BITS, TAIL, WAITING, is_dead
 
 _LOW = (1 << 32) - 1
@@ -391,9 +391,8 @@ def _after_counted(words, fields, edge):  # type: ignore[no-untyped-def]
     node = np.int64(words[fields[NODE_BASE] + (edge >> 5)]) + bit - before
     if not (leaves >> np.uint32(bit)) & np.uint32(1):
         return node
-    at, end = fields[TAIL_BASE], fields[TAIL_BASE] + (fields[WIDTHS] >> FAR_BLOCK)
-    while at + OF_A_LEVEL < end and edge >= words[at + OF_A_LEVEL + FIRST_EDGE]:
-        at += OF_A_LEVEL
+    first = fields[TAIL_BASE]
+    at = first + level_of(words[first : first + (fields[WIDTHS] >> FAR_BLOCK)], edge)
     length = np.int64(words[at + LENGTH])
     start = np.int64(words[at + START]) | np.int64(words[at + START_HIGH]) << 32
     return TAIL + start + (edge - node + 1) * length if length else END

@@ -45,7 +45,7 @@ def check_shapes(trie: Trie) -> None:
         array = getattr(tables, field)
         if len(array) != count or array.dtype.name not in dtypes:
             raise ValueError(f"section {field} does not fit the header")
-    if tables.targets.itemsize == 8:
+    if tables.counted:
         _check_levels(trie)
     rows = tables.row_offsets
     if rows[0] != 0 or rows[-1] != edges or np.any(rows[1:] < rows[:-1]):

@@ -73,6 +73,11 @@ class Tables(NamedTuple):
         return not len(self.alive) and not len(self.dead)
 
     @property
+    def counted(self) -> bool:
+        """Whether `targets` are counted, not stored."""
+        return self.targets.itemsize == 8
+
+    @property
     def sections(self) -> dict[str, NDArray[Any]]:
         """The arrays of a whole set, by name: what a file and an arena hold."""
         return {name: getattr(self, name) for name in SECTIONS}
@@ -167,7 +172,7 @@ def allocate(
         far_block=NO_BLOCK,
     )
     starts = np.cumsum(per_level, axis=1) - per_level
-    if tables.targets.itemsize == 8:
+    if tables.counted:
         targets.set_levels(tables.tail_base, starts[EDGES], starts[LEAVES], starts[TAIL_TOKENS], length)
     starts[TERMINALS] += totals[LEAVES]
     tables.row_offsets[nodes] = edges

@@ -80,7 +80,7 @@ def node_at(tables, edge):  # type: ignore[no-untyped-def]
 def tail_at(tables, edge):  # type: ignore[no-untyped-def]
     """Return where the tail of a leaf starts, -1 if it has none: the item ends with its edge."""
     if tables.targets.itemsize == 8:
-        at = _level_of(tables.tail_base, edge)
+        at = level_of(tables.tail_base, edge)
         return _counted_tail(tables, at, edge) if tables.tail_base[at + LENGTH] else np.int64(-1)
     leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
     target = np.int64(tables.targets[edge])
@@ -91,7 +91,7 @@ def tail_at(tables, edge):  # type: ignore[no-untyped-def]
 def tails_of(tables, block):  # type: ignore[no-untyped-def]
     """Return where the tails of a block of edges begin."""
     if tables.targets.itemsize == 8:
-        return _counted_tail(tables, _level_of(tables.tail_base, block << 5), block << 5)
+        return _counted_tail(tables, level_of(tables.tail_base, block << 5), block << 5)
     begins = np.int64(tables.tail_base[block])
     return begins + FAR if block >= tables.far_block else begins
 
@@ -103,7 +103,7 @@ def next_tail(tables, edge, tail_tokens):  # type: ignore[no-untyped-def]
     if tables.targets.itemsize == 8:
         if edge >= edges:
             return np.int64(tail_tokens)
-        return _counted_tail(tables, _level_of(tables.tail_base, edge), edge)
+        return _counted_tail(tables, level_of(tables.tail_base, edge), edge)
     for e in range(edge, min((block + 1) * 32, edges)):
         position = tail_at(tables, e) if is_leaf(tables, e) else np.int64(-1)
         if position >= 0:
@@ -130,8 +130,8 @@ def _leaves(targets, block):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _level_of(tail_base, edge):  # type: ignore[no-untyped-def]
-    """Return where the words of an edge's level begin, of counted targets."""
+def level_of(tail_base, edge):  # type: ignore[no-untyped-def]
+    """Return where the words of an edge's level begin in `tail_base`, of counted targets."""
     at = 0
     while at + OF_A_LEVEL < len(tail_base) and edge >= tail_base[at + OF_A_LEVEL + FIRST_EDGE]:
         at += OF_A_LEVEL

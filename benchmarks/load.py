@@ -2,11 +2,14 @@
 
 python benchmarks/load.py --requests 100000 --json docs/benchmarks/load.json
 
+docs/deployment.md, "On CPUs", has the settings without which the engine grows on a CPU.
+
 The client is `vllm.benchmarks.serve.benchmark`; only what one request does is ours, since it has to read the answer.
 The set is the film titles of the examples, with their years; the model is tiny and random, so that the server's own
 work is what is measured. Answers with items are held against the titles, keys, years and order that they must have;
 JSON is judged by `jsonschema`. A request that should be refused must get HTTP 400, all others 200; some clients leave
-before the answer. Memory is what the processes of the server hold themselves (USS), every two seconds.
+before the answer. Memory is what the processes of the server hold themselves (USS), every two seconds. Sets that
+requests bring may take 32 MiB of it, which they do after a quarter of 100,000 requests.
 """
 
 from __future__ import annotations
@@ -381,6 +384,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of requests")
     parser.add_argument("--minutes", type=float, default=600, help="after which no more are sent")
     parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--inline-mib", type=int, default=32, help="that sets which requests bring may take")
     parser.add_argument("--heap", action="store_true", help="also what of the engine's heap is in use, and free")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -396,6 +400,7 @@ def main() -> int:
         flags = ("--structured-outputs-config", json.dumps(answers), "--item-set", f"films={index}")
         tally = Tally(films, args.requests, time.perf_counter() + args.minutes * 60, args.only or list(KINDS))
         options: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 512}
+        options["additional_config"] = {"inline_set_host_memory": args.inline_mib << 20}
         if args.heap:
             path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
             os.environ |= {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}

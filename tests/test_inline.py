@@ -14,9 +14,8 @@ import pytest
 from models import tiny_tokenizer
 
 import itemset
-from itemset.serving import catalogue
 from itemset.serving.admission import Checks, Words
-from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
 from itemset.serving.config import StaticConfig
 from itemset.serving.encoding import Encoder, Steps
 from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, InlineTexts, _slices
@@ -267,18 +266,16 @@ def kept(catalogue: Catalogue, texts: int) -> str:
     return one.reference
 
 
-def test_small_sets_count_with_what_surrounds_them(monkeypatch):
-    monkeypatch.setattr(catalogue, "INLINE_BYTES", 10 * catalogue.OVERHEAD)
-    sets = Catalogue(StaticConfig())
+def test_small_sets_count_with_what_surrounds_them():
+    sets = Catalogue(StaticConfig(inline_set_host_memory=10 * OVERHEAD))
     references = [kept(sets, i) for i in range(1, 50)]
     still = [reference for reference in references if sets.inline(reference)]
     assert 1 < len(still) < 10
     assert still == references[-len(still) :]
 
 
-def test_a_set_is_known_while_it_is_held(monkeypatch):
-    monkeypatch.setattr(catalogue, "INLINE_BYTES", 0)
-    sets = Catalogue(StaticConfig())
+def test_a_set_is_known_while_it_is_held():
+    sets = Catalogue(StaticConfig(inline_set_host_memory=0))
     held = sets.inline(kept(sets, 3))
     assert copy.deepcopy(held) is held
     kept(sets, 4)

@@ -26,7 +26,6 @@ from itemset.views import view, view_from_bytes
 
 INLINE = "inline:"
 VIEW = "view:"
-INLINE_BYTES = 256 << 20  # of inline sets kept for their next request, as `InlineSet.nbytes` counts them
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
 
 
@@ -197,7 +196,7 @@ class Catalogue:
                 return inline_set
             self._inline[inline_set.reference] = inline_set
             self._inline_bytes += inline_set.nbytes
-            while self._inline_bytes > INLINE_BYTES and len(self._inline) > 1:
+            while self._inline_bytes > self._config.inline_set_host_memory and len(self._inline) > 1:
                 _, dropped = self._inline.popitem(last=False)
                 self._inline_bytes -= dropped.nbytes
             return inline_set

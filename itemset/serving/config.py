@@ -32,6 +32,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     inline_text_limit: characters that all items of an inline set may have together.
     item_set_path: where masks are computed; "auto" takes the device wherever it can.
     inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
+    inline_set_host_memory: bytes of each process that keeps inline sets for their next request.
     item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
     ranked_list_limit: beams that a request for a ranked list may ask for.
     ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
@@ -55,6 +56,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     inline_text_limit: Annotated[int, Meta(ge=0, description="a number of characters")] = 10_000_000
     item_set_path: Annotated[Paths, Meta(description="one of auto, device, host")] = "auto"
     inline_set_memory: Annotated[int, Meta(ge=0, description="a number of bytes")] = 64 << 20
+    inline_set_host_memory: Annotated[int, Meta(ge=0, description="a number of bytes")] = 256 << 20
     item_set_kernels: Annotated[Kernels, Meta(description="one of auto, triton, torch")] = "auto"
     ranked_list_limit: Annotated[int, Meta(ge=0, description="a number of beams")] = 1_000
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a number of forward passes")] = 10_000

@@ -66,7 +66,8 @@ class SourceFile:
 
     def check_unchanged(self) -> None:
         """Raise ItemSetError if another file stands there now: what was read may be of both."""
-        if self.system is not None and file_at(self.name) != self:
+        now = file_at(self.path if self.system is None else self.name)
+        if (now.size, now.changed) != (self.size, self.changed):
             raise ItemSetError(f"{self.name} was changed while it was read: start again")
 
 
@@ -197,7 +198,8 @@ def _local(path: Path) -> SourceFile:
         raise ItemSetError(f"{path} is a folder: name a file in it")
     if not path.exists():
         raise ItemSetError(f"no file {path}: check the path")
-    return SourceFile(str(path), str(path), path.stat().st_size, None, None)
+    state = path.stat()
+    return SourceFile(str(path), str(path), state.st_size, state.st_mtime_ns, None)
 
 
 def _remote(name: str, system: Any, info: Any) -> SourceFile:

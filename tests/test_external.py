@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -260,15 +261,15 @@ def test_what_a_build_in_memory_refuses(tmp_path: Path, tokenizer: PreTrainedTok
 def test_a_source_that_changes_between_two_reads_is_named(tmp_path: Path) -> None:
     path, changed = tmp_path / "a.npy", []
 
-    def change(stage: str, share: float) -> None:
+    def change(rows: int, stage: str, share: float) -> None:
         if stage in ("sorting", "merging") and not changed:
             changed.append(stage)
-            np.save(path, np.zeros((300, 3), np.uint16))
+            np.save(path, np.zeros((rows, 3), np.uint16))
 
-    for in_order in (True, False):
+    for in_order, rows in product((True, False), (200, 300)):
         np.save(path, np.arange(600, dtype=np.uint16).reshape(200, 3))
         changed.clear()
-        assert "a.npy was changed while it was read" in refusal(path, progress=change, in_order=in_order)
+        assert "a.npy was changed while it was read" in refusal(path, progress=partial(change, rows), in_order=in_order)
     assert stored.can_read_twice(files_at(path))
     lines = tmp_path / "a.jsonl"
     lines.write_text("[]")

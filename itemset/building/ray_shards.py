@@ -161,7 +161,8 @@ def write_shards(
     check_options(path, first.texts is not None, tokenizer, prefix, escape, vocab_size)
     keys, table = (None if values is None else values[:0] for values in (first.keys, first.attributes))
     first = replace(first, texts=None if first.texts is None else [], tokens=None, keys=keys, attributes=table)
-    limit, files = token_limit(tokenizer, vocab_size), list(map(_anywhere, sources.files_of(path)))
+    limit, given = token_limit(tokenizer, vocab_size), sources.files_of(path)
+    files = list(map(_anywhere, given))
     folder = folder if storage.is_uri(folder) else os.path.abspath(folder)
     source = _Source(files, named, first, tokenizer, prefix, escape, limit)
     if _names(folder):
@@ -183,6 +184,8 @@ def write_shards(
         shards = _Shards(folder, order)
         sortable = encoded.map_batches(order.encode, batch_size=None, batch_format="pyarrow", zero_copy_batch=True)
         sortable.sort(order.columns).write_datasink(shards)
+    for file in given:
+        file.check_unchanged()
     if missing := set(shards.written) - _names(folder):
         raise ItemSetError(f"{len(missing)} of {len(shards.written)} shards are not in {folder}{_SHARED}")
 
@@ -239,8 +242,11 @@ def _names(folder: str) -> set[str]:
 
 
 def _anywhere(file: storage.SourceFile) -> storage.SourceFile:
-    """Return a file that is found from every folder: a worker works in that in which its machine's Ray was started."""
-    return replace(file, path=os.path.abspath(file.path)) if file.system is None else file
+    """Return a file that is found from every folder: a worker works in that in which its machine's Ray was started.
+
+    When a file of this machine was changed is left out: others may mount it with coarser times.
+    """
+    return replace(file, path=os.path.abspath(file.path), changed=None) if file.system is None else file
 
 
 def _found(file: storage.SourceFile) -> storage.SourceFile:
@@ -248,7 +254,7 @@ def _found(file: storage.SourceFile) -> storage.SourceFile:
     with _said(after=_SHARED):
         found = storage.file_at(file.path if file.system is None else file.name)
     found = replace(found, name=file.name)
-    if found != file:
+    if found.size != file.size or file.changed not in (None, found.changed):
         raise ItemSetError(f"{file} was changed while it was read: start again")
     return found
 

@@ -66,6 +66,13 @@ def shown(work: Callable[..., str]) -> Callable[..., str]:
     return answered
 
 
+def whole(number: float | None) -> int:
+    """A number that was typed. Raises ServerError if its field is empty."""
+    if number is None:
+        raise ServerError("a field for a number is empty: give one")
+    return int(number)
+
+
 def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Blocks:
     """The page. prompt, item_filter: what stands in it at first."""
     names = [one["name"] for one in server.sets()]
@@ -90,25 +97,27 @@ def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Block
     @shown
     def ranked(item_set: str, chosen: str, exclude: str, inline: str, prompt: str, n: float, width: float) -> str:
         choice = Choice.of(item_set, chosen, exclude, inline)
-        return page.ranked(server.ranked(prompt, choice, int(n), width=max(int(width), int(n))))
+        return page.ranked(server.ranked(prompt, choice, whole(n), width=max(whole(width), whole(n))))
 
     @shown
     def path(
         item_set: str, chosen: str, exclude: str, inline: str, prompt: str, temperature: float, seed: float
     ) -> str:
         choice = Choice.of(item_set, chosen, exclude, inline)
-        return page.path(server.path(prompt, choice, temperature=temperature, seed=int(seed)))
+        return page.path(server.path(prompt, choice, temperature=temperature, seed=whole(seed)))
 
     @shown
     def compared(item_set: str, chosen: str, exclude: str, inline: str, prompt: str, n: float, passes: float) -> str:
         choice = Choice.of(item_set, chosen, exclude, inline)
-        drawn, exact = server.drawn(prompt, choice, int(n), max_passes=int(passes), approximate=True)
-        return page.compared(server.sampled(prompt, choice, int(n)), drawn, exact)
+        drawn, exact = server.drawn(prompt, choice, whole(n), max_passes=whole(passes), approximate=True)
+        return page.compared(server.sampled(prompt, choice, whole(n)), drawn, exact)
 
     @shown
     def inside(question: str, told: str, temperature: float, seed: float) -> str:
         fields = parsed(told, "what is asked for")
-        return page.marked(*server.inside(question, fields, temperature=temperature, seed=int(seed)))
+        if not isinstance(fields, dict):
+            raise ServerError("what is asked for must be an object: the fields of a request, in { }")
+        return page.marked(*server.inside(question, fields, temperature=temperature, seed=whole(seed)))
 
     with gr.Blocks(title="Item sets") as blocks:
         gr.Markdown("## Item sets: what a model makes of them")
@@ -154,6 +163,7 @@ def answer(button: gr.Button, work: Callable[..., str], inputs: list[Any], first
 
 def opened(server: Server, arguments: argparse.Namespace, **defaults: str) -> bool:
     """Serve the page until the user stops it."""
+    print(f"the page: http://{arguments.host}:{arguments.port} (Ctrl+C ends it)", flush=True)
     fonts: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none from elsewhere
     app(server, **defaults).launch(
         server_name=arguments.host,
@@ -161,6 +171,7 @@ def opened(server: Server, arguments: argparse.Namespace, **defaults: str) -> bo
         css=page.CSS,
         theme=gr.themes.Default(**fonts),
         inbrowser=False,
+        quiet=True,  # it would speak of links that this has not
     )
     return True
 
@@ -207,6 +218,21 @@ def films(titles: Path) -> list[dict[str, Any]]:
         ]
 
 
+def indexes(arguments: argparse.Namespace, names: list[str]) -> dict[str, Index]:
+    """The index files that were given. names: the server's sets. Raises ValueError."""
+    if arguments.tokenizer and not Path(arguments.tokenizer).is_dir():
+        raise ValueError(f"no folder {arguments.tokenizer}: give that of the model or its tokenizer")
+    found = {}
+    for given in arguments.item_set:
+        name, equals, file = given.partition("=")
+        if not equals or not file:
+            raise ValueError(f"--item-set must be NAME=FILE, such as films=films.itemset, not {given}")
+        if name not in names:
+            raise ValueError(f"the server has no set {name!r}: it has {', '.join(names) or 'none'}")
+        found[name] = Index(file, arguments.tokenizer)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server that runs; without it one is started")
@@ -223,9 +249,9 @@ def main() -> int:
         return run(partial(own_server, arguments))
     try:
         check_port(arguments)
-        pairs = (given.split("=", 1) for given in arguments.item_set)
-        indexes = {name: Index(file, arguments.tokenizer) for name, file in pairs}
-        opened(Server(arguments.url, arguments.api_key, indexes), arguments)
+        server = Server(arguments.url, arguments.api_key)
+        server.indexes = indexes(arguments, [one["name"] for one in server.sets()])
+        opened(server, arguments)
     except (ServerError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

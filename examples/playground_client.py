@@ -29,18 +29,22 @@ class Choice:
     fields: dict[str, Any]
 
     @classmethod
-    def of(cls, item_set: str, item_filter: str = "", exclude: str = "", inline: str = "") -> Choice:
+    def of(cls, item_set: str | None, item_filter: str = "", exclude: str = "", inline: str = "") -> Choice:
         """Of what was typed. inline: a list of items, a line each, in place of the set.
 
-        Raises ServerError for what is no JSON: no server could be asked.
+        Raises ServerError for what no server could be asked: what is no JSON, no set, a part of a list.
         """
         if lines := [line.strip() for line in inline.splitlines() if line.strip()]:
+            if item_filter.strip() or exclude.strip():
+                raise ServerError("item_filter and exclude_keys choose from a set, not a list: clear them, or the list")
             return cls({"structured_outputs": {"choice": lines}})
+        if not item_set:
+            raise ServerError("choose a set or a view, or type a list")
         fields: dict[str, Any] = {"item_set": item_set}
         if item_filter.strip():
-            fields["item_filter"] = parsed(item_filter, "the filter")
+            fields["item_filter"] = parsed(item_filter, "item_filter")
         if exclude.strip():
-            fields["exclude_keys"] = parsed(f"[{exclude.strip().strip('[]')}]", "the keys to exclude")
+            fields["exclude_keys"] = parsed(f"[{exclude.strip().strip('[]')}]", "exclude_keys")
         return cls(fields)
 
 
@@ -48,7 +52,7 @@ def parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ServerError(f"{what} is no JSON, and was not sent: {error}") from error
+        raise ServerError(f"{what} must be JSON, with texts in quotes, and was not sent: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ class Server:
     """A server with an OpenAI interface and this plugin. indexes: of some of its sets, by name."""
 
     def __init__(self, url: str, api_key: str = "none", indexes: dict[str, Index] | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ServerError(f"{url} is no address of a server: give one such as http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
         self.indexes = indexes or {}
@@ -205,7 +211,11 @@ class Server:
         """
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 160, **sampling, **constraint}
         choice = self._posted("/chat/completions", body)["choices"][0]
-        return choice["message"]["content"], choice.get("items") or []
+        text = choice["message"]["content"]
+        whole = choice.get("item")  # of an answer that is one item
+        if whole:
+            return text, [{"text": text, "path": "the whole answer", "set": "", "keys": [whole["key"]]}]
+        return text, choice.get("items") or []
 
     def _attributes(self, choice: Choice, key: int | str) -> dict[str, Any]:
         index = self.indexes.get(choice.fields.get("item_set", ""))
@@ -228,7 +238,9 @@ class Server:
         except urllib.error.HTTPError as error:
             raise ServerError(f"HTTP {error.code}: {_message(error.read().decode(errors='replace'))}") from error
         except OSError as error:
-            raise ServerError(f"{self.url}{path}: {error}") from error
+            raise ServerError(f"{self.url}{path}: {error}: does vLLM or SGLang listen there?") from error
+        except ValueError as error:
+            raise ServerError(f"{self.url}{path} did not answer with JSON: ask for no stream") from error
 
 
 def _message(body: str) -> str:

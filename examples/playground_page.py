@@ -123,7 +123,7 @@ def path(found: Path) -> str:
         "Struck out: not allowed there."
         if any(step.allowed and step.allowed.texts is not None for step in known)
         else "How many tokens were allowed is in the index, and which of these in the tokenizer: start the playground "
-        "with --item-set NAME=FILE and --tokenizer DIR to see it."
+        "with --item-set NAME=FILE and --tokenizer DIR to see it. A list that was typed has no index."
     )
     return page(
         f"<p>{line}</p><p><b>{escape(found.text)}</b> ({escape(ends)}): {summary}.</p>",

@@ -32,6 +32,16 @@ def check(url: str, named_sets: Mapping[str, NamedSet]) -> None:
     told = {"response_format": {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA}}}
     text, items = server.inside("colours?", told)
     assert page.marked(text, items).count("<mark>") == len(items) > 0
+    text, items = server.inside("a thing?", {"item_set": "tagged"})
+    assert page.marked(text, items).count("<mark>") == len(items) == 1
+    with pytest.raises(ServerError, match="must be JSON, with texts in quotes"):
+        Choice.of("tagged", exclude="item 1")
+    with pytest.raises(ServerError, match="clear them, or the list"):
+        Choice.of("tagged", '{"tag": 1}', inline="red")
+    with pytest.raises(ServerError, match="choose a set"):
+        Choice.of(None)
+    with pytest.raises(ServerError, match="no address of a server"):
+        Server("localhost:8000")
     with pytest.raises(ServerError, match=r"HTTP 400: .*no item set is called 'tags'"):
         server.ranked("p", Choice.of("tags"), 2)
 

@@ -39,6 +39,7 @@ def test_what_a_request_asks_for():
         ({"named": 7}, "item_set must be the name of an item set, a string, not 7", "item_set"),
         ({"named": {"a": 1}}, "a string, not an object", "item_set"),
         ({"named": "a", "choice": ["b"]}, "item_set, choice and regex .or response_format. exclude each", "item_set"),
+        ({"choice": ["b"], "exclude_keys": [0]}, "of a registered set: .* or shorten the list itself", "exclude_keys"),
         ({"item_sets": "a"}, "extra_args has no 'item_sets': name the set as item_set", "item_set"),
         ({"named": "a", "item_set_index": b""}, "item_set_index is not for requests: name the set", "item_set_index"),
         ({"item_set_place": [1]}, "item_set_place is not for requests", "item_set_place"),

@@ -51,16 +51,16 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_dir: Annotated[_Path | None, Meta(description="the path of a folder")] = None
     item_set_refresh_seconds: Annotated[float, Meta(ge=0.01, description="a number of seconds from 0.01")] = 1.0
     item_set_headroom: Annotated[_Bytes | None, Meta(description="a number of bytes")] = None
-    item_key_limit: Annotated[int, Meta(ge=0, description="a number of keys")] = 10_000
-    inline_item_limit: Annotated[int, Meta(ge=0, description="a number of items")] = 100_000
-    inline_text_limit: Annotated[int, Meta(ge=0, description="a number of characters")] = 10_000_000
+    item_key_limit: Annotated[int, Meta(ge=0, description="a whole number of keys")] = 10_000
+    inline_item_limit: Annotated[int, Meta(ge=0, description="a whole number of items")] = 100_000
+    inline_text_limit: Annotated[int, Meta(ge=0, description="a whole number of characters")] = 10_000_000
     item_set_path: Annotated[Paths, Meta(description="one of auto, device, host")] = "auto"
-    inline_set_memory: Annotated[int, Meta(ge=0, description="a number of bytes")] = 64 << 20
-    inline_set_host_memory: Annotated[int, Meta(ge=0, description="a number of bytes")] = 256 << 20
+    inline_set_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 64 << 20
+    inline_set_host_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
     item_set_kernels: Annotated[Kernels, Meta(description="one of auto, triton, torch")] = "auto"
-    ranked_list_limit: Annotated[int, Meta(ge=0, description="a number of beams")] = 1_000
-    ranked_list_passes: Annotated[int, Meta(ge=0, description="a number of forward passes")] = 10_000
-    ranked_list_beams: Annotated[int, Meta(ge=0, description="a number of beams")] = 512
+    ranked_list_limit: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 1_000
+    ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
+    ranked_list_beams: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 512
     item_set_shared_prefix: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True

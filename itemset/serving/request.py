@@ -135,6 +135,7 @@ class ItemRequest:
         for word, value in selection.items():
             if not named:
                 message = f"{word} chooses among the items of a registered set: name the set as {REFERENCE}"
+                message += ", or shorten the list itself" if choices else ""
                 raise RefusedError("wrong type", message, word)
             kind, example = (dict, "an object of conditions") if word == FILTER else (list, "a list of keys")
             if not isinstance(value, kind):

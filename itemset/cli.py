@@ -135,6 +135,7 @@ def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
     given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
     if source.texts is None:
         s = itemset.build(source.tokens, vocab_size=args.vocab_size, **given)
+        source.check_unchanged()
     else:
         s = itemset.build_text(source.texts, prefix=args.prefix, escape=args.escape, progress=True, **given)
     s.save(output)

@@ -110,8 +110,11 @@ def update(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     before = itemset.load(args.file)
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key)
-    new = _new_items(args, before) if args.add else {}
+    names = before.attributes.column_names
+    source = sources.read(args.add, column=args.column, key=args.key, attributes=names) if args.add else sources.Items()
+    new = _new_items(args, before, source) if args.add else {}
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
+    source.check_unchanged()
     after.save(output)
     # Of the keys, for an item may have several: one that is removed and added is both.
     added = 0 if new.get("add") is None else len(new["add"])
@@ -125,10 +128,8 @@ def update(args: argparse.Namespace) -> None:
     )
 
 
-def _new_items(args: argparse.Namespace, before: ItemSet) -> dict[str, Any]:
-    """Return what `updated` takes of the file with the items to add."""
-    attributes = before.attributes.column_names
-    source = sources.read(args.add, column=args.column, key=args.key, attributes=attributes)
+def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:
+    """Return what `updated` takes of the items to add."""
     check_options(args.add, source.texts is not None, args.tokenizer, "", None, None)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     if tokenizer is not None:
@@ -137,7 +138,7 @@ def _new_items(args: argparse.Namespace, before: ItemSet) -> dict[str, Any]:
         "add": source.tokens if source.texts is None else source.texts,
         "tokenizer": None if source.texts is None else tokenizer,
         "keys": None if source.keys is None else _keys_as_in(before, source.keys, args.add),
-        "attributes": source.attributes if attributes else None,
+        "attributes": source.attributes if before.attributes.column_names else None,
     }
 
 

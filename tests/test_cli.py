@@ -325,6 +325,25 @@ def test_special_tokens_are_named(capsys, tmp_path, tokenizers):
         assert (tokenizer.decode(item, skip_special_tokens=True) == text) != warned
 
 
+def test_a_mapped_matrix_that_is_rewritten_while_it_is_read(capsys, sids, tmp_path, monkeypatch):
+    more, output = str(tmp_path / "more.npy"), tmp_path / "more.itemset"
+    np.save(more, MATRIX + 1)
+
+    def rewrite_before(work):
+        def rewriting(*given, **named):
+            os.utime(more, ns=(0, 0))
+            return work(*given, **named)
+
+        return rewriting
+
+    monkeypatch.setattr(itemset, "build", rewrite_before(itemset.build))
+    monkeypatch.setattr(itemset.ItemSet, "updated", rewrite_before(itemset.ItemSet.updated))
+    for command in (["build", more], ["update", sids, "--add", more]):
+        assert "more.npy was changed while it was read: start again" in refused(capsys, *command, "-o", str(output))
+        assert not output.exists()
+        os.utime(more)
+
+
 def test_interrupted(capsys, npy, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

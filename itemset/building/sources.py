@@ -34,6 +34,7 @@ class Items:
     keys: int64 or large_string array [N], None if no key was asked for.
     attributes: a table of N rows, None if none were asked for.
     done: share of all files up to the last of these items.
+    mapped: the file in which `tokens` still lie, None if they are read.
     """
 
     texts: list[str] | None = None
@@ -41,6 +42,12 @@ class Items:
     keys: pa.Array | None = None
     attributes: pa.Table | None = None
     done: float = 1.0
+    mapped: SourceFile | None = None
+
+    def check_unchanged(self) -> None:
+        """Once `tokens` have been read, raise ItemSetError if another file stands in place of that which is mapped."""
+        if self.mapped is not None:
+            self.mapped.check_unchanged()
 
     def __len__(self) -> int:
         items = self.tokens if self.texts is None else self.texts
@@ -65,7 +72,7 @@ def read(
     files = files_at(path)
     if len(files) == 1 and files[0].suffix == ".npy":
         with _opened(files[0], column, key, attributes):
-            return Items(tokens=_native(_map_npy(files[0])))
+            return Items(tokens=_native(_map_npy(files[0])), mapped=files[0])
     return _joined(list(batches(path, column=column, key=key, attributes=attributes)))
 
 

@@ -66,8 +66,15 @@ class SourceFile:
 
     def check_unchanged(self) -> None:
         """Raise ItemSetError if another file stands there now: what was read may be of both."""
-        now = file_at(self.path if self.system is None else self.name)
-        if (now.size, now.changed) != (self.size, self.changed):
+        self.check_is(self.now())
+
+    def now(self) -> SourceFile:
+        """Return the file that stands there now. Raises ItemSetError as `file_at` does."""
+        return file_at(self.path if self.system is None else self.name)
+
+    def check_is(self, now: SourceFile) -> None:
+        """Raise ItemSetError if that which stands there now is another file."""
+        if now.size != self.size or self.changed not in (None, now.changed):
             raise ItemSetError(f"{self.name} was changed while it was read: start again")
 
 

@@ -252,11 +252,9 @@ def _anywhere(file: storage.SourceFile) -> storage.SourceFile:
 def _found(file: storage.SourceFile) -> storage.SourceFile:
     """Return the file as this machine finds it."""
     with _said(after=_SHARED):
-        found = storage.file_at(file.path if file.system is None else file.name)
-    found = replace(found, name=file.name)
-    if found.size != file.size or file.changed not in (None, found.changed):
-        raise ItemSetError(f"{file} was changed while it was read: start again")
-    return found
+        found = file.now()
+    file.check_is(found)
+    return replace(found, name=file.name)
 
 
 @contextmanager

@@ -72,7 +72,8 @@ def read(
     files = files_at(path)
     if len(files) == 1 and files[0].suffix == ".npy":
         with _opened(files[0], column, key, attributes):
-            return Items(tokens=_native(_map_npy(files[0])), mapped=files[0])
+            mapped = files[0] if files[0].system is None else None
+            return Items(tokens=_native(_map_npy(files[0])), mapped=mapped)
     return _joined(list(batches(path, column=column, key=key, attributes=attributes)))
 
 

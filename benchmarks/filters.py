@@ -41,7 +41,7 @@ from itemset.serving.catalogue import Catalogue
 from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import Sender, arrived
+from itemset.serving.travel import arrived, carried
 from itemset.serving.versions import Opened
 from itemset.serving.words import FILTERED, INDEX
 from itemset.trie.filters import passing
@@ -143,7 +143,7 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
     index = base._keys.index
     seconds, nbytes = time.perf_counter() - started, index._slots.nbytes
     front, engine = catalogue_of(base), catalogue_of(base)
-    serving, sender = chosen(front), Sender(front, engines=1)
+    serving = chosen(front)
     serving.get(ItemRequest("set", exclude_keys=[0]), "set")  # loads compiled code
     for query in (None, newest(0.1)):
         of: ItemSet = base if query is None else serving.get(ItemRequest("set", item_filter=query), "set").item_set
@@ -155,10 +155,10 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
                 before.append(ms(lambda: serving.get(ItemRequest("set", item_filter=query), "set")) if query else 0.0)  # noqa: B023
                 asked = ItemRequest("set", item_filter=query, exclude_keys=keys)
                 begun = time.process_time()
-                here.append(ms(lambda: made.append(sender.carried(serving.get(asked, "set").reference))))  # noqa: B023
+                here.append(ms(lambda: made.append(carried(front, serving.get(asked, "set").reference))))  # noqa: B023
                 busy.append(1e3 * (time.process_time() - begun))
                 there.append(ms(lambda: arrived(engine, made[-1])))  # noqa: B023
-            sent = [len(one[INDEX]) + len(one.get(FILTERED, [None, None])[1] or b"") for one in made]
+            sent = [len(one[INDEX]) + len(one.get(FILTERED, b"")) for one in made]
             tracemalloc.start()
             start = tracemalloc.get_traced_memory()[0]
             held = [without(of, base._keys.places_of(keys)) for keys in lists]

@@ -5,6 +5,7 @@ bash benchmarks/gpu.sh --minutes 10     what fits in ten minutes: the most impor
 bash benchmarks/gpu.sh --interpret      the checks alone, on the CPU, through Triton's interpreter
 bash benchmarks/gpu.sh --compile        every kernel to machine code for three GPUs, without one; registers and spills
 bash benchmarks/gpu.sh --cpu            table A on the CPU, in torch, at reduced sizes
+bash benchmarks/gpu.sh --first 1        the first half hour with a GPU, in three commands of ten minutes: 1, 2 and 3
 
 The parts, in their order:
 goals    the rows for which goals stand, each held against the host path first
@@ -13,6 +14,11 @@ copies   sets copied beside running steps, against the host path
 lists    rounds of ranked lists against torch; `itemset.beam` against masking the vocabulary (`beam.py`)
 check    every step of random schedules of requests, held against torch and a dict trie
 a, b     tables A and B, beside other methods
+sanitize some of the checks under compute-sanitizer: memory, races, barriers
+micro    wide rows, odd strides, the mask and the sampling together, rounds of lists and draws (`gpu_micro.py`)
+grid     ranked lists with Qwen3's shapes (`gpu_grid.py`), which needs transformers
+engine   vLLM from carried files (`gpu_engine.py`)
+--first 1 is quick, sanitize, goals and micro; 2 is grid; 3 is engine.
 
 Each part runs in a process of its own: one that fails, or hangs, ends no other. The JSON is written after every row.
 The exit status is 1 if a part failed or a check did, 2 if something is missing, else 0.
@@ -30,6 +36,8 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -45,6 +53,12 @@ from gpu_report import Record, goals, plot, summary
 NEEDED = ["torch", "triton", "numpy", "numba", "pyarrow"]
 # Minutes that a part may take. None needs half of it: a kernel that hangs must not take the others' time.
 PARTS = {"goals": 6.0, "quick": 4.0, "copies": 3.0, "lists": 6.0, "check": 15.0, "a": 40.0, "b": 40.0}
+FIRST: dict[str, dict[str, float]] = {
+    "1": {"quick": 1.5, "sanitize": 2.0, "goals": 3.0, "micro": 2.5},
+    "2": {"grid": 9.0},
+    "3": {"engine": 5.0},
+}
+PARTS |= {part: minutes for parts in FIRST.values() for part, minutes in parts.items() if part not in PARTS}
 
 Emit = Callable[[str, Any], None]  # what a part has found: the name of a table or of a value, and a row or the value
 
@@ -57,14 +71,23 @@ class Options:
     quick: bool = False
     longer: int = 1
     deadline: float = float("inf")
+    carried: str = ""
 
 
 def work(part: str, options: Options, emit: Emit) -> None:
     """One part, in its own process: here torch and Triton are imported."""
     if part == "compile":
-        import gpu_compile
+        import gpu_checks
 
-        gpu_compile.report(emit)
+        gpu_checks.compile_all(emit)
+        return
+    if part == "engine":
+        import gpu_engine
+
+        gpu_engine.engine(options.carried, emit)
+        return
+    if part == "sanitize":
+        sanitize(emit)
         return
     if part in ("quick", "check"):
         from gpu_checks import checks
@@ -80,7 +103,7 @@ def work(part: str, options: Options, emit: Emit) -> None:
             beam.table(options.device, 3 if options.device == "cpu" else 21, emit)
         return
     if part == "copies":
-        from gpu_copies import copies
+        from gpu_checks import copies
 
         emit("copies", copies(options.device))
         return
@@ -89,10 +112,31 @@ def work(part: str, options: Options, emit: Emit) -> None:
     plan = CPU if options.device == "cpu" else QUICK if options.quick else Plan()
     bench = Bench(options.device, plan, deadline=options.deadline)
     emit("machine", bench.machine())
-    if part == "b":
+    if part == "micro":
+        from gpu_micro import micro
+
+        micro(bench, emit)
+    elif part == "grid":
+        from gpu_grid import grid
+
+        grid(bench, emit)
+    elif part == "b":
         table_b(bench, emit)
     else:
         table_a(bench, emit, only_goals=part == "goals")
+
+
+def sanitize(emit: Emit) -> None:
+    """A hundredth of the checks under each tool. Emits its last line, and whether it found nothing."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    checks = "import gpu_checks; gpu_checks.checks('cuda', 0.01)"
+    for what in ("memcheck", "racecheck", "synccheck"):
+        run = subprocess.run(
+            [tool, "--tool", what, "--error-exitcode", "9", sys.executable, "-c", checks],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        last = (run.stdout + run.stderr).strip().splitlines()[-1:]
+        emit("sanitize", {"tool": what, "found nothing": run.returncode == 0, "last line": "".join(last)})
 
 
 def _child(part: str, task: Callable[[str, Options, Emit], None], options: Options, connection: Connection) -> None:
@@ -146,6 +190,10 @@ def run_parts(
         "B": [],
         "beam": [],
         "kernels": [],
+        "sanitize": [],
+        "micro": [],
+        "grid": [],
+        "engine": [],
         "failed": {},
         "skipped": [],
     }
@@ -189,6 +237,8 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="measure on the CPU, check nothing")
     parser.add_argument("--quick", action="store_true", help="smaller sizes of tables A and B")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all; with --interpret lists and check, with --cpu a")
+    parser.add_argument("--first", choices=FIRST, help="one of three commands for a bare machine, ten minutes each")
+    parser.add_argument("--carried", metavar="DIRECTORY", default="", help="what `gpu_engine.py` has packed")
     parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing after so many minutes")
     parser.add_argument("--longer", type=int, default=1, metavar="N", help="check N times as many steps")
     parser.add_argument("--json", metavar="FILE", help="written after every row")
@@ -201,7 +251,13 @@ def main() -> None:
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which only the parts' processes do
     chosen = args.parts or (["lists", "check"] if args.interpret else ["a"] if args.cpu else list(PARTS))
-    parts = {part: 600.0 if on_cpu else PARTS[part] for part in PARTS if part in chosen}
+    everything = [part for part in PARTS if part in chosen and (args.parts or part not in ("grid", "engine"))]
+    parts = {part: 600.0 if on_cpu else PARTS[part] for part in everything}
+    if args.first:
+        parts, args.minutes = FIRST[args.first], args.minutes or 9.0
+        args.json = args.json or f"gpu_first_{args.first}.json"
+    if args.carried and (kernel := Path(args.carried, "xgrammar_kernel.py")).exists():
+        os.environ["XGRAMMAR_KERNEL"] = str(kernel.resolve())
     if args.compile:
         parts = {"compile": 60.0}
     elif not on_cpu and not has_gpu():
@@ -211,6 +267,7 @@ def main() -> None:
         device="cpu" if on_cpu else "cuda",
         quick=args.quick,
         longer=args.longer,
+        carried=args.carried,
         deadline=time.time() + args.minutes * 60 if args.minutes else float("inf"),
     )
 

@@ -116,7 +116,7 @@ def ours(count: int) -> Answer:
     for prefix in random_prefixes(ids):
         state = 0
         for token in prefix:
-            state = walk.advance(tables, state, token)
+            state = walk.advance(tables.pointers, state, token)
         states.append(state)
     return answer | {
         "build sorted": presorted,

@@ -52,7 +52,7 @@ def walks_to_children(s: ItemSet, items: NDArray[np.uint16]) -> list[list[int]]:
         state, tokens = 0, []
         while state != walk.END:
             tokens.append(int(draw.choice(walk.children(s.trie.tables, state)[0])))
-            state = walk.advance(s.trie.tables, state, tokens[-1])
+            state = walk.advance(s.trie.tables.pointers, state, tokens[-1])
         walks.append(tokens)
     return walks
 
@@ -90,7 +90,7 @@ def _walk_and_fill(tables, states, tokens, stops, row):  # type: ignore[no-untyp
     for i in range(len(states)):
         state = states[i]
         for token in tokens[i]:
-            state = walk.advance(tables, state, token)
+            state = walk.advance(tables.pointers, state, token)
         _fill_bitmask(tables, state, stops, row)
 
 

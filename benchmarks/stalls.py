@@ -1,7 +1,8 @@
 """Measures what ranked lists do to a server's other requests: /health and small requests, idle and beside 20 lists.
 
-python benchmarks/stalls.py                   # vLLM's V1
-python benchmarks/stalls.py --engine sglang   # in SGLang's environment
+python benchmarks/stalls.py                      # vLLM's V1: rounds of requests
+python benchmarks/stalls.py --engine vllm-v2     # lists inside a step; without a GPU in Triton's interpreter
+python benchmarks/stalls.py --engine sglang      # in SGLang's environment: a list is one request
 
 A real server of a tiny random Llama and 10^6 random semantic IDs of 8 tokens. 20 clients in a process of their own ask
 for lists without pause; those that leave give up after two seconds each and ask again. A small request asks for one of
@@ -118,12 +119,14 @@ def server(engine: str, file: str, few: str, flags: dict[str, Any]) -> Any:
     if engine == "sglang":
         from sglang_servers import Server
 
-        return Server(cached_tiny_llama(), arguments=("--grammar-backend", "static", *sets), forked=False, **flags)
+        arguments, quiet = ("--grammar-backend", "static", *sets), {"TESTS_SGLANG_REPORTS": "0"}
+        given = {"max_running_requests": 1024, "max_total_tokens": 40_000, **flags}
+        return Server(cached_tiny_llama(), arguments=arguments, env=quiet, forked=False, **given)
     from servers import Server as VllmServer
 
     given = {"max_num_seqs": None, "kv_cache_memory_bytes": 256 << 20, **flags}
     arguments = ("--guided-decoding-backend", "static", *sets)
-    return VllmServer("v1", cached_tiny_llama(), arguments=arguments, **given)
+    return VllmServer(engine.partition("-")[2] or "v1", cached_tiny_llama(), arguments=arguments, forked=False, **given)
 
 
 def row(name: str, times: dict[str, list[float]], idle: dict[str, list[float]] | None) -> dict[str, Any]:
@@ -149,11 +152,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--engine", choices=("vllm-v1", "vllm-v2", "sglang"), default="vllm-v1")
     parser.add_argument("--items", type=int, default=10**6)
     parser.add_argument("--lists", type=int, default=LISTS)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--widths", type=int, nargs="*", help="lists of these lengths, in place of the usual ones")
+    parser.add_argument("--leaving", action="store_true", help="also proofs whose clients leave")
     parser.add_argument("--flags", type=json.loads, default={}, help="of the server, as JSON")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -176,10 +180,11 @@ def measured(running: Any, arguments: argparse.Namespace) -> list[dict[str, Any]
     completions = f"{url}/v1/completions"
     small = {"model": "tiny", "prompt": [5, 6, 7], "item_set": "few", "max_tokens": 4, "temperature": 0}
     asked = {"model": "tiny", "prompt": PROMPT, "item_set": "ids", "use_beam_search": True, "max_tokens": LENGTH + 1}
-    widths = arguments.widths or ([100, 1_000] if arguments.engine == "vllm" else [300])
+    widths = arguments.widths or [300]
     cases = [(f"{arguments.lists} of {n:,}", {"n": n}, None) for n in widths]
     leaving = {"n": widths[-1], "exact": True}
-    cases.append((f"{arguments.lists} of {widths[-1]:,}, exact, left after {LEAVE:.0f} s", leaving, LEAVE))
+    if arguments.leaving:
+        cases.append((f"{arguments.lists} of {widths[-1]:,}, exact, left after {LEAVE:.0f} s", leaving, LEAVE))
     for body in (small, asked | {"n": 10}):
         post(completions, body)  # compiles what is to be compiled
     idle = probe(url, small, arguments.seconds / 2)
@@ -189,18 +194,22 @@ def measured(running: Any, arguments: argparse.Namespace) -> list[dict[str, Any]
         rows.append({"case": f"one list of {n:,} alone", "s a list": min(alone), "lists": 3})
         print(rows[-1], file=sys.stderr, flush=True)
     for name, more, leave in cases:
-        told = multiprocessing.Queue()
+        told = multiprocessing.SimpleQueue()  # whose writers wait: they may end at any time
         until = time.time() + arguments.seconds
         given = (completions, asked | more, leave, until, arguments.lists, told)
         clients = multiprocessing.Process(target=ask_on, args=given)
+        began = time.perf_counter()
         clients.start()
         time.sleep(1)
         times = probe(url, small, arguments.seconds - 1)
-        took = [told.get() for _ in range(told.qsize())]
+        took = []
+        while not told.empty():
+            took.append(told.get())
+        per_second = len(took) / (time.perf_counter() - began)
         held = memory(pid)
         clients.kill()
         clients.join()
-        rows.append(row(name, times, idle) | {"memory, MB": held, "lists": len(took)})
+        rows.append(row(name, times, idle) | {"memory, MB": held, "lists": len(took), "lists a second": per_second})
         rows[-1]["s a list"] = statistics.median(took) if took else None
         time.sleep(2)
         after = probe(url, small, 2)

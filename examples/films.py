@@ -19,6 +19,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import inside
@@ -117,22 +118,20 @@ def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
     return [{**choice["item"], "title": choice["text"]} for choice in answer["choices"]]
 
 
-def report_ranks(films: list[dict[str, Any]]) -> bool:
+def report_ranks(films: list[dict[str, Any]], title_of: dict[int, str]) -> bool:
     """Print the ranked list as a table; True if it is one, of films of the list."""
-    title_of = titles_by_key()
     print(f"\na ranked list of {len(films)} films after this prompt:\n{RANKED_PROMPT!r}")
     print_ranked(films, {film["key"]: film["title"] for film in films})
     keys = {film["key"] for film in films}
     return len(keys) == RANKED and all(title_of.get(film["key"]) == film["title"] for film in films)
 
 
-def report(answers_given: list[Answer], stop_token: int) -> bool:
+def report(answers_given: list[Answer], stop_token: int, index: Path, title_of: dict[int, str]) -> bool:
     """Print a table of the answers with their films' keys; True if every one is a film of the list."""
-    title_of = titles_by_key()
     keys_of: dict[str, list[int]] = {}
     for key, title in title_of.items():
         keys_of.setdefault(title, []).append(key)
-    items = itemset.load(INDEX)
+    items = itemset.load(index)
     row = "{:24}{:<8}{}"
     print("\n" + row.format("taste", "key", "answer"))
     strangers = 0
@@ -164,24 +163,31 @@ def steps_an_answer(url: str, answers_given: list[Answer]) -> str:
     return f"{1 + verified / len(answers_given):.1f} steps an answer, of {mean:.1f} tokens each"
 
 
+def questions(
+    url: str, engine: str, index: Path, title_of: dict[int, str], stop_token: int, forced_drafts: bool = False
+) -> bool:
+    """Ask a server that has the index as `films`, and report; True if all is as it should be."""
+    started = time.monotonic()
+    try:
+        answers_given = asyncio.run(ask_all(url))
+    except openai.APIError as error:
+        raise DemoError(str(error)) from error
+    print(f"{len(answers_given)} answers in {time.monotonic() - started:.1f} s", flush=True)
+    if forced_drafts:
+        print(steps_an_answer(url, answers_given), flush=True)
+    ranks = ranked_list(url, engine)
+    good = inside.show(url, title_of)
+    good &= report(answers_given, stop_token, index, title_of)
+    return report_ranks(ranks, title_of) and good
+
+
 def show(engine: str, forced_drafts: bool) -> bool:
     """Build, serve, ask and report; True if all is as it should be."""
     model = model_dir()
     build_index(titles(), "title", model, INDEX)
-    with running_server(Launch(engine, model, f"{ITEM_SET}={INDEX}", forced_drafts)) as url:
-        started = time.monotonic()
-        try:
-            answers_given = asyncio.run(ask_all(url))
-        except openai.APIError as error:
-            raise DemoError(str(error)) from error
-        print(f"{len(answers_given)} answers in {time.monotonic() - started:.1f} s", flush=True)
-        films = ranked_list(url, engine)
-        inside_good = inside.show(url, titles_by_key())
-        if forced_drafts:
-            print(steps_an_answer(url, answers_given), flush=True)
     stop_token = json.loads((model / "config.json").read_text())["eos_token_id"]
-    good = report(answers_given, stop_token)
-    return report_ranks(films) and good and inside_good
+    with running_server(Launch(engine, model, f"{ITEM_SET}={INDEX}", forced_drafts)) as url:
+        return questions(url, engine, INDEX, titles_by_key(), stop_token, forced_drafts)
 
 
 def main() -> int:

@@ -167,7 +167,8 @@ class Server:
         ]
 
     def ranked(self, prompt: str, choice: Choice, n: int, **options: Any) -> list[Ranked]:
-        """The best items, each with its score. options: width, exact, max_passes, renormalised."""
+        """The best items, each with its score. options: width, exact, max_passes, renormalised,
+        without_end."""
         body = {"prompt": prompt, "use_beam_search": True, "n": n, **options}
         return [
             Ranked(one["text"], one["item"]["score"], one["item"]["keys"], self._attributes(choice, one["item"]["key"]))

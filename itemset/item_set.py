@@ -21,6 +21,7 @@ from itemset.trie.changes import change
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys, as_keys, changed_places, in_item_order
 from itemset.trie.levels import LevelPlan
+from itemset.trie.ready import ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
 from itemset.trie.soundness import digest_of
 from itemset.trie.tables import Trie, build_trie
@@ -80,7 +81,7 @@ class ItemSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables, keys not counted. In an arena they take up to 896 more: `arena.room_for`."""
+        """Bytes of the tables, keys not counted. In an arena they take more: `arena.room_for`."""
         return self.trie.nbytes
 
     @property
@@ -110,7 +111,7 @@ class ItemSet:
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether the tables are a trie in the order of the items: an index file may hold anything."""
-        return bool(numbering.in_order(self.trie.tables, self.trie.tail_tokens))
+        return bool(numbering.in_order(self.trie.tables.pointers, self.trie.tail_tokens))
 
     @property
     def shared(self) -> int:
@@ -135,11 +136,27 @@ class ItemSet:
     @functools.cached_property
     def level_plan(self) -> LevelPlan:
         """How wide its levels are, for a search over it on a device. Read off the tables once."""
-        return LevelPlan.of(self.trie)
+        return LevelPlan.of(self.trie) if self.base is None else self.base.level_plan
+
+    @functools.cached_property
+    def ready(self) -> NDArray[np.uint32]:
+        """Masks of the first levels' nodes (`trie.ready`), read off the tables once. A list of exclusions has none of
+        its own: its base's let through what it leaves out."""
+        if self.base is not None and "alive" not in self.own:
+            return self.base.ready
+        return ready_masks(self.trie)
+
+    @property
+    def resident(self) -> dict[str, NDArray[Any]]:
+        """What an arena holds of it and of no base, by name: `own`, and ready masks."""
+        masks = {"ready": self.ready} if self.base is None or "alive" in self.own else {}
+        return {**self.own, **{name: array for name, array in masks.items() if len(array)}}
 
     @functools.cached_property
     def token_ids(self) -> NDArray[np.int64]:
         """Every token id that occurs in an item, ascending. Read off the tables once."""
+        if self.base is not None:
+            return self.base.token_ids
         tables, tail_tokens = self.trie.tables, self.trie.tail_tokens
         runs, ids = walk.token_runs(tables, tail_tokens), 1 << tables.token_bits
         if ids > max(1 << 16, 8 * (len(tables.labels) + tail_tokens)):  # few tokens, some with high ids
@@ -164,7 +181,7 @@ class ItemSet:
         if np.ndim(prefix_tokens) != 1:
             raise ItemSetError("children() takes the tokens of one prefix, a flat list")
         for token in prefix_tokens:
-            state = walk.advance(self.trie.tables, state, token) if 0 <= token <= MAX_TOKEN_ID else walk.DEAD
+            state = walk.advance(self.trie.tables.pointers, state, token) if 0 <= token <= MAX_TOKEN_ID else walk.DEAD
         if state == walk.DEAD:
             raise ItemSetError(f"no item starts with the tokens {list(prefix_tokens)}")
         return walk.children(self.trie.tables, state)
@@ -311,7 +328,7 @@ class ItemSet:
 
     @functools.cached_property
     def _terminal_rank(self) -> NDArray[np.uint32]:
-        return numbering.rank_terminals(self.trie.tables.terminal)
+        return numbering.rank_terminals(self.trie.tables.terminal) if self.base is None else self.base._terminal_rank
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}

@@ -362,8 +362,10 @@ def _publishing(folder: Path, *, make: bool) -> Iterator[None]:
     """Lock the folder against other publishers. What the system refuses becomes an ItemSetError."""
     try:
         if make and not folder.is_dir():
-            folder.mkdir(exist_ok=True)
-            _sync(folder.parent)
+            made = [folder, *(one for one in folder.parents if not one.exists())]
+            folder.mkdir(parents=True, exist_ok=True)
+            for one in made:
+                _sync(one.parent)
         descriptor = _lock(folder / "lock")
         try:
             yield

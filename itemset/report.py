@@ -12,6 +12,7 @@ from itemset.item_set import ItemSet
 from itemset.shape import items_below
 from itemset.trie.attributes import kind_of
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import first_edge, label
 from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 _SHOWN_LEVELS = 24
@@ -150,7 +151,7 @@ def _tally(s: ItemSet) -> _Tally:
         np.zeros(len(s.token_ids), np.int64),
         np.zeros(len(s.trie.level_nodes), np.int64),
     )
-    tables, level_nodes = s.trie.tables, np.array(s.trie.level_nodes, np.int64)
+    tables, level_nodes = s.trie.tables.pointers, np.array(s.trie.level_nodes, np.int64)
     _count_edges(tables, s.token_ids, items_below(s), tally.tokens)
     _count_ends(tables, level_nodes, s.trie.tail_tokens, s.token_ids, *vars(tally).values())
     return tally
@@ -160,10 +161,10 @@ def _tally(s: ItemSet) -> _Tally:
 def _count_edges(tables, token_ids, below, tokens):  # type: ignore[no-untyped-def]
     """Add to `tokens` each edge's token, once for each item that continues there. below: see `items_below`."""
     for node in range(len(below)):
-        for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
             state = follow(tables, edge)
             items_after = below[state] if state < len(below) else np.int64(1)
-            _add(tokens, np.searchsorted(token_ids, np.int64(tables.labels[edge])), items_after)
+            _add(tokens, np.searchsorted(token_ids, label(tables, edge)), items_after)
 
 
 @compiled
@@ -175,7 +176,7 @@ def _count_ends(tables, level_nodes, room, token_ids, lengths, tokens, tail_toke
         for _ in range(level_nodes[depth]):
             if is_terminal(tables, node):
                 _add(lengths, depth, 1)
-            for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+            for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
                 state, start = follow(tables, edge), position
                 more = state >= TAIL
                 while more and position < room:

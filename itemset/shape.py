@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import first_edge
 from itemset.trie.walk import follow, is_terminal
 
 
@@ -46,7 +47,7 @@ class Shape:
 
 def shape_of(s: ItemSet) -> Shape:
     """Count over all items, in one pass over the tables: 8 bytes a node of memory."""
-    tables, levels, below = s.trie.tables, np.array(s.trie.level_nodes, np.int64), items_below(s)
+    tables, levels, below = s.trie.tables.pointers, np.array(s.trie.level_nodes, np.int64), items_below(s)
     counts = np.zeros((3, len(levels)), np.int64)
     prefixes = _count_steps(tables, levels, below, *counts)
     shared, chosen, widest = counts.tolist()
@@ -56,8 +57,8 @@ def shape_of(s: ItemSet) -> Shape:
 
 def items_below(s: ItemSet) -> NDArray[np.int64]:
     """Return how many items pass through each node: [nodes]."""
-    below = np.zeros(len(s.trie.tables.row_offsets) - 1, np.int64)
-    _count_below(s.trie.tables, len(s), below)
+    below = np.zeros(s.trie.tables.pointers.nodes, np.int64)
+    _count_below(s.trie.tables.pointers, len(s), below)
     return below
 
 
@@ -67,7 +68,7 @@ def _count_below(tables, items, below):  # type: ignore[no-untyped-def]
     nodes = len(below)
     for node in range(nodes - 1, -1, -1):  # children have higher numbers
         total = np.int64(is_terminal(tables, node))
-        for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
             state = follow(tables, edge)
             total += below[state] if state < nodes else np.int64(1)
         below[node] = min(total, items)
@@ -80,7 +81,7 @@ def _count_steps(tables, level_nodes, below, shared, chosen, widest):  # type: i
     for depth in range(len(level_nodes)):
         for _ in range(level_nodes[depth]):
             if node < len(below):
-                degree = np.int64(tables.row_offsets[node + 1]) - np.int64(tables.row_offsets[node])
+                degree = first_edge(tables, node + 1) - first_edge(tables, node)
                 ends = np.int64(is_terminal(tables, node))
                 shared[depth] += below[node]
                 if degree + ends > 1:
@@ -94,7 +95,7 @@ def _count_steps(tables, level_nodes, below, shared, chosen, widest):  # type: i
 @compiled
 def _by_first(tables, below):  # type: ignore[no-untyped-def]
     """Return the items below each edge of the root."""
-    first, end = np.int64(tables.row_offsets[0]), np.int64(tables.row_offsets[1])
+    first, end = first_edge(tables, 0), first_edge(tables, 1)
     counts = np.ones(end - first, np.int64)
     for edge in range(first, end):
         state = follow(tables, edge)

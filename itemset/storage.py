@@ -225,9 +225,26 @@ def _looked_up(uri: str) -> tuple[Any, Any, bool]:
     with reached(uri):
         system, inside = _system(uri)
         found = system.get_file_info(inside)
+        if found.type == fs.FileType.NotFound:
+            _ask_why(system, inside)
     if found.type == fs.FileType.NotFound:
         raise ItemSetError(f"no file {uri}: check the address")
     return system, found, found.type == fs.FileType.Directory
+
+
+def _ask_why(system: Any, inside: str) -> None:
+    """Raise OSError if a web server says something else of a file than that there is none: fsspec calls each of its
+    errors a missing file."""
+    client = getattr(getattr(system, "handler", None), "fs", None)
+    try:
+        if client is not None:
+            client.info(inside)
+    except FileNotFoundError as error:
+        cause = error.__cause__
+        if type(cause).__name__ == "TooManyRedirects":
+            raise OSError("its server redirects in circles: correct the address") from cause
+        if getattr(cause, "status", 404) not in (404, 410):
+            raise OSError(f"its server answers with status {getattr(cause, 'status', None)}: {cause}") from cause
 
 
 def _listed(folder: str, below: bool) -> list[SourceFile]:

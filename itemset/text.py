@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -144,14 +144,15 @@ def load_tokenizer(path_or_name: str) -> Any:
         ) from error
 
 
-def fingerprint(tokenizer: Any) -> str:
+def fingerprint(tokenizer: Any, added: Collection[str] = ()) -> str:
     """Return the SHA-256, in hex, of the vocabulary and of the encodings of fixed probe texts.
 
+    added: tokens that the tokenizer got after it was loaded, of which nothing is to depend.
     It does not depend on how the tokenizer was loaded or wrapped, nor on its settings for padding and truncation. It
     changes as soon as a token, an id or the way it splits text does.
     """
     vocabulary = tokenizer.get_vocab()
-    tokens = sorted(vocabulary)
+    tokens = sorted(vocabulary.keys() - added)
     digest = hashlib.sha256(json.dumps([tokens, *_token_ids(_PROBES, tokenizer)]).encode())
     digest.update(np.fromiter(map(vocabulary.__getitem__, tokens), "<i8", len(tokens)).tobytes())
     return digest.hexdigest()

@@ -44,7 +44,7 @@ class View(ItemSet):
     ) -> None:
         """keys: those that pass; the base's if nobody asks this object for keys."""
         super().__init__(
-            replace(base.trie, tables=base.trie.tables._replace(**own), items=items),  # type: ignore[arg-type]
+            replace(base.trie, tables=replace(base.trie.tables, **own), items=items),  # type: ignore[arg-type]
             keys or base._keys,
             digest=digest,
             vocab_size=base.vocab_size,
@@ -53,7 +53,6 @@ class View(ItemSet):
             escape=base.escape,
         )
         self.base, self.own = base, own
-        self.level_plan, self.token_ids, self._terminal_rank = base.level_plan, base.token_ids, base._terminal_rank
 
     @property
     def digest(self) -> str:
@@ -100,10 +99,10 @@ class _Passing(Keys):
     _base: Keys
     _test: Callable[[NDArray[Any]], NDArray[np.bool_]]
 
-    def __init__(self, base: Keys, test: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> None:
-        """test: of places, whether the key at each passes."""
+    def __init__(self, base: Keys, test: Callable[[NDArray[Any]], NDArray[np.bool_]], own_bytes: int) -> None:
+        """test: of places, whether the key at each passes. own_bytes: what that keeps."""
         super().__init__(base.values, base.starts)
-        vars(self).update(_base=base, _test=test)  # the class is frozen
+        vars(self).update(_base=base, _test=test, own_bytes=own_bytes)  # the class is frozen
 
     @property
     def index(self) -> KeyIndex:
@@ -189,7 +188,12 @@ def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = 
         raise _nothing_left(why())
     alive, terminal = bits_of(whole.trie.tables, lives)
     packed = np.packbits(passes, bitorder="little")
-    keys = _Passing(whole._keys, lambda places: packed[places >> 3] >> (places & 7).astype(np.uint8) & 1 != 0)
+
+    def test(places: NDArray[Any]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = packed[places >> 3] >> (places & 7).astype(np.uint8) & 1 != 0
+        return found
+
+    keys = _Passing(whole._keys, test, packed.nbytes)
     return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
 
 
@@ -211,7 +215,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     if len(numbers) >= len(base):
         raise _nothing_left(f"exclude_keys leaves 0 of the {len(base):,} items")
     before = base._keys.passes
-    keys = _Passing(base._keys, lambda asked: before(asked) & ~np.isin(asked, places))
+    keys = _Passing(base._keys, lambda asked: before(asked) & ~np.isin(asked, places), places.nbytes)
     whole = base.whole
     dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)
     below = base.base if base.base is not None and base.own.keys() == {"dead"} else base
@@ -234,7 +238,7 @@ def _leaves(item_filter: Mapping[str, Any], base: ItemSet) -> str:
 
 
 def _nothing_left(why: str) -> ItemSetError:
-    return ItemSetError(f"no item is left: {why}. Ask for less, or leave the item set as it is")
+    return ItemSetError(f"no item is left: {why}. Relax the filter, or exclude fewer keys")
 
 
 def _flat(items: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

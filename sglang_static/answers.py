@@ -30,12 +30,10 @@ ITEMS = "item_set_items"
 @hook(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response", why="which item a finished answer is"
 )
-async def stream_one_response(
-    original: Callable[..., Any], self: Any, obj: Any, state: Any, request: Any = None
-) -> AsyncGenerator[Any, None]:
+async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any) -> AsyncGenerator[Any, None]:
     """Every output passes here, and its state has all of its tokens."""
     expected = getattr(obj, EXPECTED, None)
-    async with aclosing(original(self, obj=obj, state=state, request=request)) as parts:
+    async with aclosing(original()) as parts:
         async for part in parts:
             finish = part["meta_info"].get("finish_reason")
             weight = weights.taken(part["meta_info"], state) if expected is not None and expected.weighed else None
@@ -70,12 +68,10 @@ def note(request: Any, part: Any) -> None:
     "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._generate_chat_stream",
     why="an answer's item, streamed",
 )
-async def openai_stream(
-    original: Callable[..., Any], self: Any, adapted_request: Any, *args: Any, **kwargs: Any
-) -> AsyncGenerator[str, None]:
+async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> AsyncGenerator[str, None]:
     from itemset.serving import asgi
 
-    async with aclosing(original(self, adapted_request, *args, **kwargs)) as events:
+    async with aclosing(original()) as events:
         async for event in events:
             yield asgi.with_items(event, getattr(adapted_request, ITEMS, {}))
 
@@ -85,8 +81,9 @@ async def openai_stream(
     "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._build_chat_response",
     why="an answer's item; a list's ranks and scores",
 )
-def openai_response(original: Callable[..., Any], self: Any, request: Any, ret: Any, *args: Any, **kwargs: Any) -> Any:
+def openai_response(original: Callable[..., Any], ret: Any) -> Any:
     """Each answer's item in its choice; a ranked list's says more of it."""
-    from sglang_static import ranking
+    from sglang_static import http, ranking
 
-    return ranking.with_items(original(self, request, ret, *args, **kwargs), ret)
+    response = original()
+    return response if http.is_translated() else ranking.with_items(response, ret)

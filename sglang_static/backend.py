@@ -13,9 +13,10 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
 from itemset.inside.vocabulary import Vocabulary
-from itemset.masking.host import HostState, fill_bitmasks, warm_up
+from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slates import Slate
 from itemset.serving.catalogue import Catalogue
+from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
 from itemset.serving.grammars import Grammars
 from itemset.serving.words import HOLES, LIST, REFERENCE
@@ -72,7 +73,7 @@ class StaticGrammar(BaseGrammarObject):
 
 
 def fill_rows(
-    fill_vocab_mask_batched: Callable[[list[GrammarRow], torch.Tensor], None],
+    fill_vocab_mask_batched: Callable[..., None],
     entries: list[GrammarRow],
     vocab_mask: torch.Tensor,
 ) -> None:
@@ -85,8 +86,7 @@ def fill_rows(
     if hosts:
         rows = [entry.row for entry in ours]
         fill_bitmasks(hosts, [host.state for host in hosts], rows, vocab_mask.numpy())
-        entries = [entry for entry in entries if type(entry.grammar) is not StaticGrammar]
-    fill_vocab_mask_batched(entries, vocab_mask)
+    fill_vocab_mask_batched(entries=[entry for entry in entries if type(entry.grammar) is not StaticGrammar])
 
 
 class StaticBackend:
@@ -104,7 +104,7 @@ class StaticBackend:
         self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
         self.preparer = SchedulerPreparer(self._catalogue, sampler)
         self._grammars = Grammars(vocabulary)
-        warm_up()
+        compile_all()
 
     def admit(self, manager: Any, request: Any) -> bool | None:
         """Give the request its set, or its grammar with sets in it.
@@ -162,7 +162,7 @@ class StaticBackend:
             return compat.behind_reasoning(manager, request, grammar)
 
         self._figures.admitted("host")
-        compat.compile_later(manager, request, HOLES, compiled)
+        compat.compile_later(manager, request, HOLES, compiled, self._grammars.threads(spec))
         return True
 
     def _makes_slate(self, manager: Any, request: Any, item_set: ItemSet, more: int, separator: int) -> bool:

@@ -24,14 +24,14 @@ def is_list(group: Any) -> bool:
     "sglang.srt.beam_search.coordinator:BeamCoordinator.validate_and_init",
     why="a ranked list is a beam search inside its set, not a refused constraint",
 )
-def validate_and_init(original: Callable[..., Any], self: Any, req: Any, recv_req: Any) -> str | None:
+def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str | None:
     from itemset.serving.words import LIST
 
     if LIST in (req.sampling_params.custom_params or {}):
         from sglang_static import lists
 
-        return lists.give_group(self, req, lambda: original(self, req, recv_req))
-    error: str | None = original(self, req, recv_req)
+        return lists.give_group(self, req, original)
+    error: str | None = original()
     return error
 
 
@@ -43,19 +43,24 @@ _admitted: WeakSet[Any] = WeakSet()
     "sglang.srt.managers.schedule_policy:PrefillAdder.add_one_req",
     why="a list waits for rows and KV slots that others need: SGLang promises rows twice, and ends for want of one",
 )
-def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+def add_one_req(original: Callable[..., Any], self: Any, req: Any) -> Any:
     group = req.beam_group
     if is_list(group):
         waiting = sum(not one.kv.holds_kv for one in self.can_run_list)
-        others = [one for one in _admitted if is_list(one) and one is not group]
+        others = [one for one in admitted_lists() if one is not group]
         if not group.fits(self, waiting + promised_rows(), others):
             from sglang.srt.managers.schedule_policy import AddReqResult
 
             return AddReqResult.NO_TOKEN
-    result = original(self, req, *args, **kwargs)
+    result = original()
     if group is not None and self.can_run_list and self.can_run_list[-1] is req:
         _admitted.add(group)
     return result
+
+
+def admitted_lists() -> list[Any]:
+    """The groups of the lists that have begun."""
+    return [group for group in _admitted if is_list(group) and not group.retired]
 
 
 def promised_rows() -> int:
@@ -68,26 +73,34 @@ def promised_rows() -> int:
     "sglang.srt.beam_search.coordinator:BeamCoordinator.pending_member_rows",
     why="the rows of groups that are admitted in the same step, or whose prompts are in pieces",
 )
-def pending_member_rows(original: Callable[..., Any], self: Any, batch: Any) -> int:
-    pending: int = original(self, batch)
+def pending_member_rows(original: Callable[..., Any]) -> int:
+    pending: int = original()
     return max(pending, promised_rows())
 
 
 @hook("sglang.srt.beam_search.coordinator:_rows_topk_logprobs", why="a list's beams read whole logits")
 def rows_topk_logprobs(original: Callable[..., Any], pieces: Any, num_candidates: int) -> Any:
-    return (pieces, None) if num_candidates == WHOLE else original(pieces, num_candidates)
+    return (pieces, None) if num_candidates == WHOLE else original()
 
 
 @hook(
     "sglang.srt.beam_search.coordinator:BeamCoordinator._select_group", why="the next beams of a list come from its set"
 )
-def select_group(
-    original: Callable[..., Any], self: Any, group: Any, top_logprobs: Any, top_tokens: Any, tick: int
-) -> Any:
+def select_group(original: Callable[..., Any], self: Any, group: Any, top_logprobs: Any, tick: int) -> Any:
     """top_logprobs: of a list, the pieces of its logits."""
     if is_list(group):
         return group.select(top_logprobs, tick, self.req_to_token_pool.req_to_token)
-    return original(self, group, top_logprobs, top_tokens, tick)
+    return original()
+
+
+@hook(
+    "sglang.srt.beam_search.coordinator:BeamCoordinator._reclaim_orphans",
+    why="what is reclaimed of an aborted list was written on another stream, and perhaps not yet",
+)
+def reclaim_orphans(original: Callable[..., Any], group: Any, up_to_tick: int | None) -> None:
+    if up_to_tick is None and is_list(group):
+        group.await_selections()
+    original()
 
 
 @hook(
@@ -95,12 +108,10 @@ def select_group(
     "sglang.srt.managers.schedule_batch:free_member_rows",
     why="a list's rows take part in some steps and not in others",
 )
-def free_member_rows(
-    original: Callable[..., Any], group: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any
-) -> None:
+def free_member_rows(original: Callable[..., Any], group: Any, req_to_token_pool: Any) -> None:
     if is_list(group):
         group.release(req_to_token_pool.req_to_token)
-    original(group, req_to_token_pool, token_to_kv_pool_allocator)
+    original()
 
 
 @hook(
@@ -109,7 +120,7 @@ def free_member_rows(
 )
 def pack_beam_search_output(original: Callable[..., Any], req: Any) -> Any:
     """It travels with the reason why the first item ended."""
-    output = original(req)
+    output = original()
     if output is not None and is_list(req.beam_group):
         output.sequences[0].finish_reason |= req.beam_group.said
     return output

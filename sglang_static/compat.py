@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -111,7 +112,8 @@ def resolved(server_args: Any) -> Any:
 
 
 def is_ours(server_args: Any) -> bool:
-    return bool(resolved(server_args).grammar_backend == BACKEND)
+    """Whether an engine takes our backend: then the hooks of this process run."""
+    return hook.choose(resolved(server_args).grammar_backend == BACKEND)
 
 
 def seats(server_args: Any) -> int:
@@ -167,11 +169,6 @@ def why_host_path(server_args: Any) -> str | None:
     if platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps") or os.environ.get("SGLANG_USE_MLX") == "1":
         return f"the device {given.device} has a sampler of its own"
     return None
-
-
-def schedulers(server_args: Any) -> int:
-    """How many take requests, each its own."""
-    return int(resolved(server_args).dp_size or 1)
 
 
 def verified_rows(server_args: Any) -> int:
@@ -251,15 +248,16 @@ def json_options() -> dict[str, Any]:
     }
 
 
-def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], Any]) -> None:
+def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], Any], threads: Executor | None) -> None:
     """Have the request wait until its grammar has been compiled, on another thread (constrained/grammar_manager.py).
+    If its client leaves before, SGLang cancels that. threads: ours, or None for SGLang's own.
 
     SGLang then keeps a copy of each grammar, by its key: what was kept of earlier ones under this name is forgotten.
     """
     backend = manager.grammar_backend
     for key in [key for key in backend.cache if key[0] == name]:
         del backend.cache[key]
-    request.grammar = backend.executor.submit(compiled)
+    request.grammar = (threads or backend.executor).submit(compiled)
     request.grammar_key = (name, request.rid)
     manager.grammar_queue.append(request)
 

@@ -30,13 +30,7 @@ _INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lo
 
 @hook("sglang.srt.speculative.eagle_utils:eagle_sample", why="verification of draft trees")
 def eagle_sample(
-    original: Callable[..., Any],
-    verify_input: Any,
-    batch: Any,
-    logits_output: Any,
-    grammar_mask: Any = None,
-    *args: Any,
-    **kw: Any,
+    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any
 ) -> Any:
     """EAGLE, STANDALONE, NGRAM and their kin verify here (speculative/eagle_utils.py)."""
     sampler = processor.current()
@@ -44,7 +38,7 @@ def eagle_sample(
     if sampler is not None and ours:
         mask = sampler.tree_mask(verify_input, batch, grammar_mask)
     with weights.verified(batch, logits_output.next_token_logits):
-        predict, lengths, indices = original(verify_input, batch, logits_output, mask, *args, **kw)
+        predict, lengths, indices = original(grammar_mask=mask)
     if sampler is None or not ours:
         return predict, lengths, indices
     sampler.accept(batch, predict[indices.long()], lengths, walked=1)
@@ -52,10 +46,10 @@ def eagle_sample(
 
 
 @hook("sglang.srt.speculative.eagle_utils:_verify_coins", why="a coin of zero would accept an illegal draft")
-def verify_coins(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def verify_coins(original: Callable[..., Any]) -> Any:
     """A draft is accepted where its coin is not above its probability: for one outside the set that is zero, and so
     may be a coin, once in 2^24 times."""
-    coins, final = original(*args, **kwargs)
+    coins, final = original()
     return coins.clamp(min=1e-9), final
 
 
@@ -112,49 +106,41 @@ def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
 def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
     """All drafts of a step but the first. Recorded in a CUDA graph, or run as it is."""
     if forward_batch.forward_mode.is_idle():
-        return original(self, forward_batch)
+        return original()
     with _drafting(self, forward_batch.req_pool_indices, steps=True):
-        return original(self, forward_batch)
+        return original()
 
 
 @hook(
     "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill",
     why="the first draft after a prompt",
 )
-def extend_after_prefill(
-    original: Callable[..., Any],
-    self: Any,
-    batch: Any,
-    target_hidden_states: Any,
-    next_token_ids: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def extend_after_prefill(original: Callable[..., Any], self: Any, batch: Any, next_token_ids: Tensor) -> Any:
     """The first draft after a prompt; the token that was sampled there is taken first."""
     sampler = processor.current()
     if sampler is not None and len(batch.reqs):
         sampler.accept(batch, next_token_ids[:, None], torch.ones_like(next_token_ids), walked=0)
     with _drafting(self, batch.req_pool_indices, steps=False):
-        return original(self, batch, target_hidden_states, next_token_ids, *args, **kwargs)
+        return original()
 
 
 @hook(
     "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode",
     why="the first draft after accepted ones",
 )
-def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     """The first draft after what verification has accepted."""
     with _drafting(self, batch.req_pool_indices, steps=False):
-        return original(self, batch, *args, **kwargs)
+        return original()
 
 
 @hook("sglang.srt.model_executor.model_runner:ModelRunner.forward", why="a draft model's logits are masked")
-def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
     """A forward pass of a model, masked where it is a draft model's in one of the phases above."""
     if not _phase or not self.is_draft_worker:
-        return original(self, forward_batch, *args, **kwargs)
+        return original()
     fed = forward_batch.input_ids  # SGLang may pad them
-    result = original(self, forward_batch, *args, **kwargs)
+    result = original()
     _phase[0].mask(result.logits_output.next_token_logits, fed)
     return result
 
@@ -163,9 +149,9 @@ def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: 
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute",
     why="a draft model's logits are masked where they come from a CUDA graph",
 )
-def replayed_extend(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def replayed_extend(original: Callable[..., Any]) -> Any:
     """The same pass as a CUDA graph, which has chosen one row for each request."""
-    output = original(self, *args, **kwargs)
+    output = original()
     if _phase:
         _phase[0].mask(output.next_token_logits, None)
     return output

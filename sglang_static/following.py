@@ -28,8 +28,8 @@ scheduler, and others back."""
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
     why="published sets are followed once the event loop is known",
 )
-def _auto_create_handle_loop(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    original(self, *args, **kwargs)
+def _auto_create_handle_loop(original: Callable[..., Any], self: Any) -> None:
+    original()
     front = getattr(self, "static_front_end", None)
     if front is not None and front.follower is None:
         front.follower = _follower(self, front)
@@ -93,7 +93,7 @@ def _follower(manager: Any, front: Any) -> Follower:
 @hook("sglang.srt.managers.scheduler:Scheduler.handle_dumper_control", why="new versions of followed sets are taken up")
 def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: Any) -> None:
     if recv_req.method != METHOD:
-        original(self, recv_req)
+        original()
         return
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 

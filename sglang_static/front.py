@@ -15,14 +15,14 @@ from itemset.serving.asgi import while_connected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.following import Follower
-from itemset.serving.inside import Constraint, Constraints, ExpectedItems
+from itemset.serving.inside import Constraint, Constraints, ExpectedItems, refuse_lost
 from itemset.serving.lists import Lists
-from itemset.serving.travel import Sender
+from itemset.serving.travel import carried
 from itemset.serving.words import BEAMS, HOLES, LIST, WEIGHT
 from sglang_static import compat, http, weights
 from sglang_static.inside import constraint_of, validate, with_constraint
 from sglang_static.one_request import OneRequest, Wanted
-from sglang_static.request import as_json, asked, in_place, wants_list
+from sglang_static.request import OTHERS, as_json, asked, in_place, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ class FrontEnd:
             options=compat.json_options(),
             validate=validate,
         )
-        self._sender = Sender(self.checks.catalogue, engines=compat.schedulers(manager.server_args))
         seats = compat.seats(manager.server_args)
         self.lists = Lists(seats, lambda: compat.unfinished(manager))
         self.one_request = OneRequest(seats)
@@ -91,6 +90,7 @@ class FrontEnd:
             None if one is not None else await self._constraint({**self._defaults, **(params or {})}, http_request)
             for params, one in zip(each, wanted, strict=True)
         ]
+        refuse_lost(http.stated(), reached=sum(one is not None for one in inside))
         if ranked and any(inside):
             raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
         if not any(wanted) and not any(inside):
@@ -136,7 +136,12 @@ class FrontEnd:
         if isinstance(before := params.get(HOLES), Constraint):  # the same request comes again
             return before
         given = constraint_of(params, http.fields())
-        return await while_connected(self.constraints.prepare(*given), http_request) if given is not None else None
+        if given is None:
+            return None
+        made = await while_connected(self.constraints.prepare(*given), http_request)
+        if made is not None and sum(bool(params.get(name)) for name in OTHERS) > 1:
+            raise RefusedError("two constraints", f"of {', '.join(OTHERS)} only one can hold: omit the others")
+        return made
 
     def _check_weighed(self, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
         """Raises RefusedError where the weights of the answers to one of a request's prompts cannot be had: see
@@ -179,12 +184,12 @@ class FrontEnd:
         for reference in [wanted] if isinstance(wanted, str) else wanted.references:
             metrics.REQUESTS.labels(metrics.label(reference)).inc()
         if isinstance(wanted, str):
-            carried = as_json(self._sender.carried(wanted))
+            own = as_json(carried(self.checks.catalogue, wanted))
         else:
-            each = [as_json(one) for one in wanted.carried(self._sender)]
-            carried = {HOLES: [wanted.spec(), each, wanted.slate]}
-        params.custom_params = {**(params.custom_params or {}), **carried}
+            each = [as_json(one) for one in wanted.carried(self.checks.catalogue)]
+            own = {HOLES: [wanted.spec(), each, wanted.slate]}
+        params.custom_params = {**(params.custom_params or {}), **own}
 
     def attach_list(self, reference: str, wanted: Wanted, params: Any) -> None:
         """The same for a request that is a ranked list, and was checked with it."""
-        params.custom_params = {**as_json(self._sender.carried(reference)), LIST: list(wanted)}
+        params.custom_params = {**as_json(carried(self.checks.catalogue, reference)), LIST: list(wanted)}

@@ -5,47 +5,47 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import asgi, drawing, words
+from itemset.serving import asgi, declared, drawing, inside, words
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.inside import refuse_loose_tools
 from itemset.serving.request import check_options
 from itemset.serving.words import (
     BEAMS,
     CHOICE,
+    CUSTOM,
     DRAW,
     DRAWN,
     DRAWS,
     GUIDED,
     OPTIONS,
+    PARAMS,
     REFERENCE,
     SELECTION,
     SLATE,
     STRUCTURED,
     WEIGHT,
 )
-from sglang_static.inside import constraint_of
-from sglang_static.request import CUSTOM
+from sglang_static.inside import KINDS, constraint_of, disguised
 
-PARAMS = "sampling_params"
 _BODY = {"": words.WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
-_OPENAI = _BODY | {CUSTOM: _WITHIN}
+_OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 SERVED = {
     "/v1/completions": _OPENAI,
     "/v1/chat/completions": _OPENAI,
     "/v1/responses": _BODY
     | {"": tuple(word for word in words.WORDS if word not in (DRAWS, DRAW, WEIGHT))},  # no custom_params are read
-    "/generate": _BODY | {PARAMS: _WITHIN, f"{PARAMS}.{CUSTOM}": _WITHIN},
+    "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 SURFACE = words.Surface(
     served=SERVED,
     elsewhere={},
-    watched=words.WORDS,
+    dropped=("format",),  # Ollama's
     mends={
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {CHOICE}, beside the other fields"),
@@ -56,6 +56,8 @@ SURFACE = words.Surface(
         ),
         WEIGHT: f"send {WEIGHT} beside item_set to /v1/completions, /v1/chat/completions or /generate",
     },
+    inside="name a set in item_set, beside the other fields; state a schema in response_format (/generate: "
+    "json_schema, /v1/responses: text.format), a grammar in ebnf (not on /v1/responses)",
 )
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
 RANKED = SERVED.keys() - {"/v1/responses"}
@@ -64,6 +66,8 @@ UNSEEN = ("/generate", "/v1/responses")
 """Endpoints that begin to stream before a request is judged; the others wait for its first token."""
 
 _fields: ContextVar[dict[str, Any] | None] = ContextVar("item_set_fields", default=None)
+_path: ContextVar[str] = ContextVar("item_set_path", default="")
+_stated: ContextVar[Sequence[tuple[str, Any]]] = ContextVar("item_set_stated", default=())
 _made: ContextVar[Any] = ContextVar("item_set_made", default=None)
 """What `_make` has made, held until the request comes to ask for it."""
 
@@ -71,6 +75,16 @@ _made: ContextVar[Any] = ContextVar("item_set_made", default=None)
 def fields() -> dict[str, Any]:
     """What the HTTP request that is being served says of item sets: nothing outside of one."""
     return _fields.get() or {}
+
+
+def is_translated() -> bool:
+    """Whether the answer is made of a chat's, which must stay SGLang's own object for it."""
+    return _path.get() == "/v1/messages"
+
+
+def stated() -> Sequence[tuple[str, Any]]:
+    """The constraints of the HTTP request that is being served in which sets may stand."""
+    return _stated.get()
 
 
 class ItemSetFields:
@@ -86,6 +100,8 @@ class ItemSetFields:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         scope[asgi.JUDGE], scope[asgi.MAKER] = _judge, _make
         token = _fields.set(None)
+        _stated.set(())
+        _path.set(asgi.path_of(scope) if "path" in scope else "")
         try:
             await self._app(scope, receive, send)
         finally:
@@ -113,12 +129,19 @@ def _judge(scope: Any, body: Any) -> None:
 
 def _judged(scope: Any, body: Any) -> None:
     path, ours = asgi.path_of(scope), _serves_sets()
-    SURFACE.check(path, body, ours=ours)
-    if path not in SERVED or not isinstance(body, dict):
+    fields = declared.of_route(scope, body)
+    SURFACE.check(path, body, fields, ours=ours)
+    if not isinstance(body, dict):
         return
     if isinstance(tools := body.get("tools"), list) and body.get("tool_choice") != "none":
         forced = body.get("tool_choice") not in (None, "auto")
-        refuse_loose_tools(tools, lambda strict: forced or strict)
+        refuse_loose_tools(tools, body.get("tool_choice"), lambda strict: path in SERVED and (forced or strict))
+    _stated.set(inside.stated(body, fields))
+    if path not in SERVED:
+        return
+    given = body.get("response_format")
+    if isinstance(given, dict) and given.get("type") == "structural_tag":
+        body["response_format"] = disguised(given)
     structured = body.get(STRUCTURED)
     if ours:
         if isinstance(structured, dict) and set(structured) - {CHOICE}:
@@ -141,9 +164,10 @@ def _judged(scope: Any, body: Any) -> None:
         found[CHOICE] = structured[CHOICE]
     places = [found, *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in words.at(body, place))]
     ask = (REFERENCE, CHOICE, *SELECTION, SLATE, DRAWS, WEIGHT)
-    if any(one.get(word) is not None for one in places for word in ask):
-        if ours:
-            _refuse_what_is_ignored(path, body)
+    named = any(one.get(word) is not None for one in places for word in ask)
+    if named and ours:
+        _refuse_what_is_ignored(path, body)
+    if named or body.get(BEAMS):  # which a set inside a constraint excludes
         _fields.set(found)
     _move_within_the_contract(body)
 
@@ -169,7 +193,8 @@ async def _make(request: Any, body: Any) -> None:
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in words.at(body, PARAMS):
-        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN) if word in one]
+        seed = ("seed",) if drawing.wants_draws(one) else ()
+        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN, *seed) if word in one]
         custom = one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:

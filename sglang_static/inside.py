@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
+from itemset.inside.marks import mentions
 from itemset.serving import inside
 from itemset.serving.grammars import SharedGrammar
 from itemset.serving.inside import EBNF, JSON, TAG, Constraint, holds_sets
-from itemset.serving.words import HOLES, SLATE
+from itemset.serving.words import HOLES, REFERENCE, SLATE
 from sglang_static.request import places, without_words_anywhere
 
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
+_DISGUISE = f"item_set {secrets.token_hex(8)} "  # begins no client's text
+
+
+def disguised(tag: Any) -> Any:
+    """A structural tag of a body, with what SGLang's body model takes (xgrammar's `Format`) in place of its sets: a
+    constant text, out of which `constraint_of` takes the set again."""
+
+    def constant(node: dict[str, Any]) -> dict[str, Any] | None:
+        if node.get("type") != REFERENCE:
+            return None
+        return {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
+
+    return _replaced(tag, constant) if mentions(tag) else tag
+
+
+def _undisguised(tag: str) -> str:
+    def item_set(node: dict[str, Any]) -> dict[str, Any] | None:
+        value = node.get("value")
+        if not isinstance(value, str) or not value.startswith(_DISGUISE):
+            return None
+        given: dict[str, Any] = json.loads(value.removeprefix(_DISGUISE))
+        return given
+
+    return json.dumps(_replaced(json.loads(tag), item_set)) if _DISGUISE in tag else tag
+
+
+def _replaced(node: Any, other: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Any:
+    """The same with other formats in place of those for which there is one; JSON schemas are left as they are."""
+    if isinstance(node, list):
+        return [_replaced(one, other) for one in node]
+    if not isinstance(node, dict):
+        return node
+    found = other(node)
+    if found is not None:
+        return found
+    return {key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()}
 
 
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -28,7 +66,8 @@ def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple
     for place in places(params, fields):
         if place.get(SLATE) is not None:
             return inside.SLATE, place[SLATE]
-    return next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
+    given = next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
+    return (TAG, _undisguised(given[1])) if given is not None and given[0] == TAG else given
 
 
 def names_sets(params: Mapping[str, Any]) -> bool:

@@ -8,7 +8,8 @@ races of all draws of a request are rows of one group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,7 @@ class ItemGroup(BeamGroup):
         """counts: the most rows of each pass after the prompt's. group: SGLang's own for this request, which this one
         replaces."""
         self._counts, self._released = list(counts), False
+        self._most_slots = sum(counts)
         self._members: Tensor | None = None
         self._members_cpu: Tensor | None = None
         super().__init__(
@@ -79,10 +81,12 @@ class ItemGroup(BeamGroup):
         self.num_candidates = WHOLE
         self.wanted = wanted
         self.said: dict[str, Any] = {}
-        self._sampler, self._resident = sampler, resident
+        self._sampler, self._resident, self._device = sampler, resident, sampler.arena.device
         self._item_set: ItemSet | None = item_set  # until it has ended: the request and its group hold each other
         self._beams: Lockstep | LockstepRaces | None = None
         self._aligned = 0  # positions after the prompt at which every row has a slot
+        self._ending = False  # what was read says that no pass could change the list
+        self._stream: Any = None  # on which beams are chosen: the scheduler's is another one
         self._open = (-1, 1)  # the last selection that was read, and how many open beams it has left; at first the root
 
     @property
@@ -110,7 +114,13 @@ class ItemGroup(BeamGroup):
             return False
         needed = sum(one.tokens_to_come for one in others)
         room = adder.token_to_kv_pool_allocator.available_size() + adder.tree_cache.evictable_size()
-        return not needed or needed + self.prompt_len + sum(self._counts) <= room
+        return not needed or needed + self.slots <= room
+
+    @property
+    def slots(self) -> int:
+        """KV slots that it takes at most."""
+        prompt: int = self.prompt_len
+        return prompt + self._most_slots
 
     @property
     def tokens_to_come(self) -> int:
@@ -125,8 +135,15 @@ class ItemGroup(BeamGroup):
         held = sum(self._active(i) - 1 for i in range(positions))
         return held - int(self.slots_freed)
 
+    def await_selections(self) -> None:
+        """Before anything is reclaimed: let the current stream wait for the selections that nobody has read. They
+        move slots from row to row, and both would else have another request by then."""
+        if self._pending_steps:
+            torch.get_device_module(self._device).current_stream().wait_stream(self._stream)
+
     def release(self, table: Tensor) -> None:
         """Before the rows are freed. table: SGLang's `req_to_token`."""
+        self.await_selections()
         if self._members is not None:
             self._align(table, self.leader.kv.kv_allocated_len - self.prompt_len)
             self._released = True
@@ -134,20 +151,22 @@ class ItemGroup(BeamGroup):
     def select(self, pieces: Sequence[Tensor], tick: int, table: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choose the next beams by the logits of a pass. Returns their tokens and the rows that they continue, [rows]
         int64; None for these at the end."""
-        nothing = torch.zeros(self.beam_width, dtype=torch.int64, device=self._sampler.arena.device)
-        if self._item_set is None:
-            return nothing, None  # the list has ended
+        nothing = torch.zeros(self.beam_width, dtype=torch.int64, device=self._device)
+        if self._item_set is None or self._ending:
+            return nothing, None  # the list has ended, or does once the selection before this one is read
         beams = self._beams or self._begin(self._item_set)
         if not beams.passes_left:
             return nothing, None  # the step after the last, which the overlap scheduler has begun
         beams.arena.use([self._resident.number])
-        beams.round(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
+        with _joined(pieces) as logits:
+            beams.round(logits)
         self._align(table, self.num_generated)
         self.num_generated += 1
         last = not beams.passes_left
         state = torch.stack((beams.all_over.long(), beams.open_beams))
         chosen = Chosen(last, state, *beams.decided, beams.proven, beams.took)
         self._pending_steps.append((tick, chosen))
+        self._stream = torch.get_device_module(self._device).current_stream()
         if last:
             return nothing, None
         self._counts[self.num_generated - 1] = max(1, beams.row_count)
@@ -161,9 +180,11 @@ class ItemGroup(BeamGroup):
         while self._pending_steps and (up_to_tick is None or self._pending_steps[0][0] <= up_to_tick):
             chosen: Chosen = self._pending_steps.pop(0)[1]
             over, open_beams = chosen.state.tolist()
-            if chosen.last or over:
+            if chosen.last or (over and not self._pending_steps):
                 self._finish(chosen)
                 return True
+            # A selection that is launched has moved KV slots, or will: the list ends once that is read.
+            self._ending = bool(over)
             self._open = (self.num_committed, open_beams)
             self.num_committed += 1
             self._narrow()
@@ -196,14 +217,15 @@ class ItemGroup(BeamGroup):
         sampler, wanted, place = self._sampler, self.wanted, self._resident
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
-        options: dict[str, Any] = {"width": wanted.width, "k": wanted.k, "end_token": wanted.end_token}
+        options: dict[str, Any] = {"width": wanted.width, "k": wanted.k, "end_token": wanted.counted}
         options["kernels"] = sampler.kernels
         of_set = sampler.arena, place.number, item_set.level_plan
         if wanted.races:
-            keys = torch.tensor(wanted.races, device=sampler.arena.device)
+            keys = sampler.moved(torch.tensor(wanted.races))
             self._beams = LockstepRaces(*of_set, keys, temperature=wanted.temperature, **options)
         else:
-            self._beams = Lockstep(*of_set, renormalised=wanted.renormalised, **options)
+            arena, number, plan = of_set
+            self._beams = Lockstep(arena, [number], plan, renormalised=wanted.renormalised, **options)
         return self._beams
 
     def _narrow(self) -> None:
@@ -213,7 +235,7 @@ class ItemGroup(BeamGroup):
         read, open_beams = self._open
         begun = self.leader.kv.kv_allocated_len - self.prompt_len > step
         if self._beams is not None and read == step - 1 and step < len(self._counts) and not begun:
-            self._counts[step] = max(1, self._beams.rows_after(open_beams))
+            self._counts[step] = 1 if self._ending else max(1, self._beams.rows_after(open_beams))
 
     def _active(self, step: int) -> int:
         """How many rows decode in a step after the prompt's: after the last one, the leader alone."""
@@ -231,6 +253,23 @@ class ItemGroup(BeamGroup):
         return torch.cat((column, column.new_zeros(self.beam_width - len(column))))
 
 
+@contextmanager
+def _joined(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The rows of a pass as one tensor, without a copy of them all: [rows, vocabulary]. pieces: the leader's row, and
+    those of the members, which are part of the step's logits; there another request's row stands before them, whose
+    place the leader's takes for as long."""
+    if len(pieces) == 1 or not len(pieces[1]):
+        yield pieces[0]
+        return
+    leader, members = pieces
+    first = members.storage_offset() - members.stride(0)
+    whole = members.as_strided((1 + len(members), members.shape[1]), members.stride(), first)
+    other = whole[:1].clone()
+    whole[:1] = leader
+    yield whole
+    whole[:1] = other
+
+
 def _items(rows: Sequence[Sequence[int]], scores: Sequence[float]) -> list[tuple[list[int], float]]:
     """The items of one list or race, without what fills up their rows."""
     found = zip(rows, scores, strict=True)
@@ -246,7 +285,8 @@ def rows_of(item_set: ItemSet, wanted: Wanted) -> tuple[int, ...]:
     """How many rows each pass after the prompt's has at most."""
     if wanted.races:
         return rows_of_races(item_set.level_plan, wanted.width, len(wanted.races))
-    return rows_of_passes(item_set.level_plan, wanted.width, renormalised=wanted.renormalised)
+    options: dict[str, Any] = {"renormalised": wanted.renormalised, "end_token": wanted.counted}
+    return rows_of_passes(item_set.level_plan, wanted.width, **options)
 
 
 def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:

@@ -27,7 +27,7 @@ ENGINE, SET, REQUEST = "engine", "set", "request"
 class Wanted(NamedTuple):
     """A list of `k` items, by a beam of this width; or the draws that some races make, k items and so many beams each.
 
-    races: their keys, as of `Drawing.races`. temperature: of draws.
+    races: their keys, as of `Drawing.races`. temperature: of draws. without_end: as of `ListOptions`.
     """
 
     k: int
@@ -36,6 +36,12 @@ class Wanted(NamedTuple):
     renormalised: bool
     races: Sequence[int] = ()
     temperature: float = 1.0
+    without_end: bool = False
+
+    @property
+    def counted(self) -> int | None:
+        """The end token that counts in the scores, if any does."""
+        return None if self.without_end else self.end_token
 
 
 class Answered(NamedTuple):
@@ -144,7 +150,7 @@ class OneRequest:
         output: dict[str, Any] = {}
         try:
             with http.ordinary():
-                async for part in generate(manager, asked, None):
+                async for part in generate(obj=asked, request=None):
                     output = part
         except asyncio.CancelledError:
             manager.abort_request(asked.rid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -17,6 +18,7 @@ from sglang_static import (
     compat,
     drafts,  # noqa: F401 - its hooks
     following,
+    turns,  # noqa: F401 - its hooks
     weights,
 )
 from sglang_static.compat import hook
@@ -26,10 +28,16 @@ from sglang_static.request import places, without_words
 def register() -> None:
     """Entry point `sglang.srt.plugins`: runs in every process of SGLang.
 
-    Raises RuntimeError for a SGLang version that is not supported; SGLang logs it, and does not know the backend.
+    Raises RuntimeError for a SGLang version that is not supported, or lacks a hook: SGLang logs it, and goes on without
+    the backend. An engine that has chosen it would answer freely then: its process ends by SystemExit.
     """
-    compat.install()
-    compat.add_backend_name()
+    try:
+        compat.install()
+        compat.add_backend_name()
+    except RuntimeError as error:
+        if compat.VARIABLE in os.environ:
+            raise SystemExit(str(error)) from error
+        raise
 
 
 @hook.extends(
@@ -69,25 +77,27 @@ def _manager() -> Any:
 @hook(
     "sglang.srt.server_args:ServerArgs.add_cli_args",
     why="the flags --item-set, --item-set-path and --guided-decoding-backend",
+    always=True,
 )
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
-    original(parser)
+    original()
     flags.add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
 
 
-@hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean")
-def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+@hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean", always=True)
+def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
     startup.on_command_line()
     with startup.start_up():
         compat.apply_flags(args)
-    return original(cls, args)
+    return original()
 
 
 @hook(
     "sglang.srt.server_args:ServerArgs.check_server_args",
     why="item sets and configuration are checked before a process starts; the sets' versions are chosen",
+    always=True,
 )
-def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
     """Bad item sets end the start-up here, before a process is started or a model loaded. The sets' versions are chosen
     here, for all processes."""
     if compat.is_ours(self):
@@ -100,15 +110,16 @@ def _check_server_args(original: Callable[..., Any], self: Any, *args: Any, **kw
             if wanted == "device" and reason is not None:
                 raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
             compat.set_options(with_versions(given))
-    return original(self, *args, **kwargs)
+    return original()
 
 
 @hook(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.init_tokenizer_and_processor",
     why="the front end, made at start-up",
+    always=True,
 )
-def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    original(self, *args, **kwargs)
+def _init_tokenizer(original: Callable[..., Any], self: Any) -> None:
+    original()
     self.static_front_end = None
     if compat.is_ours(self.server_args):
         from sglang_static.front import FrontEnd
@@ -122,7 +133,7 @@ def _init_tokenizer(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     why="requests are judged, and inline sets encoded beside the event loop; a ranked list in place of a beam search",
 )
 async def _generate_request(
-    original: Callable[..., Any], self: Any, obj: Any, request: Any = None
+    original: Callable[..., Any], self: Any, obj: Any, request: Any
 ) -> AsyncGenerator[Any, None]:
     """Inline sets are encoded here. Where a request with a set asks for a beam search, it gets a ranked list."""
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
@@ -134,17 +145,18 @@ async def _generate_request(
             if await self.static_front_end.prepare(obj, request):
                 yield await ranking.ranked(original, self, obj, request)
                 return
-            async for part in original(self, obj, request):
+            async for part in original():
                 answers.note(obj, part)
                 yield part
             return
-    async for part in original(self, obj, request):
+    async for part in original():
         yield part
 
 
 @hook(
     "sglang.srt.entrypoints.http_server:ORJSONRequest.json",
     why="a body is judged once parsed, before words are dropped",
+    always=True,
 )
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     from itemset.serving import asgi
@@ -155,10 +167,9 @@ def _parse_body(original: Callable[..., Any], self: Any) -> Any:
 @hook(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object",
     why="the item set is attached to its request",
+    always=True,
 )
-def _create_tokenized_object(
-    original: Callable[..., Any], self: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
     front_end = self.static_front_end
     if front_end is None:
         from sglang_static import http, inside
@@ -167,18 +178,18 @@ def _create_tokenized_object(
         named = any(place.get(REFERENCE) for place in places(given, http.fields()))
         if named or inside.names_sets(given):  # ignored, or an unknown parameter
             raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
-        return original(self, obj, input_text, input_ids, *args, **kwargs)
+        return original()
     from sglang_static.one_request import WANTED
 
     if (wanted := getattr(obj, WANTED, None)) is not None:
-        tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
+        tokenized = original()
         front_end.attach_list(*wanted, tokenized.sampling_params)
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     if weighed := getattr(given.get(REFERENCE), "weighed", False):
         weights.ask(obj)
     try:
-        tokenized = original(self, obj, input_text, input_ids, *args, **kwargs)
+        tokenized = original()
     finally:
         obj.sampling_params = given  # the same request may be tokenized again
     wanted = given.get(REFERENCE) or given.get(HOLES)
@@ -200,7 +211,7 @@ def _create_tokenized_object(
 def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     backend = getattr(self.grammar_backend, "static_backend", None)
     admitted = None if backend is None else backend.admit(self, req)
-    waits: bool = original(self, req) if admitted is None else admitted
+    waits: bool = original() if admitted is None else admitted
     return waits
 
 
@@ -211,7 +222,7 @@ def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
 def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
     backend = sys.modules.get("sglang_static.backend")  # imported where there are item sets
     if backend is None:
-        original(entries, vocab_mask)
+        original()
     else:
         backend.fill_rows(original, entries, vocab_mask)
 
@@ -219,12 +230,14 @@ def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> N
 @hook(
     "sglang.srt.model_executor.model_runner:ModelRunner.load_model",
     why="device memory for item sets, before the KV cache is sized",
+    always=True,
 )
-def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, *args, **kwargs)
+def _load_model(original: Callable[..., Any], self: Any) -> Any:
+    result = original()
+    if not compat.is_ours(self.server_args) or self.is_draft_worker:
+        return result
     config = StaticConfig.of(compat.options())
-    ours = compat.is_ours(self.server_args) and not self.is_draft_worker
-    if ours and config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
+    if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
         from sglang_static.drafts import say_what_is_not_masked
         from sglang_static.processor import ItemSetSampler
 
@@ -235,8 +248,8 @@ def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
 
 
 @hook("sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool", why="a state for each request slot")
-def _alloc_memory_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, *args, **kwargs)
+def _alloc_memory_pool(original: Callable[..., Any], self: Any) -> Any:
+    result = original()
     sampler = getattr(self, "item_set_sampler", None)
     if sampler is not None:
         sampler.allocate(self.req_to_token_pool.req_to_token.shape[0], compat.verified_rows(self.server_args))
@@ -248,20 +261,20 @@ def _alloc_memory_pool(original: Callable[..., Any], self: Any, *args: Any, **kw
     "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_split_prefill",
     why="which rows of a step have an item set",
 )
-def _forward(original: Callable[..., Any], self: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _forward(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     sampler = getattr(self.model_runner, "item_set_sampler", None)
     if sampler is not None and batch is not None:
         sampler.stage(batch)
     if batch is not None:
         weights.note(batch)
-    return original(self, batch, *args, **kwargs)
+    return original()
 
 
 @hook("sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask", why="the mask of these rows")
 def _update_mask(original: Callable[..., Any], self: Any) -> None:
     from sglang_static.processor import current
 
-    original(self)
+    original()
     sampler = current()
     if sampler is not None:
         sampler.mask(self)
@@ -275,7 +288,7 @@ class _Synchronised:
     "sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp",
     why="all ranks must sample the same token, as with grammars",
 )
-def _sync_tokens(original: Callable[..., Any], self: Any, batch_next_token_ids: Any, sampling_info: Any) -> None:
+def _sync_tokens(original: Callable[..., Any], sampling_info: Any) -> None:
     """SGLang lets its ranks agree on the tokens where it has grammars: masked rows have more near ties."""
     has_sets = getattr(sampling_info, "item_sets", None) is not None
-    original(self, batch_next_token_ids, _Synchronised if has_sets else sampling_info)
+    original(sampling_info=_Synchronised if has_sets else sampling_info)

@@ -135,7 +135,7 @@ class ItemSetSampler:
                 last = last[:rows]
             else:
                 lengths = torch.tensor(batch.extend_lens)
-                last = last[self._moved(lengths.cumsum(0) - 1)]
+                last = last[self.moved(lengths.cumsum(0) - 1)]
             slots = batch.req_pool_indices[:rows].long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
             so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
@@ -217,7 +217,7 @@ class ItemSetSampler:
         if not rows:
             return
         # Each row of the moved table has a stride of 1.
-        table = self._moved(as_table(rows, 4 + MAX_STOP_TOKENS).long().T.contiguous())
+        table = self.moved(as_table(rows, 4 + MAX_STOP_TOKENS).long().T.contiguous())
         slots, prompts, numbers = table[:3]
         self._prompt.index_copy_(0, slots, prompts)
         self.slots.assign(slots, numbers, table[3:].T)
@@ -225,7 +225,7 @@ class ItemSetSampler:
             self.arena.use([row[2] for row in rows])
             lengths = list(map(len, outputs))
             padded = [token for output in outputs for token in output + [0] * (most - len(output))]
-            end, history = self._moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
+            end, history = self.moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
             begin = torch.zeros_like(end)
             slates = _hold_slates(requests)
             self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False, slates=slates), most=most)
@@ -235,7 +235,7 @@ class ItemSetSampler:
         self.arena.place(admitted.item_set, place.number, place.start, place.below)
         return [slot, len(request.origin_input_ids), place.number, place.begins_after, *admitted.stop_tokens]
 
-    def _moved(self, table: Tensor) -> Tensor:
+    def moved(self, table: Tensor) -> Tensor:
         """On the device, without waiting for it."""
         device = self.arena.device
         return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

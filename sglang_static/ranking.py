@@ -113,7 +113,7 @@ async def _one(
     if reason := _why_rounds(asked, lora):
         (metrics.LISTS if options else metrics.DRAWS).labels(reason).inc()
     elif options:
-        wanted = Wanted(options.k, options.beam, end, options.renormalised)
+        wanted = Wanted(options.k, options.beam, end, options.renormalised, without_end=options.without_end)
         found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
     elif isinstance(search, Drawing) and asked.drawn:
         said |= await front_end.one_request.draw(generate, manager, prompt, reference, asked.drawn, end, search)
@@ -163,7 +163,7 @@ async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[
     )
     output: dict[str, Any] = {}
     with http.ordinary():
-        async for part in generate(manager, asked, None):
+        async for part in generate(obj=asked, request=None):
             output = part
     return output
 

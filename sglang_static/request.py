@@ -12,9 +12,8 @@ from itemset.serving.drawing import refuse_beside, wants_draws
 from itemset.serving.inside import Constraint
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, arrived
-from itemset.serving.words import BEAMS, CHOICE, FILTERED, HOLES, INDEX, REFERENCE, SELECTION, SLATE, WEIGHT
+from itemset.serving.words import BEAMS, CHOICE, CUSTOM, FILTERED, HOLES, INDEX, REFERENCE, SELECTION, SLATE, WEIGHT
 
-CUSTOM = "custom_params"
 _WORDS = (REFERENCE, CHOICE, HOLES, SLATE, WEIGHT, *SELECTION)
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's own constraints, in `sampling_params`."""
@@ -107,13 +106,7 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_json(carried: Carried) -> dict[str, Any]:
     """What a request carries of its set, as `custom_params` take it: bytes in base64."""
-    texts = dict(carried)
-    if INDEX in texts:
-        texts[INDEX] = b64encode(texts[INDEX]).decode()
-    if FILTERED in texts:
-        query, bits = texts[FILTERED]
-        texts[FILTERED] = [query, bits and b64encode(bits).decode()]
-    return texts
+    return {word: b64encode(one).decode() if isinstance(one, bytes) else one for word, one in carried.items()}
 
 
 def carried_set(catalogue: Catalogue, custom: dict[str, Any]) -> ItemSet:
@@ -121,11 +114,6 @@ def carried_set(catalogue: Catalogue, custom: dict[str, Any]) -> ItemSet:
 
     Raises ItemSetError for a set that is not known, or whose tables are damaged.
     """
-    carried = {REFERENCE: custom[REFERENCE]}
-    if INDEX in custom:
-        carried[INDEX] = b64decode(custom.pop(INDEX))
-    if FILTERED in custom:
-        query, bits = custom.pop(FILTERED)
-        carried[FILTERED] = [query, bits and b64decode(bits)]
-    kept = arrived(catalogue, carried)
+    carried = {word: b64decode(custom.pop(word)) for word in (INDEX, FILTERED) if word in custom}
+    kept = arrived(catalogue, {REFERENCE: custom[REFERENCE], **carried})
     return kept.item_set if kept else catalogue[custom[REFERENCE]]

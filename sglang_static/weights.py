@@ -49,18 +49,16 @@ def note(batch: Any) -> None:
 def apply_logits_bias(original: Callable[..., Any], self: Any, logits: Tensor) -> None:
     rows = getattr(self, _ROWS, None)
     if not rows:
-        original(self, logits)
+        original()
         return
     with _weighed(logits, rows) as weighed:
-        original(self, logits)
+        original()
     setattr(self, _WEIGHTS, weighed)
 
 
 @hook("sglang.srt.layers.sampler:Sampler.forward", why="an answer's weight")
-def sample(
-    original: Callable[..., Any], self: Any, logits_output: Any, sampling_info: Any, *args: Any, **kw: Any
-) -> Any:
-    result = original(self, logits_output, sampling_info, *args, **kw)
+def sample(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
+    result = original()
     if (weighed := vars(sampling_info).pop(_WEIGHTS, None)) is not None:
         rows, weights = weighed
         logits_output.next_token_logprobs[rows] = weights
@@ -87,12 +85,12 @@ def verified(batch: Any, logits: Tensor) -> Iterator[None]:
     "sglang.srt.speculative.ngram_worker:compute_spec_logprobs",
     why="an answer's weight, with speculation",
 )
-def accepted(original: Callable[..., Any], batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+def accepted(original: Callable[..., Any], batch: Any, logits_output: Any, accept_index: Any) -> None:
     """Log-probabilities of accepted drafts, [requests, any]: `accept_index` says which rows these are, -1 for none."""
-    original(batch, logits_output, *args, **kwargs)
+    original()
     if (weighed := vars(batch.sampling_info).pop(_WEIGHTS, None)) is not None:
         requests, table = weighed
-        logits_output.next_token_logprobs[requests] = table[kwargs["accept_index"].long()[requests]]
+        logits_output.next_token_logprobs[requests] = table[accept_index.long()[requests]]
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ RACES = LISTS | dict.fromkeys(["logs", "earliest", "end_logs", "new_logs"], "*fp
 RACES |= dict.fromkeys(["out", "new_keys"], "*i64") | {"power": "i64"}
 GIVEN = object()  # not constant, though COMMON says so
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
-MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS}
+MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS, "ALIGNED": True}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lists_follow": (expand._follow_kernel, {"WHOLE": True}),
     "lists_follow_steps": (expand._follow_kernel, {"WHOLE": False}),
     "lists_legal_sums": (expand._legal_sums_kernel, {"WHOLE": True, "LANES": expand.CHILDREN}),
-    "lists_log_sums": (expand._log_sums_kernel, {"LANES": expand.SUM_LANES, "EACH": expand.SUM_EACH}),
+    "lists_log_sums": (expand._log_sums_kernel, {"ALIGNED": True, "LANES": expand.SUM_LANES, "EACH": expand.SUM_EACH}),
     "lists_merge": (expand._merge_kernel, {"done_tokens": None, "done_scores": None}),
     "lists_merge_done": (expand._merge_kernel, {}),
     "mask": (kernels._mask_kernel, MASK),
@@ -95,6 +95,8 @@ def form_of(name: str) -> Form:
     constants = {key: value for key, value in constants.items() if value is not GIVEN}
     types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
     warps = kernels.MASK_WARPS if types.get("logits", "constexpr") != "constexpr" else kernels.WALK_WARPS
+    if name == "step":
+        warps = kernels.step_warps(constants["CHUNK"])
     if of_lists:
         warps = LISTS_WARPS.get(name.removesuffix("_steps"), expand.WARPS)
     return Form(kernel, types, constants, warps)
@@ -118,4 +120,6 @@ if __name__ == "__main__":
             read = r"@%p\d+ atom\.global\.gpu\.relaxed\.or\.b64[^@]*@%p\d+ st\.shared\.b64[^@]*bar\.sync"
             assert re.search(read, ptx)
             assert len(re.findall(r"@%p\d+ atom\.global\.gpu\.relaxed\.exch\.b64", ptx)) == 1
+        if name == "mask":  # whatever a row's width, and however many chunks it has
+            assert code["ptx"].count("bar.sync") == 4
         print(name)

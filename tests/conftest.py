@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import devices  # noqa: F401  prepares Triton before anything imports it
+import further  # noqa: F401  what engines in this process are given
 import pytest
 from engines import Engine
+from hypothesis import settings
 from models import cached_tiny_llama
 from pools import Pool
 from servers import Server
 from sets import NamedSet, named_options, token_sets
 
 pytest.register_assert_rewrite("live", "live_tests")
+
+# The same examples in every run of the same code. `--hypothesis-profile=explore` looks for new ones.
+settings.register_profile("explore", deadline=None, derandomize=False)
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 STARTS_AN_ENGINE = ("test_vllm_*.py", "test_harness.py", "test_examples.py", "test_gpu_script.py")
 

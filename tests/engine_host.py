@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+import further  # noqa: F401  what hooks are given
 
 SPARES = 3  # for two ranks; or for an engine core and two API servers
 
@@ -59,12 +60,9 @@ def host(control: socket.socket, serve_engine: Callable[[Connection], None]) -> 
 
 def load_compiled() -> None:
     """Load from Numba's cache what every engine runs: it takes a second. What is not there is compiled."""
-    import itemset
-    from itemset.masking.host import warm_up
+    from itemset.serving.compiling import compile_all
 
-    s = itemset.build([[5, 6], [7]], keys=["a", "b"], attributes={"n": [1, 2]})
-    itemset.view(itemset.from_bytes(s.to_bytes()), {"n": 1})
-    warm_up()
+    compile_all()
 
 
 def serve(connection: Connection, make_engine: Callable[..., Any]) -> None:

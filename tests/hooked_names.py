@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import inspect
 import io
 import json
 import subprocess
@@ -35,7 +34,7 @@ def hooks_of(engine: str) -> dict[str, Callable[..., Any] | None]:
     """What runs around each hook of the plugin for "vllm" or "sglang"; None if it is extended, not wrapped."""
     importlib.import_module(f"{engine}_static.plugin")
     declared = importlib.import_module(f"{engine}_static.compat").hook.declared.values()
-    return {hook.target: hook.ours if hook.put is hooks.wrap else None for hook in declared}
+    return {hook.target: None if hook.extends else hook.ours for hook in declared}
 
 
 def documented(engine: str) -> str:
@@ -89,24 +88,9 @@ def _member(tree: ast.Module, node: ast.stmt, name: str) -> ast.stmt | None:
 
 
 def mismatches(node: Function, around: Callable[..., Any]) -> Iterator[str]:
-    """What of the function's arguments would not reach `around(original, ...)` under the same name and position."""
-    ours = list(inspect.signature(around).parameters.values())
-    named = [one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
-    if ours[0] in named:
-        named = named[1:]  # the original
-    rest = {one.kind for one in ours}
-    takes = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
-    optional = takes[len(takes) - len(node.args.defaults) :]
-    for i, one in enumerate(named):
-        if i >= len(takes) or takes[i] != one.name:
-            yield f"takes {', '.join(takes)}, not {one.name} in place {i}"
-        elif one.default is one.empty and one.name in optional:
-            yield f"can do without {one.name}"
-    more = takes[len(named) :]
-    if more and not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= rest:
-        yield f"takes {', '.join(more)} besides"
-    elif node.args.kwonlyargs and inspect.Parameter.VAR_KEYWORD not in rest:
-        yield f"takes {', '.join(one.arg for one in node.args.kwonlyargs)} besides"
+    """What our hook names that the function does not take. What it takes besides, a hook passes on."""
+    takes = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    yield from (f"takes {', '.join(takes)}, not {name}" for name in hooks.absent(takes, around))
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -47,6 +47,8 @@ class Beams:
     """Rows of random keys and values after prompts of such, in a paged cache, and what each row has seen, in order."""
 
     def __init__(self, dtype: torch.dtype, heads_first: bool) -> None:
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
         from vllm_static.branches import Branches, Prompt, scratch_needed
 
         self.random = torch.Generator(DEVICE).manual_seed(3)
@@ -60,6 +62,7 @@ class Beams:
         runner = SimpleNamespace(
             block_tables=tables,
             device=torch.device(DEVICE),
+            attn_groups=[[SimpleNamespace(backend=TritonAttentionBackend)]],  # FlashAttention's cache is the same
             kv_caches=[self.cache],
             kv_cache_config=SimpleNamespace(num_blocks=given + needed),
         )

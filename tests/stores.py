@@ -44,7 +44,8 @@ class S3:
 
 
 class _Files(BaseHTTPRequestHandler):
-    """Serves a folder, whole or by ranges. Of each file the first `breaks` answers to GET end in their middle."""
+    """Serves a folder, whole or by ranges. Of each file the first `breaks` answers to GET end in their middle. Below
+    /status/N/ it answers with that status, and sends whoever follows it back there."""
 
     root: Path
     breaks = 0
@@ -59,6 +60,12 @@ class _Files(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         path = self.root / self.path.strip("/")
+        if says := re.match(r"/status/(\d+)/", self.path):
+            self.send_response(int(says[1]))
+            self.send_header("Location", self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         if not path.is_file():
             self.send_error(404)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,6 +108,6 @@ def test_tables_that_are_no_trie_never_reach_the_device() -> None:
     broken = numbered(900)
     targets = broken.trie.tables.targets.copy()
     targets[3] += 5
-    broken.trie.__dict__["tables"] = broken.trie.tables._replace(targets=targets)
+    broken.trie.__dict__["tables"] = replace(broken.trie.tables, targets=targets)
     with pytest.raises(ItemSetError, match="no trie: build its index again"):
         Arena(1 << 20).acquire(broken)

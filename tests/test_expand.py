@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from itemset.masking.arena import Arena
 from itemset.ranking import numba_expand, triton_expand
 from itemset.ranking.beams import Beams, warm_up
+from itemset.ranking.lockstep import Lockstep
 
 VOCABULARY, END = 72, 71
 TWINS = [(triton_expand, DEVICE), (numba_expand, "cpu")]
@@ -130,24 +131,37 @@ def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | Non
     assert counts[-1][0] <= 5 + len(done)
 
 
+def as_engines_have_them(count: int, queries: int, vocabulary: int) -> list[torch.Tensor]:
+    """Logits as vLLM pads them, as copies of them lie, and parts that begin anywhere."""
+    padded = torch.randn(count, queries, -(-vocabulary // 64) * 64, device=DEVICE)[:, :, :vocabulary]
+    anywhere = torch.randn(1 + count * queries * vocabulary, device=DEVICE)[1:].view(count, queries, vocabulary)
+    return [padded, padded.contiguous(), anywhere]
+
+
 @pytest.mark.slow
-def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds, widths, lists and sets of other sizes take the forms of the kernels that were compiled beforehand."""
+@pytest.mark.parametrize("vocabulary", [80, 77])
+def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
+    """Rounds, widths, lists, sets and strides of other sizes take the forms of the kernels that were compiled
+    beforehand."""
     keys: set[str] = set()
     for name in KERNELS:
         monkeypatch.setattr(triton_expand, name, Recorded(getattr(triton_expand, name), keys))
-    warm_up(Arena(4096, DEVICE), torch.randn(1, 1, 80, device=DEVICE), kernels="triton")
+    warm_up(Arena(4096, DEVICE), torch.randn(1, 1, vocabulary, device=DEVICE), kernels="triton")
     assert {key.split()[0] for key in keys} == set(KERNELS)
     known = set(keys)
     for seed, size, lists in (
         (2, {"width": 6, "k": 16}, 2),
         (3, {"width": 1, "k": 1}, 3),
     ):
-        for sets in random_sets(seed):
+        for form, sets in enumerate(random_sets(seed)):
             arena, numbers, (built,) = placed(sets)
             for options in ({"end_token": END}, {"end_token": None}, {"end_token": END, "renormalised": True}):
                 beams = Beams(arena, numbers * lists, built.level_plan, kernels="triton", **size, **options)
                 while beams.passes_left:
                     rows = beams.rows if beams.taken else 1
-                    beams.round(torch.randn(lists * rows, beams.queries, 80, device=DEVICE))
+                    beams.round(as_engines_have_them(lists * rows, beams.queries, vocabulary)[(form + beams.taken) % 3])
+                lockstep = Lockstep(arena, numbers[:1], built.level_plan, kernels="triton", width=2, k=2, **options)
+                while lockstep.passes_left:
+                    logits = as_engines_have_them(max(1, lockstep.row_count), 1, vocabulary)
+                    lockstep.round(logits[(form + lockstep.taken) % 3])
     assert keys == known

@@ -20,7 +20,7 @@ from oracle import dict_trie, prefixes
 from schedule import Schedule
 
 import itemset
-from itemset import ItemSetError
+from itemset import ItemSet, ItemSetError
 from itemset.masking import torch_kernels, triton_kernels
 from itemset.masking.arena import FAR_BLOCK, TAIL_BASE, TAILS, WIDTHS, Arena, room_for
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED, COUNT_MASK, LOCAL, Batch
@@ -79,7 +79,7 @@ def moved(gap: int) -> Tables:
     tails[before:] = tables.tails
     far = np.flatnonzero(starts >= FAR)
     base = (starts % FAR).astype(np.uint32)
-    return tables._replace(tail_base=base, tails=tails, far_block=int(far[0]) if len(far) else NO_BLOCK)
+    return replace(tables, tail_base=base, tails=tails, far_block=int(far[0]) if len(far) else NO_BLOCK)
 
 
 def far_arena(gap: int) -> Arena:
@@ -109,7 +109,7 @@ def states_of(tables: Tables) -> list[int]:
     for prefix, _, _ in prefixes(dict_trie(ITEMS)):
         state = 0
         for token in prefix:
-            state = int(advance(tables, state, token))
+            state = int(advance(tables.pointers, state, token))
         states.append(state)
     return states
 
@@ -124,7 +124,7 @@ def test_the_host_walks_them(gap: int) -> None:
         for mine, other in zip(children(tables, far_state), children(near, state), strict=True):
             assert np.array_equal(mine, other)
     host = HostState.__new__(HostState)
-    super(HostState, host).__init__(tables, [STOP])  # of tables that no set has
+    super(HostState, host).__init__(ItemSet(replace(SMALL.trie, tables=tables), SMALL._keys), [STOP])
     plain = HostState(SMALL, [STOP])
     rows = np.zeros((2, len(there), 1), np.int32)
     for row, walker, states in ((rows[0], host, there), (rows[1], plain, states_of(near))):
@@ -164,7 +164,9 @@ def test_the_kernels_walk_them(kernels: ModuleType, gap: int) -> None:
     tokens = torch.arange(8, device=DEVICE).repeat(len(picked))
     out = torch.empty(count, dtype=torch.int64, device=DEVICE)
     after = kernels.advance(arena, states.repeat_interleave(8), tokens, marks, out).tolist()
-    expected = [int(advance(tables, far[i], token)) | LAST_SET << STATE_BITS for i in picked for token in range(8)]
+    expected = [
+        int(advance(tables.pointers, far[i], token)) | LAST_SET << STATE_BITS for i in picked for token in range(8)
+    ]
     for i in range(count):
         if expected[i] == after[i]:
             continue
@@ -197,9 +199,9 @@ def test_ranked_lists_are_the_same(kernels: Any, options: dict[str, Any], gap: i
 def test_a_cell_holds_the_last_set_the_highest_state_and_any_count(kernels: Any) -> None:
     gap = int(GAPS["the last of all"])
     arena, item = far_arena(gap), max(ITEMS, key=len)
-    states = [0]
+    states, tables = [0], moved(gap)
     for token in item:
-        states.append(int(advance(moved(gap), states[-1], token)))
+        states.append(int(advance(tables.pointers, states[-1], token)))
     begun = next(i for i, state in enumerate(states) if state >= TAIL + FAR)
     slots = Slots(arena, 2, max_rows=2, max_stop_tokens=1, kernels=kernels)
     index = torch.arange(2, device=DEVICE)
@@ -246,9 +248,6 @@ def test_bases_begin_again_at_the_block_that_reaches_2_32() -> None:
         assert starts[block * 32] == FAR - short
         targets = marks | np.uint32(1 << 31)
         node_base, tail_base = np.empty((2, -(-edges // 32)), np.uint32)
-        far_block = int(trie_targets.set_bases(targets, node_base, tail_base, edges))
-        assert far_block == block + short
-        assert trie_targets.far_block_of(targets, tail_base, int(starts[-1])) == far_block
         tables = Tables(
             np.array([0, edges], np.uint32),
             np.zeros(1, np.uint32),
@@ -260,12 +259,15 @@ def test_bases_begin_again_at_the_block_that_reaches_2_32() -> None:
             NONE,
             NONE,
             17,
-            far_block,
+            NO_BLOCK,
         )
+        tables = replace(tables, far_block=int(trie_targets.set_bases(tables.pointers)))
+        assert tables.far_block == block + short
+        assert trie_targets.far_block_of(targets, tail_base, int(starts[-1])) == tables.far_block
         for edge in (0, 31, 32, block * 32 - 1, block * 32, block * 32 + 1, block * 32 + 32, edges - 1):
-            assert follow(tables, edge) == TAIL + starts[edge]
+            assert follow(tables.pointers, edge) == TAIL + starts[edge]
         levels = np.array([1]), np.array([edges])
-        measured = lengths(tables, int(starts[-1]), *levels)
+        measured = lengths(tables.pointers, int(starts[-1]), *levels)
         assert measured == (int(marks.min()) + 1, int(marks.max()) + 1)
         trie = Trie(tables, edges, *measured, (1,), (edges,), int(starts[-1]))
         assert LevelPlan.of(trie).tails == (int(marks.max()),)

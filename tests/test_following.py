@@ -238,6 +238,14 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
         processes.follower.refresh("more")
 
 
+def test_a_view_is_refreshed_with_its_set(films, tmp_path):
+    processes = Processes(tmp_path, item_sets={"films": str(films.folder)}, item_views={"seen": "films: {}"})
+    with pytest.raises(RefusedError, match=r"^'seen' is a view of 'films', and refreshed with it: name 'films'$"):
+        processes.follower.refresh("seen")
+    with pytest.raises(RefusedError, match="no item set is called 'sen': did you mean 'seen'"):
+        processes.follower.refresh("sen")
+
+
 def test_a_folder_without_sets_may_get_some(tmp_path):
     (tmp_path / "sets").mkdir()
     processes = Processes(tmp_path, item_set_dir=str(tmp_path / "sets"))

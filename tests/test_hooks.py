@@ -1,10 +1,12 @@
-"""Hooks into a small engine: declared, checked, wrapped once, as soon as their modules are imported."""
+"""Hooks into a small engine: declared, checked, wrapped once their modules are imported, and passed by where another
+backend is chosen."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
+import further
 import pytest
 
 from itemset.serving import hooks
@@ -33,8 +35,15 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("hooked_engine", None)
 
 
-def around(original, *args):
-    return ["ours", *original(*args)]
+def around(original):
+    return ["ours", *original()]
+
+
+def chosen(when):
+    """Hooks of a process in which our backend is chosen."""
+    hook = Hooks(when)
+    hook.choose(True)
+    return hook
 
 
 def finders():
@@ -42,7 +51,7 @@ def finders():
 
 
 def test_every_kind_of_function_is_wrapped_once_its_module_is_imported(module):
-    hook, extended = Hooks(IMPORTED), []
+    hook, extended = chosen(IMPORTED), []
     targets = [f"{module}:{name}" for name in ("plain", "A.method", "A.static", "A.made")]
     assert hook(*targets, why="a reason")(around) is around
     hook.extends(f"{module}:A", why="a reason")(extended.append)
@@ -63,6 +72,73 @@ def test_every_kind_of_function_is_wrapped_once_its_module_is_imported(module):
     assert engine.A.method.__name__ == "method"
     assert set(extended) == {engine.A}
     hook.install("Engine 1.0", IMPORTED)
+    assert engine.plain(1) == ["ours", 1]
+
+
+NEWER = """
+class A:
+    def method(self, a, b=2, *, c=3, **more): return {"a": a, "b": b, "c": c, **more}
+"""
+
+
+def test_a_hook_names_what_it_reads_and_passes_on_the_rest(module, tmp_path):
+    """Also what a later version of the engine gives, and whether by name or by position."""
+    (tmp_path / f"{module}.py").write_text(NEWER)
+    seen, hook = [], chosen(START)
+
+    @hook(f"{module}:A.method", why="a reason")
+    def around(original, b, c, self, since_later=None):
+        seen.append((b, c, type(self).__name__, since_later))
+        return original() if b != 0 else original(self=self, b=-1, c=-2)
+
+    hook.install("Engine 1.0", START)
+    a = importlib.import_module(module).A()
+    assert a.method(1) == {"a": 1, "b": 2, "c": 3}
+    assert a.method(1, 5, c=6, unknown=7) == {"a": 1, "b": 5, "c": 6, "unknown": 7}
+    assert a.method(b=8, a=1, unknown=9) == {"a": 1, "b": 8, "c": 3, "unknown": 9}
+    assert a.method(1, 0, unknown=9) == a.method(b=0, a=1, unknown=9) == {"a": 1, "b": -1, "c": -2, "unknown": 9}
+    assert a.method(a=1, b=0, since_later=4)["since_later"] == 4
+    assert seen == [
+        (2, 3, "A", None),
+        (5, 6, "A", None),
+        (8, 3, "A", None),
+        (0, 3, "A", None),
+        (0, 3, "A", None),
+        (0, 3, "A", 4),
+    ]
+
+
+def test_the_tests_engines_give_each_hook_an_argument_that_it_does_not_know(module):
+    """`further` is in all of them: here a wrapper drops what it is given."""
+    assert hooks.wrap is further.wrap
+    hooks.wrap(f"{module}:plain", lambda original, a, **dropped: original(a))
+    with pytest.raises(TypeError, match=rf"{module}:plain has lost an argument"):
+        importlib.import_module(module).plain(1)
+
+
+def test_an_argument_that_the_engine_lacks_is_named(module):
+    hook = chosen(START)
+
+    @hook(f"{module}:plain", why="a reason")
+    def around(original, a, gone):
+        raise NotImplementedError
+
+    with pytest.raises(RuntimeError, match=r"no hooked_engine\.plain\(gone\), .* \(a reason\): install"):
+        hook.install("Engine 1.0", START)
+
+
+def test_hooks_run_once_a_backend_of_ours_is_chosen(module):
+    hook = Hooks(START)
+    hook(f"{module}:plain", why="a reason")(around)
+    hook(f"{module}:A.static", why="refuses what would be lost", always=True)(around)
+    hook.install("Engine 1.0", START)
+    engine = importlib.import_module(module)
+    assert (engine.plain(1), engine.A.static(1)) == ([1], ["ours", 1])
+    assert not hook.choose(False)
+    assert engine.plain(1) == [1]
+    assert hook.choose(True)
+    assert engine.plain(1) == ["ours", 1]
+    assert not hook.choose(False)  # another engine of the same process
     assert engine.plain(1) == ["ours", 1]
 
 
@@ -88,7 +164,7 @@ def test_a_missing_hook_is_named_at_once_or_at_each_import(module, target):
 
 
 def test_a_module_whose_import_fails_is_hooked_when_it_succeeds(module, tmp_path):
-    hook = Hooks(IMPORTED)
+    hook = chosen(IMPORTED)
     hook(f"{module}:plain", why="a reason")(around)
     hook.install("Engine 1.0", IMPORTED)
     (tmp_path / f"{module}.py").write_text("raise ImportError")
@@ -102,7 +178,7 @@ def test_a_module_whose_import_fails_is_hooked_when_it_succeeds(module, tmp_path
 def test_a_function_is_hooked_by_one_declaration_which_the_table_shows():
     hook = Hooks(START)
     hook("m:f", "m:g", why="a reason")(around)
-    hook("m:h", why="another", when="In workers")(around)
+    hook("m:h", why="another", when="In workers", always=True)(around)
     with pytest.raises(ValueError, match="two hooks into m:f"):
         hook("m:f", why="a third")(around)
     assert [line for line in hook.table().splitlines() if line] == [
@@ -114,5 +190,5 @@ def test_a_function_is_hooked_by_one_declaration_which_the_table_shows():
         "In workers:",
         "| hook | why |",
         "|---|---|",
-        "| `m:h` | another |",
+        "| `m:h` * | another |",
     ]

@@ -60,6 +60,15 @@ def test_of_a_pool_items_come_in_proportion_to_their_weights():
     assert {item.tried for item in found.items} <= {1, 2, 3, 6}
 
 
+def test_the_most_passes_that_a_draw_takes():
+    """One of the root, and of each token of each candidate one: some draws take so many, and none takes more."""
+    items = [(10 * a + 100, 10 * b + 200, c + 300) for a in range(40) for b in range(40) for c in (0, 1)]
+    toy = Toy.of(items, lambda before, token: 0.01)
+    for candidates in (1, 2):
+        passes = [sampled(toy, 1, candidates=candidates, seed=seed).passes for seed in range(20)]
+        assert max(passes) == 1 + 2 * 3 * candidates
+
+
 def test_draws_share_passes_and_depend_on_the_seed():
     toy = TOYS["wide"]
     few, many = sampled(toy, 3, candidates=4, seed=5), sampled(toy, 30, candidates=4, seed=5)

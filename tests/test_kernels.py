@@ -64,7 +64,7 @@ def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int)
     for prefix, _, _ in nodes:
         state = 0
         for token in prefix:
-            state = host_advance(built.trie.tables, state, token)
+            state = host_advance(built.trie.tables.pointers, state, token)
         states.append(state | number << STATE_BITS)
     slots = torch.arange(len(nodes), device=DEVICE)
     marks = tensor([[-1, stop, -1]] * len(nodes))
@@ -85,7 +85,7 @@ def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int)
         arena, tensor(states)[picked], tensor([t for _, t in tokens], torch.int32), marks[picked], out
     )
     for (i, token), device_state in zip(tokens, after.tolist(), strict=True):
-        state = host_advance(built.trie.tables, states[i] & LOCAL, token)
+        state = host_advance(built.trie.tables.pointers, states[i] & LOCAL, token)
         if state == DEAD and token == stop and nodes[i][2]:
             state = END
         assert device_state == (state | number << STATE_BITS), (nodes[i], token)
@@ -209,7 +209,7 @@ def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> Non
 def test_mask_in_place(kernels: ModuleType, dtype: torch.dtype, vocabulary: int) -> None:
     """Any dtype, row stride and vocabulary; also one smaller than the set's, or that ends inside a chunk."""
     arena, (built, _), (number, _) = resident([[t, 1] for t in range(68)] + [[68, 1, 2], [69]], [[8999], [3]])
-    tail = host_advance(built.trie.tables, 0, 69 - 1)
+    tail = host_advance(built.trie.tables.pointers, 0, 69 - 1)
     states = tensor([number << STATE_BITS, END, FREE, DEAD, tail | number << STATE_BITS, 1 << STATE_BITS, WAITING])
     marks = tensor([[0, 69, 2, -1]] * len(states), torch.int32)
     slots = tensor([0, 1, 2, 3, -1, 5, 6], torch.int32)
@@ -241,11 +241,11 @@ def test_a_root_with_a_million_children(kernels: ModuleType) -> None:
     children = np.unique(np.random.default_rng(1).integers(0, 2_000_000, 1_500_000))[:1_000_000]
     items = np.stack([children, children[::-1]], 1)
     built = itemset.build(items)
-    arena = Arena(built.nbytes + 4096, DEVICE)
+    arena = Arena(room_for(built), DEVICE)
     state = tensor([arena.acquire(built) << STATE_BITS] * 4)
     asked = [int(children[0]), int(children[123_456]), int(children[-1]), int(np.setdiff1d(range(2000), children)[0])]
     after = kernels.advance(arena, state, tensor(asked), None, torch.empty_like(state)).tolist()
-    assert after == [host_advance(built.trie.tables, 0, token) for token in asked]
+    assert after == [host_advance(built.trie.tables.pointers, 0, token) for token in asked]
     assert after[0] >= TAIL
     assert after[3] == DEAD
     logits = torch.zeros(1, int(children[-1]) + 77, device=DEVICE)

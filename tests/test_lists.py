@@ -14,7 +14,7 @@ from itemset.ranking.search import Answer, Best, Pass, Search
 from itemset.serving.admission import Words
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
-from itemset.serving.lists import Lists, Refusals, run_together, search_for
+from itemset.serving.lists import Lists, Pace, Refusals, run_together, search_for
 from itemset.serving.request import ListOptions
 
 END = 50
@@ -28,6 +28,7 @@ class Engine:
     def __init__(self, seats: int) -> None:
         self.lists = Lists(seats, lambda: self.unfinished + self.others)
         self.unfinished, self.most, self.others = 0, 0, 0
+        self.each = 0.0  # seconds that a request takes for each that is there
         self.order: list[str] = []
         self.readers: set[str] = set()
 
@@ -36,6 +37,8 @@ class Engine:
         self.unfinished += 1
         self.most = max(self.most, self.unfinished)
         try:
+            if self.each:
+                await asyncio.sleep(self.each * self.unfinished)
             for _ in range(100):
                 await asyncio.sleep(0)
         finally:
@@ -70,6 +73,27 @@ def test_fewer_beside_other_requests():
     engine.others = 1
     asyncio.run(engine.run("one", 200))
     assert engine.most == 2
+
+
+def test_fewer_where_the_engine_is_slow():
+    """Whoever comes next waits for all that are there: 0.1 seconds hold five of them, or two more while they begin."""
+    engine = Engine(256)
+    engine.each = 0.02
+    asyncio.run(engine.run("one", 20))
+    assert engine.most == 8  # what lists have beside other requests
+
+
+def test_a_pace_is_what_the_engine_keeps():
+    pace = Pace(2, 32)
+    assert pace.limit == 2  # nothing is known
+    pace.took(2, 0.02)
+    assert pace.limit == 10
+    for _ in range(100):
+        pace.took(10, 0.01)
+    assert pace.limit == 32
+    for _ in range(100):
+        pace.took(32, 10.0)
+    assert pace.limit == 2
 
 
 def test_lists_take_turns():

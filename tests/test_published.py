@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import tempfile
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -94,6 +95,11 @@ def test_a_damaged_version_is_copied_again(films, files, damage):
     assert version.path.read_bytes() == files["c"].read_bytes()
 
 
+def test_the_folders_above_are_made_too(files, tmp_path):
+    folder = tmp_path / "sets" / "of" / "films"
+    assert published.publish(files["a"], folder) == published.current(folder)
+
+
 @pytest.mark.parametrize("damage", [changes.flip, changes.cut, Path.unlink])
 def test_a_bad_index_is_refused_and_the_pointer_stays(films, files, damage, folder):
     before, there = pointer(films), names(films)
@@ -110,7 +116,7 @@ def test_an_index_whose_checksums_are_right_and_whose_trie_is_wrong_is_refused(f
     s = itemset.build([[1, 2], [1, 3], [4]])
     labels = np.array([4, 1, 3, 2], s.trie.tables.labels.dtype)
     wrong = itemset.ItemSet(
-        s.trie.__class__(**(vars(s.trie) | {"tables": s.trie.tables._replace(labels=labels)})), s._keys
+        s.trie.__class__(**(vars(s.trie) | {"tables": replace(s.trie.tables, labels=labels)})), s._keys
     )
     wrong.save(tmp_path / "wrong.itemset")
     before, there = pointer(films), names(films)
@@ -400,9 +406,7 @@ def test_a_folder_that_cannot_be_written_is_an_error():
         folder.chmod(0o755)
 
 
-def test_a_folder_is_made_but_not_the_one_around_it(files, folder):
-    with pytest.raises(ItemSetError, match=r"cannot publish to .*films: No such file or directory: choose a folder"):
-        published.publish(files["a"], folder)
+def test_a_file_is_no_folder(files):
     with pytest.raises(ItemSetError, match=r"cannot publish to .*b\.itemset: File exists: choose a folder"):
         published.publish(files["a"], files["b"])
 

@@ -26,7 +26,7 @@ def test_what_a_request_asks_for():
     assert asked(item_set=None, renormalized=True) is None  # no set, and so no word of ours
     assert asked("films", temperature=1, item_set="films") == ItemRequest("films")
     assert asked(choice=["a"], exact=None) == ItemRequest(choice=["a"])
-    best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9)
+    best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9, without_end=False)
     assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).ranked == best
     assert asked("films", k=10).ranked == ListOptions(10)
     assert asked("films", return_set_weight=True) == ItemRequest("films", weighed=True)
@@ -59,6 +59,7 @@ def test_what_a_request_asks_for():
         ({"named": "a", "return_set_weigth": True}, "did you mean return_set_weight?", "return_set_weigth"),
         ({"named": "a", "k": 2, "exact": "yes"}, "exact must be true or false, not 'yes'", "exact"),
         ({"named": "a", "k": 2, "renormalised": 1}, "renormalised must be true or false, not 1", "renormalised"),
+        ({"named": "a", "k": 2, "without_end": "no"}, "without_end must be true or false, not 'no'", "without_end"),
     ],
 )
 def test_a_fault_is_named_with_its_field(given, message, param):

@@ -250,3 +250,22 @@ def test_no_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             sources.read(uri)
     finally:
         store.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("gone.itemset", "no file {}: check the address"),
+        ("status/404/a.itemset", "no file {}: check the address"),
+        ("status/500/a.itemset", "{} cannot be read: its server answers with status 500"),
+        ("status/503/a.itemset", "{} cannot be read: its server answers with status 503"),
+        ("status/302/a.itemset", "{} cannot be read: its server redirects in circles: correct the address"),
+    ],
+)
+def test_what_a_web_server_says_is_told(tmp_path: Path, path: str, sentence: str) -> None:
+    with web_server(tmp_path) as (address, _):
+        uri = f"{address}/{path}"
+        for read in (storage.file_at, storage.files_at):
+            with pytest.raises(ItemSetError) as error:
+                read(uri)
+            assert str(error.value).startswith(sentence.format(uri))

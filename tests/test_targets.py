@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,13 +59,14 @@ def test_they_say_the_same(items: list[list[int]]) -> None:
     check_shapes(one.trie)
     check_items(one.trie)
     edges, nodes = len(a.labels), len(a.row_offsets) - 1
+    a, b = a.pointers, b.pointers
     for edge in range(edges):
         assert follow(a, edge) == follow(b, edge)
         assert is_leaf(a, edge) == is_leaf(b, edge)
         assert nodes_before(a, edge) == nodes_before(b, edge)
         assert next_tail(a, edge, one.trie.tail_tokens) == next_tail(b, edge, one.trie.tail_tokens)
     assert next_tail(a, edges, one.trie.tail_tokens) == one.trie.tail_tokens
-    for block in range(len(a.node_base)):
+    for block in range(len(one.trie.tables.node_base)):
         assert tails_of(a, block) == tails_of(b, block)
     for leaf, count in ((0, nodes - 1), (1, edges - nodes + 1)):
         for nth in range(-1, count + 1):
@@ -149,7 +151,9 @@ def test_kernels_follow_counted_edges_beside_stored_ones(kernels: ModuleType, fa
     states = torch.tensor([node | numbers[which] << STATE_BITS for which, node, _ in asked], device=DEVICE)
     tokens = torch.tensor([token for *_, token in asked], device=DEVICE)
     after = kernels.advance(arena, states, tokens, None, torch.empty_like(states)).tolist()
-    expected = [int(advance(tables[which], node, token)) | numbers[which] << STATE_BITS for which, node, token in asked]
+    expected = [
+        int(advance(tables[which].pointers, node, token)) | numbers[which] << STATE_BITS for which, node, token in asked
+    ]
     assert after == expected
     reached = {state & (1 << STATE_BITS) - 1 for state in after}
     assert max(reached) >= TAIL + far
@@ -162,10 +166,10 @@ def test_numba_follows_them(far: int) -> None:
         arena = Arena(room_for(s))
         number, tables = arena.acquire(s), beyond(s.trie.tables, far)
         fields = arena.sets[number].numpy()
-        words = arena.words.numpy().view(np.uint32)
-        words[fields[TAIL_BASE] :][: len(tables.tail_base)] = tables.tail_base
+        arena.words.numpy().view(np.uint32)[fields[TAIL_BASE] :][: len(tables.tail_base)] = tables.tail_base
+        place = numba_expand.pointers_in(arena.words.data_ptr(), arena.sets.numpy(), number << STATE_BITS)
         for edge in range(len(tables.labels)):
-            assert numba_expand._after(words, fields, edge) == follow(tables, edge)
+            assert numba_expand._after(place, edge) == follow(tables.pointers, edge)
 
 
 def beyond(tables: Tables, far: int) -> Tables:
@@ -173,7 +177,7 @@ def beyond(tables: Tables, far: int) -> Tables:
     words = tables.tail_base.reshape(-1, OF_A_LEVEL).copy()
     starts = words[:, START].astype(np.int64) + far
     words[:, START], words[:, START_HIGH] = starts % FAR, starts // FAR
-    return tables._replace(tail_base=words.reshape(-1))
+    return replace(tables, tail_base=words.reshape(-1))
 
 
 def test_a_file_whose_sections_do_not_fit_is_refused() -> None:
@@ -189,7 +193,7 @@ def test_a_file_whose_sections_do_not_fit_is_refused() -> None:
         ("targets", s.trie.tables.targets[:-1], {}),
         ("targets", s.trie.tables.targets, {"shortest": s.shortest - 1}),
     ):
-        broken = s.trie.tables._replace(**{name: array})
+        broken = replace(s.trie.tables, **{name: array})
         whole = ItemSet(s.trie.__class__(**(vars(s.trie) | {"tables": broken} | header)), s._keys)
         with pytest.raises(ItemSetError, match=f"section {name} does not fit the header"):
             from_bytes(whole.to_bytes())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +19,7 @@ from itemset.serving.catalogue import Catalogue, InlineSet, name_of
 from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import Sender, arrived, opened
+from itemset.serving.travel import arrived, carried, opened
 from itemset.serving.words import FILTERED, INDEX, REFERENCE
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]
@@ -26,17 +29,16 @@ KEYS = ["a", "b", "c", "d", "e", "f"]
 class Process:
     """A front end, with its catalogue."""
 
-    def __init__(self, config: StaticConfig, engines: int = 1) -> None:
+    def __init__(self, config: StaticConfig) -> None:
         self.catalogue = Catalogue(config)
         self._chosen = Chosen(self.catalogue, config, Words("", "", "", "", ""))
-        self._sender = Sender(self.catalogue, engines=engines)
 
     def get(self, name: str = "films", **selection: Any) -> InlineSet:
         return self._chosen.get(ItemRequest(name, **selection), self.catalogue.reference(name))
 
     def carried(self, name: str = "films", **selection: Any) -> dict[str, Any]:
         made = self.get(name, **selection)  # which a request holds until it is sent
-        return self._sender.carried(made.reference)
+        return carried(self.catalogue, made.reference)
 
 
 @pytest.fixture(scope="module")
@@ -80,54 +82,85 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
     for item_set in engine.registered.values():
         arena.acquire(item_set)
     for request, _ in [*REQUESTS, *REQUESTS]:
-        made, carried = front.get(**request).item_set, front.carried(**request)
+        made, sent_here = front.get(**request).item_set, front.carried(**request)
         for receiver in (engine, Catalogue(config)):
-            kept = arrived(receiver, carried)
-            found = kept.item_set if kept else receiver[carried[REFERENCE]]
+            kept = arrived(receiver, sent_here)
+            found = kept.item_set if kept else receiver[sent_here[REFERENCE]]
             assert sorted(found.items()) == sorted(made.items())
             assert found.digest == made.digest
             if isinstance(made, itemset.views.View):
                 assert found.base is not None
                 assert made.base is not None
                 assert found.base.digest == made.base.digest
-        if kept := arrived(engine, carried):
+        if kept := arrived(engine, sent_here):
             resident = arena.plan.acquire(kept.item_set)
             below = arena.view(resident.below[-1][0]) if resident.below else None
             held = below is not None and below.digest == kept.item_set.base.digest  # type: ignore[union-attr]
-            own_filter = {FILTERED: [None, kept.own_filter.index]} if kept.own_filter else {}
-            sent = {key: carried[key] for key in (REFERENCE, INDEX) if key in carried} | ({} if held else own_filter)
+            own_filter = {FILTERED: kept.own_filter.index} if kept.own_filter else {}
+            sent = {key: sent_here[key] for key in (REFERENCE, INDEX) if key in sent_here} | (
+                {} if held else own_filter
+            )
             at_worker = opened(engine.versions, sent, below)
             arena.place(at_worker, resident.number, resident.start, resident.below)
             assert arena.holds(made.digest, resident.number, resident.start)
             assert all(arena.view(number) is not None for number, _ in resident.below[1:])
 
 
-def test_the_bits_of_a_filter_go_once(config: StaticConfig) -> None:
-    """Whatever is left out beside it; and again once the front end itself has had to make it again."""
-    front, year = Process(config), {"item_filter": {"year": 2}}
-    first = front.get(**year)  # held, as what many requests ask for would be
-    carried = [
-        front.carried(**year, exclude_keys=["b"]),
-        front.carried(**year, exclude_keys=["d"]),
-        front.carried(**year),
-    ]
-    assert [one[FILTERED][1] is not None for one in carried] == [True, False, False]
-    assert [len(one.get(INDEX, b"")) < len(first.index) + 100 for one in carried] == [True] * 3
-    assert {one[FILTERED][0] for one in carried} == {'{"year": 2}'}
-    assert {name_of(one[REFERENCE]) for one in carried} == {"films"}
-    assert front.get(**year, exclude_keys=["b"]).filter is first
-    assert front.get(**year, exclude_keys=["b"]).item_set.base is first.item_set
+def test_a_filter_travels_as_a_digest_and_bits(config: StaticConfig) -> None:
+    """Whatever it says, and whatever is left out beside it; also a query that JSON cannot hold."""
+    front = Process(config)
+    for query in ({"year": 2, "day": {"$ne": f"2020-02-02{'':90000}"[:10]}}, {"year": MappingProxyType({"$gt": 1})}):
+        bits = front.get(item_filter=query).index
+        for beside in ({}, {"exclude_keys": ["b"]}, {"exclude_keys": ["d"]}):
+            sent = front.carried(item_filter=query, **beside)
+            assert sent[FILTERED] is bits
+            assert {word: type(value) for word, value in sent.items() if word != INDEX} == {
+                REFERENCE: str,
+                FILTERED: bytes,
+            }
+            assert len(sent[REFERENCE]) + len(sent.get(INDEX, b"")) < len(bits) + 300
+            assert name_of(sent[REFERENCE]) == "films"
+    assert front.get(item_filter={"year": 2}, exclude_keys=["b"]).filter is front.get(item_filter={"year": 2})
 
 
-def test_bits_always_go_to_one_of_several_engines_and_without_a_query(config: StaticConfig) -> None:
-    several = Process(config, engines=2)
-    assert all(several.carried(item_filter={"year": 2})[FILTERED][1] for _ in range(3))
-    offline = Process(config)  # a query that JSON cannot hold
-    after = {"year": MappingProxyType({"$gt": 1})}
-    for _ in range(2):
-        query, bits = offline.carried(item_filter=after)[FILTERED]
-        assert query is None
-        assert bits
+BRINGS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "values": lambda i: {"item_filter": {"n": {"$in": [*range(i, i + 9_999)]}}},
+    "text": lambda i: {"item_filter": {"name": {"$ne": f"{i:-<400000}"}}},
+    "excluded": lambda i: {"exclude_keys": [*range(i, i + 10_000)]},
+    "excluded from a filter": lambda i: {"item_filter": {"n": {"$gte": i}}, "exclude_keys": [*range(i, i + 5_000)]},
+    "alone": lambda i: {"only_keys": [*range(i, i + 10_000)]},
+}
+
+
+@pytest.mark.parametrize("brings", BRINGS.values(), ids=BRINGS)
+def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_path: Path) -> None:
+    """In a front end and in an engine, in bytes: and no more of it is kept than the limit says."""
+    items = [[1 + i // 200, 1 + i % 200] for i in range(20_000)]
+    attributes = {"n": [*range(20_000)], "name": [f"name {i % 7}" for i in range(20_000)]}
+    itemset.build(items, keys=range(20_000), attributes=attributes).save(tmp_path / "films.itemset")
+    limit = 1_500_000
+    options = {"item_sets": {"films": str(tmp_path / "films.itemset")}, "inline_set_host_memory": limit}
+    config = StaticConfig.of(options)
+    front, engine = Process(config), Catalogue(config)
+    arrived(engine, front.carried(**brings(9_000)))  # what is loaded and made at the first time
+
+    def kept() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before, counted = kept(), front.catalogue.inline_bytes + engine.inline_bytes
+        for i in range(8):
+            arrived(engine, front.carried(**brings(i)))
+        grown = kept() - before
+        assert grown <= front.catalogue.inline_bytes + engine.inline_bytes - counted
+        for i in range(8, 60):
+            arrived(engine, front.carried(**brings(i)))
+        assert kept() - before <= 2 * limit
+    finally:
+        tracemalloc.stop()
+    assert max(front.catalogue.inline_bytes, engine.inline_bytes) <= limit
 
 
 def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:

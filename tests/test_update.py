@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def test_a_damaged_trie_is_refused() -> None:
     s = itemset.build([[1, 2], [1, 3], [4]])
     targets = s.trie.tables.targets.copy()
     targets[0] = 5
-    wrong = ItemSet(s.trie.__class__(**(vars(s.trie) | {"tables": s.trie.tables._replace(targets=targets)})), s._keys)
+    wrong = ItemSet(s.trie.__class__(**(vars(s.trie) | {"tables": replace(s.trie.tables, targets=targets)})), s._keys)
     with pytest.raises(ItemSetError, match="the index is corrupted, its tables are no trie: build it again"):
         wrong.updated(remove=[0])
 

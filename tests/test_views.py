@@ -150,6 +150,9 @@ def test_an_item_and_its_prefix_one_of_them_left_out() -> None:
         ({"only_keys": "film 1"}, "keys must be a list, not 'film 1'"),
         ({"exclude_keys": [3]}, "the keys of this set are strings, not integers such as 3"),
         ({"exclude_keys": ["film 1", 3]}, "keys must be all integers or all strings"),
+        ({"exclude_keys": [2**63]}, "a key is an integer of more than 64 bits: give such keys as strings"),
+        ({"only_keys": [2**64]}, "a key is an integer of more than 64 bits"),
+        ({"only_keys": [10**400]}, "a key is an integer of more than 64 bits"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_is_said(options: dict[str, Any], sentence: str) -> None:
@@ -231,3 +234,18 @@ def test_keys_are_found_by_their_index() -> None:
         places = built._keys.places_of([*asked, keys[0]])
         assert sorted(built.keys.take(places).to_pylist(), key=str) == sorted(asked, key=str)
         assert not len(built._keys.places_of([5] if isinstance(keys[0], int) else ["none"]))
+
+
+def test_a_view_that_came_with_a_request_reads_nothing_of_the_whole_set():
+    """A worker opens it between two steps: what only a front end asks for would be read off all tables there."""
+    index = itemset.view(_tagged(), {"n": {"$gt": 1}}).to_bytes()
+    whole = _tagged()
+    one = view_from_bytes(whole, index, "part")
+    assert not vars(whole).keys() & {"level_plan", "token_ids", "_terminal_rank"}
+    assert one.token_ids is whole.token_ids
+    assert one.level_plan is whole.level_plan
+    assert one.find([5, 7]) is not None
+
+
+def _tagged() -> itemset.ItemSet:
+    return itemset.build([[5, 6], [5, 7], [8]], attributes={"n": [1, 2, 3]})

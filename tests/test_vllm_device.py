@@ -179,6 +179,72 @@ def apply_under_guard(llm: Any) -> dict[str, int]:
     return counts
 
 
+def test_no_copy_of_the_logits_is_made_for_a_set(engines, tiny_model, device):
+    """vLLM copies the whole batch's to float32 if a processor asks to change one request's."""
+    engine = engines("v2", tiny_model, **device)
+    everybody = [named("ragged"), named("fixed", temperature=0), inline(CITIES), SamplingParams(max_tokens=5)]
+    steps, copies = engine.call(copies_of_logits, everybody)
+    assert (steps > 4, copies) == (True, 0)
+    # Where a request asks for what takes a copy in any case, the mask is in that one.
+    outputs = engine.generate(["p"] * 3, [named("fixed", logprobs=1), named("fixed", temperature=0.5), named("fixed")])
+    assert len({answer(output) for output in outputs}) > 1
+    for asked in ({"logprobs": 1}, {"temperature": 0.5}, {"logit_bias": {300: 1.0}}):
+        steps, copies = engine.call(copies_of_logits, [named("one", **asked)])
+        assert copies == steps >= 2
+
+
+def copies_of_logits(llm: Any, params: list[SamplingParams]) -> tuple[int, int]:
+    """In the engine's process: how many steps are sampled, and how many of them from other memory than the model's."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    seen, original = [], Sampler.apply_sampling_params
+
+    def watched(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        processed = original(self, logits, *args, **kwargs)
+        seen.append(processed.data_ptr() != logits.data_ptr())
+        return processed
+
+    Sampler.apply_sampling_params = watched
+    try:
+        llm.generate(["p"] * len(params), params, use_tqdm=False)
+    finally:
+        Sampler.apply_sampling_params = original
+    return len(seen), sum(seen)
+
+
+def test_logits_of_16_bits_are_masked_in_place(engines, tiny_model, device):
+    """And stay where somebody reads them as they were. What is sampled from has the model's dtype in both cases."""
+    engine = engines("v2", tiny_model, **device)
+    assert engine.call(mask_16_bits) == [(True, True), (False, True)] * 2
+
+
+def mask_16_bits(llm: Any) -> list[tuple[bool, bool]]:
+    """In the engine's process, for each dtype, without and with log-probabilities: whether the logits were changed, and
+    whether what is sampled from is what a copy in float32 would be."""
+    processor = processor_of(llm)
+    sampler = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.sampler
+    root = processor.arena.plan.residents[0].number
+    processor._numbers[:2], processor._staged[1] = (-1, root), [0, root, -1, EOS, *[-1] * 127]
+    processor.apply_staged_writes()
+    zeros, rows = torch.zeros(2, dtype=torch.int32), torch.arange(2)
+    processing, wanted = sampler.needs_logits_processing.copy(), sampler.sampling_states.num_logprobs.copy()
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for logprobs in (-1, 0):
+            sampler.needs_logits_processing[:2], sampler.sampling_states.num_logprobs[:2] = False, logprobs
+            logits = torch.randn(2, 2176).to(dtype)[:, :2112]  # as a model's padded head gives them
+            before, expected = logits.clone(), logits.float()
+            sampled = sampler.apply_sampling_params(
+                logits, rows, rows, rows.numpy(), rows, zeros, zeros, np.zeros(2, np.int32), skip_top_k_top_p=True
+            )
+            processor.mask_rows(expected, rows, rows.numpy(), above=zeros, tokens=zeros, positions=rows)
+            assert expected.isneginf().any(1).tolist() == [False, True]
+            found.append((not torch.equal(logits, before), sampled.dtype == dtype and torch.equal(sampled, expected)))
+    sampler.needs_logits_processing[:], sampler.sampling_states.num_logprobs[:] = processing, wanted
+    processor._numbers[:] = -1
+    return found
+
+
 def test_nothing_is_compiled_while_serving(engines, tiny_model, static, named_sets):
     """On a GPU, each form of a kernel that is launched first by a request would make it wait for the compiler."""
     forced = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}
@@ -338,6 +404,7 @@ def test_a_slot_forgets_its_set(engines, tiny_model, device):
     [
         {"temperature": 0.3, "min_p": 0.2},
         {"top_k": 2, "top_p": 0.8},
+        {"top_p": 0.8},
         {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 1.9},
         {"logit_bias": {5: 100, 700: -100, 1: -100}},
         {"min_tokens": 1, "ignore_eos": True},
@@ -345,19 +412,12 @@ def test_a_slot_forgets_its_set(engines, tiny_model, device):
     ids=lambda parameters: "-".join(parameters),
 )
 def test_sampling_parameters_let_no_illegal_token_in(engines, tiny_model, device, named_sets, parameters):
-    engine = engines("v2", tiny_model, prepare=top_k_without_triton, **device)
+    engine = engines("v2", tiny_model, **device)
     for name in ("prefixes", "ragged"):
         for output in engine.generate(["p"] * 8, named(name, **parameters)):
             item = tuple(itertools.takewhile(lambda token: token != EOS, output.outputs[0].token_ids))
             assert item in named_sets[name].items
             assert set(output.outputs[0].token_ids[len(item) :]) == {EOS}
-
-
-def top_k_without_triton() -> None:
-    """vLLM's Triton kernel for top-k does not run in Triton's interpreter (v1/sample/ops/topk_topp_triton.py)."""
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    topk_topp_sampler.HAS_TRITON = False
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])

@@ -102,17 +102,17 @@ def watch_drafts(llm: Any) -> None:
     from itemset.trie.walk import DEAD
 
     processor, llm.forms_known = processor_of(llm), forms_at_the_start(llm)
-    apply, llm.drafts_checked, llm.drafts_illegal = processor.apply, 0, 0
+    mask, llm.drafts_checked, llm.drafts_illegal = processor.mask_rows, 0, 0
 
-    def watching(logits: Any, ctx: Any) -> Any:
-        result = apply(logits, ctx)
+    def watching(logits: Any, *args: Any, above: Any, **kwargs: Any) -> Any:
+        result = mask(logits, *args, above=above, **kwargs)
         states = processor._slots.row_states[: len(logits)] & LOCAL
-        drafts = ctx.expanded_local_pos > 0
+        drafts = above > 0
         llm.drafts_checked += int(drafts.sum())
         llm.drafts_illegal += int((states[drafts] == DEAD).sum())
         return result
 
-    processor.apply = watching
+    processor.mask_rows = watching
 
 
 def watched(llm: Any) -> tuple[int, int, int]:

@@ -6,8 +6,10 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cell_asking
+import demo_checks
 import pytest
-from inside import ALONE, BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
+from inside_cases import ALONE, BAD, BAD_SLATES, CASES, CHAT, SCHEMAS, SLATE, TITLES, check_refused_beside_slates
 from models import tiny_tokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -19,7 +21,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    return {"item_sets": sets(tmp_path_factory.mktemp("inside"), tiny_tokenizer())}
+    return cell_asking.options(tmp_path_factory.mktemp("inside"), tiny_tokenizer())
 
 
 @pytest.fixture
@@ -48,6 +50,12 @@ def check(names: list[str], outputs: list[Any]) -> None:
 def test_answers_hold_items(engine):
     names = [name for name in CASES for _ in range(4)]
     check(names, engine.generate([f"p {i}" for i in range(len(names))], [asking(name) for name in names]))
+
+
+@pytest.mark.parametrize("name", cell_asking.asks("vllm", offline=True))
+def test_every_cell_of_the_docs_offline(engine, name):
+    cell = cell_asking.asks("vllm", offline=True)[name].cell
+    cell.check(engine.call(cell_asking.offline_vllm, cell.words))
 
 
 def test_beside_sets_and_other_grammars(engine):
@@ -134,11 +142,20 @@ def test_without_our_backend_an_item_set_is_no_string(engines, tiny_model):
 
 @pytest.fixture
 def server(servers, tiny_model, options):
-    flags = [f"{name}={path}" for name, path in options["item_sets"].items()]
     config = "--structured-outputs-config"
     backend = (f"{config}.backend", "static", f"{config}.disable_any_whitespace", "true")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    return servers("v2", tiny_model, arguments=(*backend, *tools, "--item-set", *flags))
+    # As much context as the demo's questions need.
+    return servers("v2", tiny_model, arguments=(*backend, *tools, *cell_asking.flags(options)), max_model_len=1024)
+
+
+@pytest.mark.parametrize("name", cell_asking.asks("vllm"))
+def test_every_cell_of_the_docs_over_http(server, name):
+    cell_asking.check(server, "vllm", name)
+
+
+def test_the_demos_questions(server, options, monkeypatch):
+    demo_checks.check(server, "vllm", options["item_sets"]["films"], monkeypatch)
 
 
 ROOMY = {"max_tokens": 150}
@@ -181,19 +198,19 @@ def test_items_inside_are_counted(server):
     }
 
 
-def test_chat_tools_and_streams(server):
-    check_slates(server)
-    chat = check_stream(server)
+def test_tools(server):
+    check_refused_beside_slates(server)
     parameters = {"type": "object", "properties": {"films": SLATE}, "required": ["films"]}
     function = {"name": "show", "parameters": parameters}
     named = {"type": "function", "function": {"name": "show"}}
     for choice in (named, "required", "auto"):  # vLLM holds no parameters of tools that are not strict
-        loose = chat | {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        loose = CHAT | {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
         status, answer = server.post("/v1/chat/completions", loose)
         assert (status, answer["error"]["param"]) == (400, "tools")
         assert '"strict": true' in answer["error"]["message"]
+        assert ("name it in tool_choice" in answer["error"]["message"]) == (choice is not named)
     strict = [{"type": "function", "function": function | {"strict": True}}]
-    status, answer = server.post("/v1/chat/completions", chat | {"tools": strict, "tool_choice": named})
+    status, answer = server.post("/v1/chat/completions", CHAT | {"tools": strict, "tool_choice": named})
     assert status == 200, answer
     choice = answer["choices"][0]
     films = [item["text"] for item in choice["items"]]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from test_vllm_wide_lists import ROOMY, as_accelerators, asked, by_rounds, prompt_of, same, ways
 
+from itemset.serving.words import RACES
+
 LENGTHS = [20, 20, 20]
 
 
@@ -36,10 +38,10 @@ def waits(llm: Any, queued: frozenset[str] | None) -> tuple[int, int]:
     if queued is not None:
         passes.QUEUED = queued
     try:
-        (found,) = as_accelerators(llm, "large", 8, 8, False, [40])
+        (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
     finally:
         passes.QUEUED, passes._run, runner.main_stream.synchronize = own_names, own_run, own_wait
-    assert len(found) == 8
+    assert len(found) == 4
     return counts[0], counts[1]
 
 
@@ -49,24 +51,29 @@ def test_a_backend_that_plans_on_the_host_is_waited_for(engine):
     assert engine.call(waits, frozenset()) == (4, 5)
 
 
-def with_logits_of(llm: Any, tokens: int) -> tuple[list[int], list[Any]]:
-    """Three lists, when a pass may have the logits of so many tokens: the lists of each group, and the answers."""
+def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], list[Any]]:
+    """Three lists, or draws of so many races each, when a pass may have the logits of so many tokens: the lists of each
+    group, and the answers."""
     from vllm_static import wide_lists
 
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    own_most, own_make, groups = wide_lists.MOST_LOGITS, wide_lists.WideLists._make, []
+    lists = llm.llm_engine.model_executor.driver_worker.worker.model_runner.prompt_logprobs_worker.static_lists
+    own_room, own_make, groups = lists._room, wide_lists.WideLists._make, []
 
     def make(self: Any, group: list[Any], logits: Any) -> Any:
+        assert len(group) == len(logits) <= tokens
         groups.append(len(group))
         return own_make(self, group, logits)
 
-    wide_lists.MOST_LOGITS = tokens * runner.vocab_size * 4
+    lists._room = own_room._replace(tokens=tokens)
     wide_lists.WideLists._make = make  # type: ignore[method-assign]
     try:
         prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
-        outputs = llm.generate(prompts, asked("fixed", 6, 3, False), use_tqdm=False)
+        params = asked("fixed", 6, 3, False)
+        if races:
+            params.extra_args[RACES] = [1.0, *range(races)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     finally:
-        wide_lists.MOST_LOGITS, wide_lists.WideLists._make = own_most, own_make  # type: ignore[method-assign]
+        lists._room, wide_lists.WideLists._make = own_room, own_make  # type: ignore[method-assign]
     return groups, [output.prompt_token_id_logprobs for output in outputs]
 
 
@@ -80,9 +87,36 @@ def test_logits_of_a_pass_have_a_limit(engine):
         assert made == groups
         for table in tables:
             same([tuple(one) for one in best_of(table).items], expected)
+    made, _ = engine.call(with_logits_of, 50, 5)
+    assert made == [2] * 7 + [1]  # races count as lists do
     made, tables = engine.call(with_logits_of, 23)
     assert not made
     assert [table.tolist() for table in tables] == [[[float(TOO_LARGE)]]] * 3
+
+
+def test_the_largest_pass_runs_at_the_start(engine):
+    """So that memory that is not there is missed there, on all ranks alike, and not in a step of others."""
+    tokens, beams, sizes = engine.call(largest)
+    assert max(sizes) == min(tokens, 2 * beams) >= 160
+
+
+def largest(llm: Any) -> tuple[int, int, list[int]]:
+    """Tokens that a pass may have logits of, beams that have room, and of how many tokens a start takes the logits."""
+    from vllm_static.wide_lists import WideLists
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    room, own, sizes = runner.prompt_logprobs_worker.static_lists._room, runner.model.compute_logits, []
+
+    def counted(hidden: Any, *args: Any) -> Any:
+        sizes.append(len(hidden))
+        return own(hidden, *args)
+
+    runner.model.compute_logits = counted
+    try:
+        WideLists(runner, room)
+    finally:
+        runner.model.compute_logits = own
+    return room.tokens, room.beams, sizes
 
 
 def break_passes() -> None:

@@ -40,6 +40,8 @@ def engine(engines, tiny_model, static):
         (NAMED | {"min_tokens": 2}, "min_tokens=2 forbids the shortest item of the item set 'ragged', which has 1"),
         (NAMED | {"allowed_token_ids": [5]}, "allowed_token_ids is not supported with an item set"),
         (NAMED | {"bad_words": ["x"]}, "bad_words is not supported with an item set"),
+        (NAMED | {"repetition_penalty": 1e-308}, "with a repetition_penalty of 1e-308 tokens have no scores"),
+        (NAMED | {"repetition_penalty": 1e308}, "with a repetition_penalty of 1e.308 tokens have no scores"),
         ({"extra_args": {"item_set": "one"}, "stop_token_ids": [302]}, "the stop token 302 occurs inside an item"),
         (choice(), "at least one text"),
         (choice("red", ""), r"choice\[1\] \(''\) is empty"),
@@ -160,7 +162,7 @@ def test_no_field_of_vllms_own_is_taken_for_a_misspelled_word():
     fields = fields_of("vllm.entrypoints")
     assert {"structured_outputs", "vllm_xargs", "temperature", "messages"} <= fields
     for path in (*SURFACE.served, "/v1/messages"):
-        SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
-        SURFACE.check(path, {"vllm_xargs": dict.fromkeys(fields, 1)}, ours=True)
+        SURFACE.check(path, dict.fromkeys(fields, 1), {}, ours=True)
+        SURFACE.check(path, {"vllm_xargs": dict.fromkeys(fields, 1)}, {}, ours=True)
     for field in fields - {BEAMS}:
         assert nearest(field, (*OPTIONS, BEAMS, *DRAWN)) is None, field

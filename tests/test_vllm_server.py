@@ -11,11 +11,12 @@ from pathlib import Path
 
 import changes
 import hostile
+import lost_words
 import playground_checks
 import pytest
 from request_fields import BAD_SELECTIONS
 from servers import start_expecting_failure, wait_for
-from sets import named_flags, tagged_keys
+from sets import named_flags
 from stores import web_server
 
 import itemset
@@ -42,7 +43,10 @@ def flags(named_sets):
 @pytest.fixture
 def server(runner, servers, tiny_model, static, flags):
     compact = ("--structured-outputs-config.disable_any_whitespace", "true")  # which is xgrammar's
-    words = {"v1": (*compact, "--structured-outputs-config.backend"), "v2": ("--guided-decoding-backend",)}[runner]
+    words = {
+        "v1": (*compact, "--enable-scale-out", "--structured-outputs-config.backend"),
+        "v2": ("--guided-decoding-backend",),
+    }[runner]
     return servers(runner, tiny_model, arguments=(*words, "static", *flags))
 
 
@@ -95,36 +99,6 @@ def test_one_batch_of_sets_and_grammars(runner, server, named_sets):
     assert (set(json_texts) <= {'{"n":1}', '{"n":2}'}) == (runner == "v1")  # where the server allows no whitespace
 
 
-def test_chat_streaming_and_the_other_endpoints(server, named_sets):
-    body = {"item_set": "ragged", "return_token_ids": True}
-    assert item_of(chat(server, **body)) in named_sets["ragged"].items
-    assert chat(server, structured_outputs={"choice": COLOURS})["message"]["content"] in COLOURS
-    pieces = server.client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "p"}],
-        stream=True,
-        extra_body={"structured_outputs": {"choice": COLOURS}},
-    )
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) in COLOURS
-    pieces = server.client.completions.create(model="tiny", prompt="p", stream=True, max_tokens=40, extra_body=body)
-    tokens = [token for piece in pieces for token in piece.choices[0].token_ids or ()]
-    assert tuple(tokens[:-1]) in named_sets["ragged"].items
-    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": ["a", "b"], "n": 2, **body})
-    assert status == 200
-    assert {item_of(choice) for choice in answer["choices"]} <= named_sets["ragged"].items
-    assert len(answer["choices"]) == 4
-    # vLLM's own field for extra arguments means the same.
-    assert item_of(complete(server, vllm_xargs={"item_set": "one"}, return_token_ids=True)) in named_sets["one"].items
-    status, answer = server.post(
-        "/v1/responses", {"model": "tiny", "input": "p", "structured_outputs": {"choice": COLOURS}}
-    )
-    assert status == 200
-    assert answer["output"][-1]["content"][0]["text"] in COLOURS
-    status, answer = server.post("/v1/responses", {"model": "tiny", "input": "p", "item_set": "labels"})
-    assert status == 200, answer
-    assert answer["usage"]["output_tokens"] == 2
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_weights(server, path):
     """What they must be: test_vllm_weights.py."""
@@ -164,6 +138,13 @@ def test_weights(server, path):
         ({"item_set": "ragged", "structured_outputs": {"choice": ["a"]}}, "exclude each other"),
         ({"item_set": "ragged", "response_format": {"type": "json_object"}}, "exclude each other"),
         ({"item_set": "ragged", "use_beam_search": True, "n": 2, "max_tokens": 3}, "is less than the longest"),
+        *(
+            (
+                {"item_set": "ragged", "beam_width": 4, **beams},
+                "no field beam_width: a ranked list takes use_beam_search",
+            )
+            for beams in ({}, {"use_beam_search": True, "n": 2})
+        ),
         (
             {"structured_outputs": {"choice": ["a b c d"]}, "use_beam_search": True, "max_tokens": 1},
             "is less than the longest",
@@ -213,23 +194,6 @@ def test_a_bad_request_is_http_400_and_the_server_goes_on(server, named_sets, bo
     assert item_of(complete(server, item_set="one", return_token_ids=True)) in named_sets["one"].items
 
 
-def test_requests_choose_among_the_items(server):
-    """Also in a list, and in the fields of each endpoint; only keys that pass are named."""
-    words = {"item_set": "tagged", "item_filter": {"tag": {"$gt": 0}}, "exclude_keys": tagged_keys()[:100]}
-    left = {tagged_keys()[i] for i in range(100, 400) if i % 3}
-    answers = [complete(server, **words), chat(server, **words), complete(server, **words, temperature=0)]
-    assert {answer["item"]["key"] for answer in answers} <= left
-    body = {"model": "tiny", "prompt": "p", "max_tokens": 20, "use_beam_search": True, "n": 20, **words}
-    status, answer = server.post("/v1/completions", body)
-    assert status == 200, answer
-    keys = [key for choice in answer["choices"] for key in choice["item"]["keys"]]
-    assert len(keys) >= 20
-    assert set(keys) <= left
-    (only,) = tagged_keys()[7:8]
-    assert complete(server, item_set="tagged", only_keys=[only])["item"]["key"] == only
-    assert complete(server, item_set="seen", exclude_keys=[])["item"]["key"] in set(tagged_keys()[::3])
-
-
 def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
     messages = [{"role": "user", "content": "p"}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 4}
@@ -255,10 +219,10 @@ def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
     assert (status, answer["usage"]["output_tokens"]) == (200, 6)
 
 
-def test_the_older_word_for_an_inline_set(server):
-    assert complete(server, guided_choice=COLOURS)["text"] in COLOURS
-    assert chat(server, guided_choice=COLOURS)["message"]["content"] in COLOURS
-    assert complete(server, guided_choice=None, structured_outputs={"choice": COLOURS})["text"] in COLOURS
+@pytest.mark.parametrize("runner", ["v1"], scope="module")
+def test_no_body_loses_its_set(server, runner):
+    assert not lost_words.lost(server.post, lost_words.VLLMS)
+    assert not lost_words.unread(server.post, lost_words.VLLMS, lost_words.VLLM_APPLIES)
 
 
 def test_a_forced_tool_is_no_item(server):
@@ -312,9 +276,10 @@ def test_every_answer_names_its_items_key(server, named_sets):
     assert "item" not in complete(server)
 
 
-def test_a_slow_reader_of_a_stream_loses_no_item():
+def test_a_slow_reader_of_a_stream_loses_no_item(monkeypatch):
     from vllm import CompletionOutput, RequestOutput
 
+    from vllm_static.compat import hook
     from vllm_static.plugin import register
 
     def output(index: int, **item: object) -> RequestOutput:
@@ -323,6 +288,7 @@ def test_a_slow_reader_of_a_stream_loses_no_item():
         return RequestOutput("r", None, [1], None, [completion], bool(item))
 
     register()
+    monkeypatch.setattr(hook, "_chosen", True)  # as in the process of an engine with sets
     merged = output(0)
     merged.add(output(1), aggregate=True)
     merged.add(output(0, item={"key": 7}), aggregate=True)

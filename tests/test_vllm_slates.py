@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engines import force_asynchronous_scheduling
-from inside import KEYS, TITLES, sets
+from inside_cases import KEYS, TITLES, sets
 from models import tiny_tokenizer
 from test_vllm_engine import metrics
 from vllm import SamplingParams

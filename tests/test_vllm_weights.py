@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from models import cached_tiny_llama
 from ranking import EOS, PROMPT, weights_of
 from sets import FIRST, tagged_items
 from test_vllm_engine import NGRAM, inline, named, on_path
+from torch.overrides import TorchFunctionMode
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -135,3 +137,33 @@ def test_the_host_path_of_model_runner_v2_refuses(engines, tiny_model, static):
     engine = engines("v2", tiny_model, **on_path(static, "host"))
     with pytest.raises(VLLMValidationError, match="model runner V2 needs the device path for it"):
         engine.generate("p", weighed("one"))
+
+
+class PageableCopies(TorchFunctionMode):
+    """Notes copies from the host for which the host would wait: of memory that is not pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        name = getattr(func, "__name__", "")
+        elsewhere = torch.device(given.get("device") or "cpu").type != "cpu"
+        if (name == "tensor" and elsewhere) or (name == "to" and not given.get("non_blocking")):
+            self.found.append(name)
+        return func(*args, **given)
+
+
+def test_on_v1_the_host_waits_for_no_copy():
+    """Which rows are weighed, or whose tokens are scored, goes to the device beside its work."""
+    from vllm.v1.sample.sampler import Sampler
+
+    from vllm_static import chosen, weights
+
+    logits = torch.zeros(4, 9, device="meta")
+    with PageableCopies() as copies:
+        assert weights._mass(logits, [(0, 0, 1), (1, 0, 3)]).shape == (2,)
+        ids, scores = chosen._scores(Sampler(), logits, [0, 2], [[1, 2, 3], [4]])
+    assert ids.shape == scores.shape == (2, 3)
+    assert copies.found == []

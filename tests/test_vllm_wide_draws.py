@@ -139,11 +139,11 @@ def passes_of(llm: Any, options: dict[str, Any], k: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["seen", "prefixes"])
-def test_a_draw_takes_the_passes_of_a_list_as_wide(engine, name):
+def test_a_draw_takes_no_fewer_tokens_than_a_list_as_wide(engine, name):
     options = {"item_set": name, "width": 8}
     draw = engine.call(passes_of, options | {"draws": 1, "seed": 2}, None)
     one_list = engine.call(passes_of, options, 1)
-    assert draw == one_list
+    assert sum(one_list) <= sum(draw)  # it has one of a row a pass, and so none that fills up shorter tails
     assert len(one_list) >= 3
 
 

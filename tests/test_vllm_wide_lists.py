@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -24,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from itemset.serving.words import REFERENCE
-from vllm_static.one_request import best_of, list_params
+from vllm_static.one_request import HEAD, OneRequest, best_of, list_params
 from vllm_static.ranking import RankingParams
 
 PLAIN = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
@@ -51,14 +52,16 @@ def items_of(output: Any) -> list[Item]:
     return [tuple(one) for one in best_of(output.prompt_token_id_logprobs).items]
 
 
-def asked(name: str, width: int, k: int, renormalised: bool) -> Any:
-    return list_params({REFERENCE: name}, k=k, width=width, end_token=1, renormalised=renormalised)
+def asked(name: str, width: int, k: int, renormalised: bool, end: int | None = 1) -> Any:
+    return list_params({REFERENCE: name}, k=k, width=width, end_token=end, renormalised=renormalised)
 
 
-def inside(llm: Any, name: str, width: int, k: int, renormalised: bool, lengths: list[int]) -> list[list[Item]]:
-    """In the engine's process: lists of some prompts, asked for together."""
+def inside(
+    llm: Any, name: str, width: int, k: int, renormalised: bool, lengths: list[int], end: int | None = 1
+) -> list[list[Item]]:
+    """In the engine's process: lists of some prompts, asked for together. end: the end token, if it is to count."""
     prompts = [{"prompt_token_ids": prompt_of(length)} for length in lengths]
-    outputs = llm.generate(prompts, asked(name, width, k, renormalised), use_tqdm=False)
+    outputs = llm.generate(prompts, asked(name, width, k, renormalised, end), use_tqdm=False)
     return [items_of(output) for output in outputs]
 
 
@@ -79,8 +82,10 @@ def as_accelerators(llm: Any, *arguments: Any) -> list[list[Item]]:
         return inside(llm, *arguments)
 
 
-def by_rounds(llm: Any, name: str, width: int, k: int, renormalised: bool, length: int) -> list[Item]:
-    options = {"item_set": name, "width": width, "renormalised": renormalised, **ROUNDS}
+def by_rounds(
+    llm: Any, name: str, width: int, k: int, renormalised: bool, length: int, without_end: bool = False
+) -> list[Item]:
+    options = {"item_set": name, "width": width, "renormalised": renormalised, "without_end": without_end, **ROUNDS}
     ((found, *_),) = searched(llm, options, k, [length])
     return found
 
@@ -128,30 +133,49 @@ def test_the_items_of_rounds(engine, name, width, k, renormalised):
         assert found
 
 
-def test_on_a_cpu_rows_that_lead_nowhere_are_left_out(engine):
-    fixed, narrow = engine.call(rows_of_passes)
-    assert fixed == 4 * 16
-    assert 16 <= narrow < fixed
+@pytest.mark.parametrize(("name", "width", "k"), [("prefixes", 7, 7), ("ragged", 20, 5), ("large", 24, 12)])
+def test_scores_without_the_end(engine, tiny_model, name, width, k):
+    """The sum of the items' own tokens, whoever makes the list."""
+    lengths = [31, 70]
+    made = [engine.call(form, name, width, k, False, lengths, None) for form in (inside, as_accelerators)]
+    for length, *found in zip(lengths, *made, strict=True):
+        expected = engine.call(by_rounds, name, width, k, False, length, True)
+        ends = dict(map(reversed, oracle_of(tiny_model, prompt_of(length))([tokens for tokens, _ in expected])))
+        assert all(score > ends[tokens] + 1e-3 for tokens, score in expected)
+        for items in found:
+            same(items, expected)
 
 
-def rows_of_passes(llm: Any) -> list[int]:
-    """How many rows the passes of a list have together, with fixed shapes and without."""
-    from vllm_static import passes
+def test_on_accelerators_a_row_has_a_token_a_pass(engine):
+    """As in decoding, whose CUDA graphs it takes: of items of six tokens five passes, and one more for the end. On a
+    CPU tails are read whole, and rows that lead nowhere are omitted."""
+    without_end, fixed, narrow = engine.call(shapes_of_passes)
+    assert [len(without_end), len(fixed)] == [5, 6]
+    assert {tokens for _, tokens in (*without_end, *fixed)} == {1}
+    assert [rows for rows, _ in fixed] == [16, 16, 32, 48, 48, 48]  # tails join at three levels
+    assert len(narrow) <= 4
+    assert 16 <= sum(rows for rows, _ in narrow) < 4 * 16
 
-    own, counts = passes._run, list[int]()
 
-    def run(runner: Any, tokens: torch.Tensor, *args: Any) -> torch.Tensor:
-        counts[-1] += len(tokens)
-        return own(runner, tokens, *args)
+def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
+    """Rows of the passes of a list, and tokens of each: as an accelerator does it, without the end and with it, and on
+    a CPU."""
+    from vllm_static import wide_lists
 
-    passes._run = run
+    own, shapes = wide_lists.logits_after, list[list[tuple[int, int]]]()
+
+    def run(runner: Any, branches: Any, tokens: torch.Tensor, known: int) -> torch.Tensor:
+        shapes[-1].append(tuple(tokens.shape))
+        return own(runner, branches, tokens, known)
+
+    wide_lists.logits_after = run
     try:
-        for form in (as_accelerators, inside):
-            counts.append(0)
-            form(llm, "large", 16, 4, False, [40])
+        for form, end in ((as_accelerators, None), (as_accelerators, 1), (inside, 1)):
+            shapes.append([])
+            form(llm, "large", 16, 4, False, [40], end)
     finally:
-        passes._run = own
-    return counts
+        wide_lists.logits_after = own
+    return shapes
 
 
 def test_a_prompt_in_chunks(engines, tiny_model, static, engine):
@@ -200,6 +224,7 @@ def test_neighbours_stay_as_they_are(engine):
 def test_nothing_is_left(engines, tiny_model, static, prepare):
     """After lists of which every third is aborted and some preempted, mostly between the chunks of their prompts. There
     is room for two beams."""
+    static = static | {"additional_config": static["additional_config"] | {"ranked_list_beams": 2}}
     small = engines("v2", tiny_model, **static, num_gpu_blocks_override=40, max_num_batched_tokens=64, prepare=prepare)
     before, after, answered, preempted = small.call(churn, CHURNED)
     assert before == after == 35
@@ -219,7 +244,7 @@ def churn(llm: Any, lists: int) -> tuple[int, int, int, int]:
             added.append(str(i))
         engine.abort_request([name for name in added[-3:] if int(name) % 3 == 2])
         for output in engine.step():
-            assert output.prompt_token_id_logprobs.shape == (2, 6)
+            assert output.prompt_token_id_logprobs.shape == (2, HEAD)
             answered += 1
         if len(added) % 24 == 0 and len(added) < lists and scheduler.running:
             preempted += len(scheduler.running)
@@ -264,10 +289,10 @@ def reads(llm: Any) -> tuple[int, Counter[str]]:
 
     wide_lists.WideLists._make, passes._run = make, run_apart  # type: ignore[method-assign]
     try:
-        (found,) = as_accelerators(llm, "large", 8, 8, False, [40])
+        (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
     finally:
         wide_lists.WideLists._make, passes._run = own, run  # type: ignore[method-assign]
-    assert len(found) == 8
+    assert len(found) == 4
     return passes_run, watch.found
 
 
@@ -301,6 +326,40 @@ def test_the_cache_as_gpus_have_it(engines, tiny_model, static, engine, name, re
     assert "TRITON_ATTN" in other.log()
     for items, expected in zip(found, engine.call(inside, name, 4, 3, renormalised, lengths), strict=True):
         same(items, expected)
+    if name == "fixed":
+        copied, token = other.call(bytes_of_forks)
+        assert [(rows, known) for rows, known, _ in copied] == [(8, 1), (8, 2), (8, 3)]  # of so many tokens each
+        assert all(size == rows * known * token for rows, known, size in copied)
+
+
+def bytes_of_forks(llm: Any) -> tuple[list[tuple[int, int, int]], int]:
+    """Of each pass of a list but its first, its rows, the tokens that they have, and the bytes of the KV cache that are
+    copied; and the bytes of a token."""
+    from vllm_static.branches import Branches
+
+    fork, select, copied, size = Branches.fork, torch.index_select, list[tuple[int, int, int]](), 0
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def forked(branches: Branches, parents: torch.Tensor, known: int) -> None:
+        nonlocal size
+        torch.index_select, size = counted, 0
+        try:
+            fork(branches, parents, known)
+        finally:
+            torch.index_select = select
+        copied.append((parents.numel(), known, size))
+
+    def counted(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        nonlocal size
+        size += out.nbytes
+        return select(*args, out=out)
+
+    Branches.fork = forked  # type: ignore[method-assign]
+    try:
+        as_accelerators(llm, "fixed", 4, 3, False, [33])
+    finally:
+        Branches.fork = fork  # type: ignore[method-assign]
+    return copied, sum(cache[0, :, 0].nbytes for cache in runner.kv_caches)
 
 
 @pytest.fixture(scope="module")
@@ -430,6 +489,35 @@ def test_proven_and_rounds(engine):
         assert inside == rounds
 
 
+def test_beside_others_a_list_comes_after_them(engine):
+    """Two lists at once: there are beams for both, but so slow an engine gets one. What came meanwhile goes first."""
+    assert engine.call(order_of_two) == ["list", "other", "list", "other"]
+
+
+def order_of_two(llm: Any) -> list[str]:
+    one, order, others = OneRequest(llm.llm_engine.vllm_config), list[str](), list[asyncio.Task[None]]()
+
+    def unfinished() -> int:
+        return one.under_way + sum(not task.done() for task in others)
+
+    async def other() -> None:
+        await asyncio.sleep(0.01)
+        order.append("other")
+
+    async def a_list() -> None:
+        async with one.beams(asked("fixed", 64, 4, False), unfinished):
+            await asyncio.sleep(0.5)
+            order.append("list")
+            others.append(asyncio.ensure_future(other()))
+
+    async def both() -> None:
+        await asyncio.gather(a_list(), a_list())
+        await asyncio.gather(*others)
+
+    asyncio.run(both())
+    return order
+
+
 def test_lists_over_http(servers, tiny_model, named_sets):
     """More of them at a time than have beams: they wait, and none takes rounds. A client that leaves leaves nothing."""
     flags = ("--guided-decoding-backend", "static", "--item-set", f"large={named_sets['large'].path}")
@@ -448,7 +536,12 @@ def test_lists_over_http(servers, tiny_model, named_sets):
         assert status == 200, answer
         assert [choice["item"]["rank"] for choice in answer["choices"]] == list(range(1, 9))
     assert answers[0][1]["choices"] == answers[3][1]["choices"]
-    lines = [line for line in server.get("/metrics")[1].splitlines() if line.startswith("item_set:ranked_lists_total")]
-    counted = {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+    lines = server.get("/metrics")[1].splitlines()
+    counted, passes = (
+        {line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith(name)}
+        for name in ("item_set:ranked_lists_total", "item_set:list_passes_total")
+    )
     assert set(counted) == {"one request"}
     assert 6 <= counted["one request"] <= 7
+    assert passes["full"] == passes["piecewise"] == 0
+    assert passes["none"] >= 4  # of a list, or of several together

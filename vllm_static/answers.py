@@ -26,22 +26,18 @@ state in vLLM's output processor: that. Parameters take attributes and do not se
 
 
 @hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")
-def add_request(
-    original: Callable[..., Any], self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kw: Any
-) -> None:
+def add_request(original: Callable[..., Any], self: Any, request: Any, parent_req: Any) -> None:
     """Its state of a request is told the request's set."""
-    original(self, request, prompt, parent_req, *args, **kw)
+    original()
     expecting = getattr((parent_req or request).sampling_params, EXPECTED, None)
     if expecting is not None and request.request_id in self.request_states:
         setattr(self.request_states[request.request_id], EXPECTED, expecting(request))
 
 
 @hook("vllm.v1.engine.output_processor:RequestState._new_completion_output", why="which item a finished answer is")
-def new_completion_output(
-    original: Callable[..., Any], self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any
-) -> Any:
+def new_completion_output(original: Callable[..., Any], self: Any, finish_reason: Any, stop_reason: Any) -> Any:
     """The one place where all tokens of a finished answer are known."""
-    output = original(self, token_ids, finish_reason, stop_reason)
+    output = original()
     expected, weight = getattr(self, EXPECTED, None), None
     if expected is not None and expected.weighed:  # nobody has asked for the columns in which the weights came
         weight, output.logprobs, output.cumulative_logprob = output.cumulative_logprob, None, None
@@ -58,8 +54,8 @@ def new_completion_output(
 
 
 @hook("vllm.outputs:RequestOutput.add", why="drops what it does not know, the item, where a stream's reader is slow")
-def merge(original: Callable[..., Any], self: Any, next_output: Any, aggregate: bool) -> None:
-    original(self, next_output, aggregate)
+def merge(original: Callable[..., Any], self: Any, next_output: Any) -> None:
+    original()
     for done in next_output.outputs:
         for output in self.outputs:
             for name, value in told_of(done).items() if output.index == done.index else ():
@@ -71,10 +67,8 @@ def merge(original: Callable[..., Any], self: Any, next_output: Any, aggregate: 
     why="an answer's item; a list's ranks and scores",
     when=IMPORTED,
 )
-def completion_response(
-    original: Callable[..., Any], self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    response = original(self, final_res_batch, request, *args, **kwargs)
+def completion_response(original: Callable[..., Any], final_res_batch: Any) -> Any:
+    response = original()
     _add(response, [output for result in final_res_batch for output in result.outputs])
     return response
 
@@ -84,15 +78,13 @@ def completion_response(
     why="an answer's item; a list's ranks and scores",
     when=IMPORTED,
 )
-async def chat_response(
-    original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
-) -> Any:
+async def chat_response(original: Callable[..., Any], result_generator: Any) -> Any:
     outputs: list[Any] = []
 
     def note(result: Any) -> None:
         outputs[:] = result.outputs
 
-    response = await original(self, request, _noted(result_generator, note), *args, **kwargs)
+    response = await original(result_generator=_noted(result_generator, note))
     _add(response, outputs)
     return response
 
@@ -102,16 +94,14 @@ async def chat_response(
     why="an answer's item",
     when=IMPORTED,
 )
-async def chat_batch_response(
-    original: Callable[..., Any], self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
-) -> Any:
+async def chat_batch_response(original: Callable[..., Any], generators: Any) -> Any:
     outputs: dict[int, Any] = {}
 
     def noting(i: int) -> Callable[[Any], None]:
         return lambda result: outputs.update({i: result.outputs[0]})
 
     seen = [_noted(results, noting(i)) for i, results in enumerate(generators)]
-    response = await original(self, request, seen, *args, **kwargs)
+    response = await original(generators=seen)
     _add(response, [outputs[i] for i in sorted(outputs)])
     return response
 
@@ -121,18 +111,9 @@ async def chat_batch_response(
     why="an answer's item, streamed or not",
     when=IMPORTED,
 )
-async def responses_response(
-    original: Callable[..., Any],
-    self: Any,
-    request: Any,
-    sampling_params: Any,
-    result_generator: Any,
-    context: Any,
-    *args: Any,
-    **kw: Any,
-) -> Any:
+async def responses_response(original: Callable[..., Any], context: Any) -> Any:
     """Streams end with the same object. A response has no choices: `item` stands beside its `output`."""
-    response = await original(self, request, sampling_params, result_generator, context, *args, **kw)
+    response = await original()
     outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
     for output in outputs[:1]:
         for name, value in told_of(output).items() if hasattr(response, "output") else ():
@@ -146,13 +127,7 @@ async def responses_response(
     when=IMPORTED,
 )
 async def completion_stream(
-    original: Callable[..., Any],
-    self: Any,
-    request: Any,
-    engine_inputs: Any,
-    result_generator: Any,
-    *args: Any,
-    **kwargs: Any,
+    original: Callable[..., Any], request: Any, result_generator: Any
 ) -> AsyncGenerator[str, None]:
     items: dict[int, Any] = {}
 
@@ -160,8 +135,7 @@ async def completion_stream(
         prompt, result = part
         items.update({prompt * (request.n or 1) + i: item for i, item in _items(result.outputs)})
 
-    results = _noted(result_generator, note)
-    async with aclosing(original(self, request, engine_inputs, results, *args, **kwargs)) as events:
+    async with aclosing(original(result_generator=_noted(result_generator, note))) as events:
         async for event in _with_items(events, items):
             yield event
 
@@ -171,15 +145,13 @@ async def completion_stream(
     why="an answer's item, streamed",
     when=IMPORTED,
 )
-async def chat_stream(
-    original: Callable[..., Any], self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
-) -> AsyncGenerator[str, None]:
+async def chat_stream(original: Callable[..., Any], result_generator: Any) -> AsyncGenerator[str, None]:
     items: dict[int, Any] = {}
 
     def note(result: Any) -> None:
         items.update(_items(result.outputs))
 
-    async with aclosing(original(self, request, _noted(result_generator, note), *args, **kwargs)) as events:
+    async with aclosing(original(result_generator=_noted(result_generator, note))) as events:
         async for event in _with_items(events, items):
             yield event
 

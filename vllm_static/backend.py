@@ -6,6 +6,7 @@ import copy
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from itemset import ItemSet, ItemSetError
-from itemset.masking.host import HostState, fill_bitmasks, forced_tokens, warm_up
+from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
 from itemset.serving.grammars import Grammars
 from itemset.serving.inside import ENVELOPE
@@ -91,7 +93,9 @@ class StaticBackend(StructuredOutputBackend):
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
-        warm_up()
+        self._least_rows = 0
+        """Of a bitmask, those of a request without drafts, by vLLM's own count; 0 before the first step."""
+        compile_all()
 
     def admit(self, manager: Any, request: Request) -> bool:
         """Take over the inline set that came with the request, and say whether the device path takes the request.
@@ -133,6 +137,10 @@ class StaticBackend(StructuredOutputBackend):
                 return True
         self._figures.by_path["host"] += 1
         return False
+
+    def threads(self, grammar: str | None) -> Executor | None:
+        """Return where a request's grammar is compiled; None where vLLM compiles it."""
+        return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -185,7 +193,8 @@ class StaticBackend(StructuredOutputBackend):
     ) -> NDArray[np.int32]:
         """A step's bitmask, [rows, words]: the rows of item sets filled in one call, all others by vLLM itself.
 
-        A request has a row for each of its drafts and one more. vLLM fills them one after another, with the drafts
+        A request has a row for each of its drafts and one more; since vLLM 0.33 a block of rows as if it had the most
+        drafts, of which the workers read as many as it has. vLLM fills them one after another, with the drafts
         accepted in between and rolled back (v1/structured_output/__init__.py, grammar_bitmask): the same rows. The
         answer is valid until the next step, as vLLM's own.
         """
@@ -194,14 +203,18 @@ class StaticBackend(StructuredOutputBackend):
         rows: list[int] = []
         others: list[str] = []
         other_rows: list[int] = []
+        if not self._least_rows:
+            alone = grammar_bitmask(structured_output_request_ids=request_ids[:1], scheduled_spec_decode_tokens={})
+            self._least_rows = len(alone)
         may_reason, row = compat.may_reason(manager), 0
         for request_id in request_ids:
             structured: Any = requests[request_id].structured_output_request
             grammar, drafted = structured.grammar, drafts.get(request_id, ())
             end = row + 1 + len(drafted)
+            after = max(end, row + self._least_rows)
             if type(grammar) is not StaticGrammar or (may_reason and not structured.reasoning_ended):
                 others.append(request_id)
-                other_rows += range(row, end)
+                other_rows += range(row, after)
             elif drafted:
                 hosts += [grammar.host] * (end - row)
                 states += grammar.host.draft_states(drafted)
@@ -210,14 +223,14 @@ class StaticBackend(StructuredOutputBackend):
                 hosts.append(grammar.host)
                 states.append(grammar.host.state)
                 rows.append(row)
-            row = end
+            row = after
         if not rows:
-            return grammar_bitmask(manager, requests, request_ids, drafts)
+            return grammar_bitmask()
         if len(self._bitmask) < row:
             self._bitmask = self.allocate_token_bitmask(2 * row).numpy()
         bitmask = self._bitmask[:row]
         if others:
-            bitmask[other_rows] = grammar_bitmask(manager, requests, others, drafts)
+            bitmask[other_rows] = grammar_bitmask(structured_output_request_ids=others)
         fill_bitmasks(hosts, states, rows, bitmask)
         return bitmask
 

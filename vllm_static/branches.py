@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.utils import torch_utils
 
+MOST_LOGITS = 1 << 30  # bytes of a pass
+TOKENS_APART = frozenset(("FLASH_ATTN", "TRITON_ATTN"))
+"""Attention backends in whose KV cache no two tokens are packed together."""
+
 
 class Prompt(NamedTuple):
     """A request whose prompt's KV is complete. slot: its row of the runner's block tables. tokens: its length."""
@@ -56,7 +60,7 @@ class Branches:
     """Rows that branch off prompts, as many from each. A row reads its prompt's full blocks where they lie.
 
     After them it has blocks of its own, in one of two banks of scratch blocks. A row that goes on from another one gets
-    a copy of the other's own blocks, from bank to bank.
+    a copy of the other's own tokens, from bank to bank: of whole blocks if the cache's layout hides where a token is.
 
     If the prompts are kept `apart`, each with its partial block, the rows' tables have nothing but their own tokens.
 
@@ -98,14 +102,18 @@ class Branches:
         self._own = [
             cache[scratch.start : scratch.start + math.prod(shape)].unflatten(0, shape) for cache in self._caches
         ]
+        self._by_token = shows_tokens(runner, self._caches)
 
     def begin(self) -> None:
         """Let the rows go on from their prompts: each gets what its prompt's last block holds."""
-        if not (self._begins % self._block).any():
-            return
-        for cache, own in zip(self._caches, self._own, strict=True):
-            last = cache.index_select(0, self._last)[:, None]
-            own[self._bank, 0].unflatten(0, (len(self.prompts), -1)).copy_(last)
+        rows = self.tables.shape[2]
+        for i, filled in enumerate((self._begins % self._block).tolist()):
+            banks, some = (
+                (slice(2), slice(filled)) if self._by_token else (slice(self._bank, self._bank + 1), slice(None))
+            )
+            for cache, own in zip(self._caches, self._own, strict=True) if filled else ():
+                last = cache.index_select(0, self._last[i : i + 1])
+                own[banks, 0, i * rows : (i + 1) * rows][..., some, :].copy_(last[..., some, :])
 
     def fork(self, parents: Tensor, known: int) -> None:
         """Let the rows go on from these rows of the last pass.
@@ -113,16 +121,17 @@ class Branches:
         parents: [prompts, rows or fewer] int64, each counted among its prompt's rows; without the last rows of each
         prompt if no pass has them any more. known: tokens that every row has after its prompt.
         """
-        source = self._first_row + parents
         old, self._bank = self._bank, 1 - self._bank
-        used, rows = own_blocks_of_all(self._begins, known, self._block), self.tables.shape[2]
-        # All rows of a prompt lie side by side, and the next prompt's after them: so all can be copied at once.
-        pieces = [source.view(-1)] if source.shape[1] == rows else list(source)
-        for own in self._own:
-            for column in range(used):
-                for i, piece in enumerate(pieces):
+        rows = self.tables.shape[2]
+        for i, (piece, begin) in enumerate(zip(self._first_row + parents, self._begins.tolist(), strict=True)):
+            first = begin % self._block
+            for column in range(own_blocks(begin, known, self._block)):
+                start = max(0, first - column * self._block)
+                end = min(self._block, first + known - column * self._block)
+                some = slice(start, end) if self._by_token else slice(None)
+                for own in self._own:
                     to = own[self._bank, column, i * rows : i * rows + len(piece)]
-                    torch.index_select(own[old, column], 0, piece, out=to)
+                    torch.index_select(own[old, column][..., some, :], 0, piece, out=to[..., some, :])
 
     def at(self, rows: int, known: int, more: int) -> Places:
         """Where the next tokens of each prompt's first rows are: `more` of them, after `known` that they have.
@@ -152,6 +161,14 @@ def _by_block(caches: Sequence[Tensor], blocks: int) -> list[Tensor]:
     """The same memory, block by block: [blocks, ...] each. Layers that share their cache appear once."""
     distinct = {cache.data_ptr(): cache for cache in caches}
     return [cache.unflatten(0, (blocks, -1)) for cache in distinct.values()]
+
+
+def shows_tokens(runner: Any, caches: Sequence[Tensor]) -> bool:
+    """Whether the caches [blocks, kernel blocks, heads, tokens, ...] keep each token's KV where these shapes say. CPU
+    attention packs several tokens together, and others are not known to."""
+    names = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+    (block,) = runner.block_tables.block_sizes
+    return names <= TOKENS_APART and all(cache.ndim == 5 and cache.shape[1:4:2] == (1, block) for cache in caches)
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:

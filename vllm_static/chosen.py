@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from itemset.serving.hooks import IMPORTED
+from vllm_static.branches import to_device
 from vllm_static.compat import hook
 
 LOGITS_MODES = ("raw_logits", "processed_logits")
@@ -29,15 +30,13 @@ LOGITS_MODES = ("raw_logits", "processed_logits")
     why="V1: scores of chosen tokens, for ranked lists, take other requests' most likely tokens away",
     when=IMPORTED,
 )
-def sample(
-    forward: Callable[..., Any], self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **kw: Any
-) -> Any:
+def sample(forward: Callable[..., Any], self: Any, logits: Tensor, sampling_metadata: Any) -> Any:
     """Around `Sampler.forward` (v1/sample/sampler.py): one row of logits a request."""
     chosen = sampling_metadata.logprob_token_ids
     if not chosen:
-        return forward(self, logits, sampling_metadata, *args, **kw)
+        return forward()
     scores = _scores(self, logits, list(chosen), list(chosen.values()))  # `forward` changes the logits in place
-    output = forward(self, logits, _without(sampling_metadata), *args, **kw)
+    output = forward(sampling_metadata=_without(sampling_metadata))
     return _with(output, list(chosen), *scores)
 
 
@@ -46,20 +45,18 @@ def sample(
     why="V1: with speculation, chosen tokens end the engine",
     when=IMPORTED,
 )
-def verify(
-    forward: Callable[..., Any], self: Any, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any
-) -> Any:
+def verify(forward: Callable[..., Any], self: Any, metadata: Any, logits: Tensor, sampling_metadata: Any) -> Any:
     """Around `RejectionSampler.forward` (v1/sample/rejection_sampler.py): a row of logits for each draft of a request,
     and one after them."""
     chosen = sampling_metadata.logprob_token_ids
     if not chosen:
-        return forward(self, metadata, draft_probs, logits, sampling_metadata)
+        return forward()
     counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
     first = [0, *accumulate(counts)]
     rows = [(request, i) for request in chosen for i in range(counts[request])]
     tokens = [chosen[request] for request, _ in rows]
     scores = _scores(self.sampler, logits, [first[request] + i for request, i in rows], tokens)
-    output = forward(self, metadata, draft_probs, logits, _without(sampling_metadata))
+    output = forward(sampling_metadata=_without(sampling_metadata))
     width = output.sampled_token_ids.shape[1]
     return _with(output, [request * width + i for request, i in rows], *scores)
 
@@ -75,8 +72,8 @@ def _scores(sampler: Any, logits: Tensor, rows: list[int], tokens: list[list[int
     table = np.full((len(rows), max(map(len, tokens))), -1, np.int64)
     for row, wanted in zip(table, tokens, strict=True):
         row[: len(wanted)] = wanted
-    ids = torch.from_numpy(table).to(logits.device)
-    scored = logits[torch.tensor(rows, device=logits.device)].float()
+    ids = to_device(table, logits.device)
+    scored = logits[to_device(rows, logits.device)].float()
     if sampler.logprobs_mode not in LOGITS_MODES:
         scored = scored.log_softmax(-1)
     scores = scored.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
@@ -89,7 +86,7 @@ def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
     width = ids.shape[1]
     more = (0, max(0, 1 + width - tensors.logprobs.shape[1]))
     all_ids, all_scores = pad(tensors.logprob_token_ids, more), pad(tensors.logprobs, more, value=-torch.inf)
-    index = torch.tensor(rows, device=ids.device)
+    index = to_device(rows, ids.device)
     all_ids[index, 1 : 1 + width] = ids
     all_scores[index, 1 : 1 + width] = scores
     output.logprobs_tensors = tensors._replace(logprob_token_ids=all_ids, logprobs=all_scores)

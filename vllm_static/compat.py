@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Executor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
@@ -71,12 +72,27 @@ def _validated(validate: Callable[[Any], Any], structured: Any) -> Any:
 def add_backend_name_at_import() -> None:
     """Do so as soon as the class is there: `LLM(structured_outputs_config={"backend": "static"})` checks the name
     before it loads the general plugins (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
-    hooks.after_import(_CONFIG.partition(":")[0], partial(hooks.extend, _CONFIG, _add_backend_name))
+    module, _, name = _CONFIG.partition(":")
+    hooks.after_import(module, lambda: _add_backend_name(getattr(sys.modules[module], name)))
 
 
 def xgrammar_config(structured: Any) -> Any:
     """The same structured-outputs configuration with xgrammar as its backend."""
     return dataclasses.replace(structured, backend="xgrammar")
+
+
+def of_our_backend(structured: Any) -> Any:
+    """StructuredOutputsParams that vLLM has not seen when it judged its request: since 0.33 its engine core wants the
+    backend's name in them (v1/structured_output/__init__.py, grammar_init)."""
+    structured._backend = BACKEND
+    return structured
+
+
+def added_tokens(vllm_config: Any) -> list[str]:
+    """What vLLM adds to the model's tokenizer (renderers/hf.py)."""
+    if not vllm_config.model_config.enable_prompt_embeds:
+        return []
+    return [importlib.import_module("vllm.renderers.chat_utils").PROMPT_EMBEDS_PLACEHOLDER_TOKEN]
 
 
 def beams_by_xgrammar(params: Any) -> Any:
@@ -95,24 +111,36 @@ def beams_by_xgrammar(params: Any) -> Any:
     "vllm.triton_utils.dispatcher:_rebind_kernels",
     why="on a CPU, vLLM looks for its kernels in every imported module and trips over Numba's llvmlite",
     optional=True,
+    always=True,
 )
-def _hide_llvmlite(scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _hide_llvmlite(scan: Callable[..., Any]) -> Any:
     """Run the kernel scan with llvmlite out of its sight."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
     try:
-        return scan(*args, **kwargs)
+        return scan()
     finally:
         sys.modules.update(hidden)
 
 
-def without_thread_pool(grammar_init: Callable[..., Any], manager: Any, request: Any) -> None:
+def without_thread_pool(grammar_init: Callable[..., Any], manager: Any) -> None:
     """Make the request's grammar here and now. An item set has nothing to compile, and the scheduler's busy thread lets
     a pool's thread run only after Python's switch interval of 5 ms. vLLM calls `grammar_init` from one thread."""
     pooled, manager._use_async_grammar_compilation = manager._use_async_grammar_compilation, False
     try:
-        grammar_init(manager, request)
+        grammar_init()
     finally:
         manager._use_async_grammar_compilation = pooled
+
+
+def compile_on(threads: Executor, manager: Any, request: Any) -> None:
+    """Have the request wait until its grammar has been compiled on a thread of ours, unless it has ended by then."""
+
+    def created() -> Any:
+        if request.is_finished():
+            raise CancelledError
+        return manager._create_grammar(request)
+
+    request.structured_output_request.grammar = threads.submit(created)
 
 
 def unfinished(client: Any) -> int:
@@ -329,7 +357,10 @@ def add_versions(config: Any) -> None:
 
 
 def without_options(vllm_config: Any) -> Any:
-    """The same configuration without the plugin's options."""
-    plain, ours = copy.copy(vllm_config), StaticConfig.__struct_fields__
+    """The same configuration without the plugin's options; itself if it has none."""
+    options, ours = vllm_config.additional_config, StaticConfig.__struct_fields__
+    if not isinstance(options, dict) or options.keys().isdisjoint(ours):
+        return vllm_config
+    plain = copy.copy(vllm_config)
     plain.additional_config = {key: value for key, value in plain.additional_config.items() if key not in ours}
     return plain

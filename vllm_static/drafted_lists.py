@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_static.branches import Prompt
+from vllm_static.branches import MOST_LOGITS, Prompt
 
 if TYPE_CHECKING:
     from vllm_static.processor import ItemSetProcessor
 
-MOST_LOGITS = 1 << 30  # bytes of a pass: vLLM has measured its own peak without them
-
 
 class Asked(NamedTuple):
-    """A list that is asked for: of `k` items, by a beam of so many. number: its set's, in the arena. prompt: with the
-    placeholders, if there are any. races: for draws their keys, each as wide and for `k` items, at a temperature."""
+    """A list that is asked for: of `k` items, by a beam of so many.
+
+    number: its set's, in the arena. end_token: -1 if ends cost nothing. prompt: with the placeholders, if there are
+    any. races: for draws their keys, each as wide and for `k` items, at a temperature.
+    """
 
     number: int
     width: int
@@ -37,6 +38,10 @@ class Asked(NamedTuple):
     def kind(self) -> tuple[float, ...]:
         """What lists that are made together have in common."""
         return (self.number, self.width, self.end_token, self.renormalised, self.k, self.temperature)
+
+    @property
+    def end_token_or_none(self) -> int | None:
+        return None if self.end_token < 0 else self.end_token
 
     @property
     def apart(self) -> list[Asked]:

@@ -47,7 +47,7 @@ def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str
     if this engine makes no lists inside a step.
     """
     from itemset.ranking.head import DraftHead
-    from vllm_static.drafted_lists import MOST_LOGITS
+    from vllm_static.branches import MOST_LOGITS
 
     path = StaticConfig.of(vllm_config.additional_config).item_set_draft_head
     if path is None:
@@ -77,8 +77,8 @@ def _get_computed_blocks(original: Callable[..., Any], self: Any, request: Any) 
     params = request.sampling_params
     asked = (params.extra_args or {}).get(LIST) if params is not None else None
     if not asked or not asked[-1]:
-        return original(self, request)
+        return original()
     before = request.num_prompt_tokens - asked[-1] - 1
     fewer = copy(request)  # nothing of a request is changed there
     fewer.block_hashes = request.block_hashes[: max(0, before // self.block_pool.hash_block_size)]
-    return original(self, fewer)
+    return original(request=fewer)

@@ -73,19 +73,12 @@ def install(processor: Masks, speculative: Any, *, forced: bool) -> None:
 def _sample_draft(
     original: Callable[..., torch.Tensor],
     self: Any,
-    hidden_states: Any,
-    sample_src_positions: Any,
     idx_mapping: torch.Tensor,
-    temperature: Any,
-    seeds: Any,
     draft_step: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
 ) -> torch.Tensor:
     """Remember which rows are being drafted, for `_compute_draft_logits`, which it calls."""
     self.static_rows = (idx_mapping, draft_step)
-    at = (sample_src_positions, idx_mapping)
-    return original(self, hidden_states, *at, temperature, seeds, draft_step, *args, **kwargs)
+    return original()
 
 
 @hook(
@@ -94,8 +87,8 @@ def _sample_draft(
     why="a draft model's logits are masked",
     when=SPECULATION,
 )
-def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    logits = original(self, *args, **kwargs)
+def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any) -> torch.Tensor:
+    logits = original()
     processor, rows = _processors.get(id(self.speculative_config)), getattr(self, "static_rows", None)
     if processor is None or rows is None:
         return logits
@@ -113,11 +106,9 @@ def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any, *arg
     why="forced tokens as drafts",
     when=SPECULATION,
 )
-def _propose(
-    original: Callable[..., torch.Tensor], self: Any, input_batch: Any, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    drafts = original(self, input_batch, *args, **kwargs)
+def _propose(original: Callable[..., torch.Tensor], self: Any, input_batch: Any, dummy_run: bool) -> torch.Tensor:
+    drafts = original()
     processor = _processors.get(id(self.speculative_config))
-    if processor is not None and not kwargs.get("dummy_run"):
+    if processor is not None and not dummy_run:
         processor.force_drafts(drafts, input_batch.idx_mapping, input_batch.idx_mapping_np)
     return drafts

@@ -22,7 +22,7 @@ from itemset.serving.following import Follower
 from itemset.serving.inside import Constraint, Constraints, ExpectedItems
 from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import Sender
+from itemset.serving.travel import carried
 from itemset.serving.words import BEAMS, HOLES, SELECTION, SLATED, WEIGHT
 from vllm_static import compat
 from vllm_static.drafting import drafting
@@ -33,6 +33,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
 AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
+LEAST_PENALTY = 1e-6
+"""Of repetition: a logit divided by less may be infinite, and two of them then have no difference."""
 
 
 class FrontEnd:
@@ -48,6 +50,7 @@ class FrontEnd:
             vocab_size=model.get_vocab_size(),
             context=model.max_model_len,
             end_tokens=_end_tokens(vllm_config, tokenizer),
+            added_tokens=compat.added_tokens(vllm_config),
             on_encoded=metrics.ENCODED.inc,
         )
         self.constraints = Constraints(
@@ -57,7 +60,7 @@ class FrontEnd:
             options=json_options(vllm_config),
             validate=validate,
         )
-        self._sender = Sender(self.checks.catalogue, engines=vllm_config.parallel_config.data_parallel_size)
+        self._carried = partial(carried, self.checks.catalogue)
         self.config, self.vllm_config, self._tokenizer = config, vllm_config, tokenizer
         self.follower: Follower | None = None
         """What follows the published sets among them, once the engine can be asked."""
@@ -111,15 +114,21 @@ class FrontEnd:
                     "or register a smaller set",
                     parameter,
                 )
+        if not LEAST_PENALTY <= params.repetition_penalty <= 1 / LEAST_PENALTY:
+            raise RefusedError(
+                "repetition_penalty",
+                f"with a repetition_penalty of {params.repetition_penalty} tokens have no scores: give one near 1",
+                "repetition_penalty",
+            )
         extra = {key: value for key, value in (params.extra_args or {}).items() if key not in SELECTION}
         if weighed := bool(extra.get(WEIGHT)):
             self._weigh(params)
         if isinstance(wanted, str):
-            params.extra_args = {**extra, **self._sender.carried(wanted)}
-            params.structured_outputs = StructuredOutputsParams(choice=[wanted])
+            params.extra_args = {**extra, **self._carried(wanted)}
+            params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(choice=[wanted]))
             item_set, of_set = self.checks.catalogue[wanted], self.checks.catalogue.told(wanted)
             return partial(self._expected, partial(Expected, item_set, of_set=of_set, weighed=weighed))
-        params.extra_args = {**extra, HOLES: wanted.carried(self._sender)}
+        params.extra_args = {**extra, HOLES: wanted.carried(self.checks.catalogue)}
         if wanted.slate is not None:
             params.extra_args[SLATED] = list(wanted.slate)
         params.structured_outputs = engine_constraint(wanted)
@@ -186,10 +195,10 @@ class FrontEnd:
         """
         reference = self.checks.reference(asked)
         if isinstance(search, Drawing) and asked.drawn is not None:
-            return self.one_request.of_draws(reference, self._sender.carried, asked.drawn, end_token, search)
+            return self.one_request.of_draws(reference, self._carried, asked.drawn, end_token, search)
         if asked.ranked is None:
             return None  # draws by importance
-        return self.one_request.params(reference, self._sender.carried, asked.ranked, end_token, placeholders)
+        return self.one_request.params(reference, self._carried, asked.ranked, end_token, placeholders)
 
     def lists(self, client: Any) -> Lists:
         """What runs the ranked lists of the server whose engine `client` talks to."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
 from itemset.errors import ItemSetError, shown
-from itemset.serving import asgi, drawing, inside, metrics, words
+from itemset.inside.marks import mentions
+from itemset.serving import asgi, declared, drawing, inside, metrics, words
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.inside import EBNF, JSON, TAG, holds_sets, refuse_loose_tools
+from itemset.serving.inside import JSON, TAG, holds_sets, refuse_loose_tools, refuse_lost, stated
 from itemset.serving.request import ItemRequest
 from itemset.serving.words import (
     BEAMS,
@@ -22,32 +23,31 @@ from itemset.serving.words import (
     DRAWS,
     GUIDED,
     OPTIONS,
+    PARAMS,
     REFERENCE,
     SELECTION,
     SLATE,
     STRUCTURED,
     WEIGHT,
+    XARGS,
 )
 from vllm_static.inside import constraint_of
 from vllm_static.metrics import PATH, refresh
 from vllm_static.request import asked_by
 
-XARGS = "vllm_xargs"
-
-_OWN = (REFERENCE, GUIDED, STRUCTURED, *SELECTION, SLATE, WEIGHT)
-_READ = {"": _OWN, STRUCTURED: (CHOICE,), XARGS: (REFERENCE,)}
+_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, WEIGHT)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _TEXTS = 'send the texts as structured_outputs: {"choice": [...]}'
+_INSIDE = (
+    "name a set in item_set, beside the other fields; state a schema in response_format or structured_outputs: "
+    '{"json": ...} (/v1/responses: text.format), a grammar in structured_outputs: {"grammar": ...}'
+)
 SURFACE = words.Surface(
-    served=dict.fromkeys(("/v1/chat/completions/batch", "/v1/responses"), _READ)
-    | dict.fromkeys(_DRAWING, _READ | {"": (*_READ[""], DRAWS, DRAW)}),
-    # vllm_xargs of other endpoints, and the parameters of /inference/v1/generate, reach the engine as they are.
-    elsewhere={
-        XARGS: (REFERENCE,),
-        "sampling_params.extra_args": (REFERENCE,),
-        f"sampling_params.{STRUCTURED}": (CHOICE,),
-    },
-    watched=(REFERENCE, GUIDED),
+    served={path: {"": _OWN} for path in ("/v1/chat/completions/batch", "/v1/responses")}
+    | {path: {"": (*_OWN, DRAWS, DRAW)} for path in _DRAWING},
+    # What vLLM takes for its engine's parameters reaches the engine as it is.
+    elsewhere={XARGS: (REFERENCE, *SELECTION), f"{PARAMS}.extra_args": (REFERENCE, *SELECTION, SLATE)},
+    dropped=(),
     mends={
         REFERENCE: "name the item set in item_set, beside the other fields",
         CHOICE: _TEXTS,
@@ -58,12 +58,15 @@ SURFACE = words.Surface(
         **dict.fromkeys((DRAWS, DRAW), f"send draws beside item_set to {' or '.join(_DRAWING)}"),
         WEIGHT: f"send {WEIGHT} beside item_set",
     },
+    inside=_INSIDE,
 )
 
 MAKING = {*SURFACE.served, "/v1/messages"}
 """Endpoints whose answers may be streamed."""
 
 _brings_choice: ContextVar[bool] = ContextVar("item_set_choice", default=False)
+_stated: ContextVar[Sequence[tuple[str, Any]]] = ContextVar("item_set_stated", default=())
+"""The body's constraints in which sets may stand."""
 """Whether the body that is being served brought an inline list. vLLM's parsers may put a tool's constraint in its place
 (tool_parsers/abstract_tool_parser.py, adjust_request) before its parameters are made."""
 
@@ -84,6 +87,7 @@ class ItemSetWords:
             scope[asgi.JUDGE], scope[asgi.MAKER] = _judge, _make
             _brings_choice.set(False)
             _made.set(None)
+            _stated.set(())
             if scope["path"] == PATH:
                 await refresh(scope["app"])
         await self._app(scope, receive, send)
@@ -93,7 +97,9 @@ def _judge(scope: Any, body: Any) -> None:
     """Raises RefusedError, counted, for words that would be lost; puts `choice` for vLLM's older word."""
     ours = _serves_sets(scope["app"])
     try:
-        SURFACE.check(asgi.path_of(scope), body, ours=ours)
+        fields = declared.of_route(scope, body)
+        SURFACE.check(asgi.path_of(scope), body, fields, ours=ours)
+        _stated.set(stated(body, fields))
         if ours and isinstance(body, dict):
             _take_choice(body)
             if drawing.wants_draws(body) and asgi.path_of(scope) in _DRAWING:
@@ -109,7 +115,7 @@ async def _make(request: Any, body: Any) -> None:
     front_end = _front_end(request.scope["app"])
     if front_end is None or not isinstance(body, dict) or asgi.path_of(request.scope) not in MAKING:
         return
-    for kind, spec in _constraints(body) if body.get("stream") else ():
+    for kind, spec in _stated.get() if body.get("stream") else ():
         try:
             await asgi.while_connected(front_end.constraints.prepare(kind, spec), request)
         except ItemSetError as error:
@@ -133,24 +139,6 @@ async def _make(request: Any, body: Any) -> None:
             _made.set(made.choice if isinstance(made.choice, InlineSet) else None)
         except ItemSetError as error:
             _made.set(error)
-
-
-def _constraints(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The constraints that a body brings, in which sets may stand. Those that vLLM makes of tools are refused later."""
-    if body.get(SLATE) is not None:
-        yield inside.SLATE, body[SLATE]
-    formats = [body.get("response_format"), *(one.get("format") for one in words.at(body, "text"))]
-    for given in formats:
-        if isinstance(given, dict) and given.get("type") == "structural_tag":
-            yield TAG, given
-        elif isinstance(given, dict):
-            for place in (given, *words.at(given, "json_schema")):
-                if isinstance(place.get("schema"), dict):
-                    yield JSON, place["schema"]
-    for structured in words.at(body, STRUCTURED):
-        for name, kind in (("json", JSON), ("structural_tag", TAG), ("grammar", EBNF)):
-            if isinstance(structured.get(name), str | dict):
-                yield kind, structured[name]
 
 
 def _refused(error: ItemSetError) -> RefusedError:
@@ -200,8 +188,11 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     if tools and getattr(request, "tool_choice", None) not in (None, "none"):
         given = constraint_of(params)  # vLLM has made one of the tools, or none
         kind = given[0] if given is not None and holds_sets(*given) else None
+        choice = request.tool_choice
         refuse_loose_tools(
-            [tool.model_dump() for tool in tools], lambda strict: kind == JSON or (kind == TAG and strict)
+            [tool.model_dump() for tool in tools],
+            choice if isinstance(choice, str) else choice.model_dump(),
+            lambda strict: kind == JSON or (kind == TAG and strict),
         )
     elsewhere = bool((request.model_extra or {}).get(BEAMS))  # a field that the endpoint does not know
     asked = _asked(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None) is not None
@@ -210,6 +201,8 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
         raise RefusedError("beam search", message, BEAMS)
     if asked or (request.model_extra or {}).get(SLATE) is not None:
         params.extra_args = _carried(request, params.extra_args)
+    given = constraint_of(params)
+    refuse_lost(_stated.get(), reached=given is not None and (given[0] == inside.SLATE or mentions(given[1])))
     return params
 
 
@@ -222,6 +215,7 @@ def rank_item_set(request: Any, params: Any) -> Any:
     structured = request.structured_outputs
     wanted = _asked(request, request.vllm_xargs, structured, k=params.beam_width, draws=True)
     if wanted is None:
+        refuse_lost(_stated.get(), reached=0)
         return params
     if request.logprobs is not None and request.logprobs is not False:  # 0 asks for the sampled tokens' own
         message = "a ranked list has no logprobs of single tokens: leave logprobs out"
@@ -259,6 +253,9 @@ def _asked(
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
     wanted = asked_by(extra_args, structured, fields, k=k, draws=draws)
+    if fields.get("beam_width") is not None:
+        message = f"there is no field beam_width: a ranked list takes {BEAMS}, n, and width for the beams of its search"
+        raise RefusedError("beam search", message, "beam_width")
     if isinstance(refused := _made.get(), ItemSetError):
         raise refused
     return wanted

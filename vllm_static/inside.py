@@ -15,6 +15,7 @@ from itemset.serving import words
 from itemset.serving.grammars import SharedGrammar
 from itemset.serving.inside import EBNF, JSON, LARK, SLATE, TAG, Constraint
 from itemset.serving.words import STRUCTURED
+from vllm_static import compat
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -57,7 +58,7 @@ def with_constraint(params: SamplingParams, constraint: Constraint) -> SamplingP
 
 def engine_constraint(constraint: Constraint) -> StructuredOutputsParams:
     """What the engine core gets: `StaticBackend.compile_grammar` reads it."""
-    return StructuredOutputsParams(grammar=constraint.spec())
+    return compat.of_our_backend(StructuredOutputsParams(grammar=constraint.spec()))
 
 
 def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Vocabulary:

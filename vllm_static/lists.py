@@ -18,10 +18,25 @@ _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
 
 
 class Trial(NamedTuple):
-    """Why a worker cannot make lists, and why it cannot read their prompts once for all beams; None if it can."""
+    """Why a worker cannot make lists, and why it cannot read their prompts once for all beams; None if it can. tokens:
+    for how many a pass may have logits, see `passes.logits_room`."""
 
     lists: str | None
     apart: str | None
+    tokens: int
+
+
+class Room(NamedTuple):
+    """What lists get. blocks: of the KV cache, which the scheduler does not know. beams: that have room in them.
+    tokens: that a pass may have the logits of. apart: whether a pass reads a prompt once for all beams."""
+
+    blocks: int
+    beams: int
+    tokens: int
+    apart: bool
+
+
+NO_ROOM = Room(0, 0, 0, False)
 
 
 def backends(worker: Any) -> set[str]:
@@ -38,12 +53,17 @@ def try_out(worker: Any, blocks: int, apart: bool) -> Trial:
     runner = compat.runner_of(worker)
     last = runner.kv_cache_config.num_blocks
     scratch = range(last - blocks, last)
-    reason = passes.try_out(runner, scratch)
-    return Trial(reason, passes.try_out_apart(runner, scratch) if apart and reason is None else None)
+    if reason := passes.try_out(runner, scratch):
+        return Trial(reason, None, 0)
+    try:
+        tokens = passes.logits_room(runner)
+    except Exception as error:  # a device that does not say what is free
+        return Trial(f"what memory is free is not known: {error!r}", None, 0)
+    return Trial(None, passes.try_out_apart(runner, scratch) if apart else None, tokens)
 
 
-def install(worker: Any, blocks: int, apart: bool) -> None:
-    """Let a worker make lists, with so many blocks that the scheduler does not know; without any it says so.
+def install(worker: Any, room: Room) -> None:
+    """Let a worker make lists; without blocks it says so.
 
     All workers get the same: one that made them in another way would use other CUDA graphs than its peers.
     """
@@ -51,7 +71,7 @@ def install(worker: Any, blocks: int, apart: bool) -> None:
 
     compat.install(LISTS)
     runner = compat.runner_of(worker)
-    setattr(runner.prompt_logprobs_worker, _LISTS, WideLists(runner, blocks, apart=apart))
+    setattr(runner.prompt_logprobs_worker, _LISTS, WideLists(runner, room))
 
 
 def longest_item(worker: Any) -> int:
@@ -63,14 +83,14 @@ def longest_item(worker: Any) -> int:
 
 @hook(f"{_PROMPTS}.add_request", why="which requests are ranked lists", when=LISTS)
 def _add_request(original: Callable[..., Any], self: Any, req_id: str, req_idx: int, sampling_params: Any) -> None:
-    original(self, req_id, req_idx, sampling_params)
+    original()
     if lists := getattr(self, _LISTS, None):
         lists.add(req_id, req_idx, sampling_params.extra_args or {})
 
 
 @hook(f"{_PROMPTS}.remove_request", why="a list has ended, or was aborted", when=LISTS)
 def _remove_request(original: Callable[..., Any], self: Any, req_id: str) -> None:
-    original(self, req_id)
+    original()
     if lists := getattr(self, _LISTS, None):
         lists.remove(req_id)
 
@@ -80,15 +100,8 @@ def _remove_request(original: Callable[..., Any], self: Any, req_id: str) -> Non
     why="a list's passes run where a step has its hidden states, after its sampling",
     when=LISTS,
 )
-def _compute(
-    original: Callable[..., Any],
-    self: Any,
-    logits_fn: Any,
-    hidden_states: Tensor,
-    input_batch: Any,
-    prompt_lens: Any,
-) -> dict[str, Tensor]:
-    scores: dict[str, Tensor] = original(self, logits_fn, hidden_states, input_batch, prompt_lens)
+def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, input_batch: Any) -> dict[str, Tensor]:
+    scores: dict[str, Tensor] = original()
     if (lists := getattr(self, _LISTS, None)) and lists.waiting:
         scores |= lists.answer(hidden_states, input_batch)
     return scores

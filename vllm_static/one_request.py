@@ -4,6 +4,7 @@ other lists, and end the other draws."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from itemset.ranking.search import Best, Ranked, ordered
 from itemset.serving import metrics
 from itemset.serving.config import StaticConfig
 from itemset.serving.drawing import DrawOptions, race_width
-from itemset.serving.lists import DRAWS_OF, Refusals
+from itemset.serving.lists import DRAWS_OF, Pace, Refusals
 from itemset.serving.metrics import ONE_REQUEST, UNDECIDED
 from itemset.serving.request import ListOptions
 from itemset.serving.travel import Carried
@@ -38,6 +39,12 @@ REASONS = (
 """Why a worker did not make a list, by number: its answer is then a table of this one number."""
 FOR_GOOD = (TOO_DEEP, TOO_LONG, TOO_LARGE)  # it holds for all lists of the set that are as wide
 DRAFTED = "draft head"
+GRAPHS = ("FULL", "PIECEWISE", "NONE")
+"""vLLM's names of how a pass runs; the third is without a CUDA graph."""
+HEAD = 3 + len(GRAPHS) + 1
+"""Numbers of a table's first row: see `wide_lists.WideLists.answer`."""
+_BEAMS = 512  # until a worker has said how many have room
+LOOK = 0.002  # seconds between two looks whether other requests have had their time
 
 
 class ListParams(SamplingParams):
@@ -45,13 +52,22 @@ class ListParams(SamplingParams):
 
 
 class OneRequest:
-    """Asks the engine for lists, as many at a time as `ranked_list_beams` says. It counts how each list is made."""
+    """Asks the engine for lists, as many at a time as `ranked_list_beams` says, or as a worker says that it has room
+    for. It counts how each list is made.
+
+    under_way: lists that the engine has now.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         config = StaticConfig.of(vllm_config.additional_config)
-        self._refusals, self._width = Refusals(logger.warning, compat.why_rounds(vllm_config)), config.ranked_list_beams
-        self._free = self._width * vllm_config.parallel_config.data_parallel_size
+        self._refusals = Refusals(logger.warning, compat.why_rounds(vllm_config))
+        self._engines: int = vllm_config.parallel_config.data_parallel_size
+        self._taken, self.under_way = 0, 0  # beams; lists that have some
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._others_until = 0.0
+        self._pace = Pace(1, 1)
+        self._have(_BEAMS if config.ranked_list_beams is None else config.ranked_list_beams)
+        self._asks_workers = config.ranked_list_beams is None
 
     def params(
         self,
@@ -63,15 +79,14 @@ class OneRequest:
     ) -> ListParams | None:
         """Return the parameters of a request for the list; None if rounds must make it.
 
-        reference: its set's, as `front.attach` would name it. carried: `Sender.carried`. placeholders: how many stand
+        reference: its set's, as `front.attach` would name it. carried: `travel.carried`. placeholders: how many stand
         after the prompt, if the draft head makes the list; 0 for beams of the model.
         """
         width = asked.beam
+        of_list: dict[str, Any] = {"k": asked.k, "width": width, "renormalised": asked.renormalised}
+        of_list["end_token"] = asked.counted(end_token)
         if placeholders:
-            return list_params(
-                carried(reference), k=asked.k, width=width, end_token=end_token, renormalised=asked.renormalised,
-                placeholders=placeholders,
-            )  # fmt: skip
+            return list_params(carried(reference), placeholders=placeholders, **of_list)
         reasons = {
             "exact": asked.exact,
             "max_passes": asked.max_passes is not None,
@@ -82,9 +97,7 @@ class OneRequest:
         ):
             metrics.LISTS.labels(reason).inc()
             return None
-        return list_params(
-            carried(reference), k=asked.k, width=width, end_token=end_token, renormalised=asked.renormalised
-        )
+        return list_params(carried(reference), **of_list)
 
     def of_draws(
         self,
@@ -116,6 +129,12 @@ class OneRequest:
 
         search: for draws, the `Drawing` that must end them if they are not decided: it takes over those that are.
         """
+        if table is not None and table.shape[1] >= HEAD and not params.extra_args[LIST][-1]:
+            *counts, beams = table[0, 3:HEAD].astype(int).tolist()
+            for graph, count in zip(GRAPHS, counts, strict=True):
+                metrics.LIST_PASSES.labels(graph.lower()).inc(count)
+            if self._asks_workers:
+                self._have(beams)
         races = len(params.extra_args.get(RACES, [])[1:])
         ways = metrics.DRAWS if races else metrics.LISTS
         if table is not None and table.shape[1] > 1 and races:
@@ -132,20 +151,39 @@ class OneRequest:
         ways.labels(reason).inc()
         return None
 
+    def _have(self, beams: int) -> None:
+        """So many beams have room in each engine."""
+        self._width, self._pace.most = beams, beams * self._engines
+        self._freed.set()
+
     @asynccontextmanager
-    async def beams(self, params: ListParams) -> AsyncIterator[None]:
+    async def beams(self, params: ListParams, unfinished: Callable[[], int]) -> AsyncIterator[None]:
         """Wait until there are beams for the list, first come, first served, and keep them. The draft head's beams take
-        no blocks of the KV cache."""
+        no blocks of the KV cache.
+
+        A list's step is a long one: only so many are under way as their `Pace` allows, and after one the engine's other
+        requests have as much time for themselves as it took. unfinished: how many requests there are, of lists too.
+        """
         width = 0 if params.extra_args[LIST][-1] else _beams(params)
         async with self._turn:
-            while self._free < width:
+            while self._taken and self._taken + width > self._pace.limit:
                 self._freed.clear()
                 await self._freed.wait()
-            self._free -= width
+            while width and unfinished() > self.under_way and time.monotonic() < self._others_until:
+                await asyncio.sleep(LOOK)
+            self._taken += width
+            self.under_way += 1
+        began, among = time.monotonic(), self._taken
         try:
             yield
+            if width:
+                self._pace.took(among, time.monotonic() - began)
         finally:
-            self._free += width
+            self._taken -= width
+            self.under_way -= 1
+            if width:
+                now = time.monotonic()
+                self._others_until = now + (now - began)
             self._freed.set()
 
 
@@ -156,9 +194,13 @@ def _beams(params: ListParams) -> int:
 
 
 def list_params(
-    carried: Carried, *, k: int, width: int, end_token: int, renormalised: bool, placeholders: int = 0
+    carried: Carried, *, k: int, width: int, end_token: int | None, renormalised: bool, placeholders: int = 0
 ) -> ListParams:
-    """Return the parameters of a request for a list: see `OneRequest.params`. Its one token does not matter."""
+    """Return the parameters of a request for a list: see `OneRequest.params`. Its one token does not matter.
+
+    end_token: None if ends cost nothing.
+    """
+    end = -1 if end_token is None else end_token
     return ListParams(
         max_tokens=1,
         temperature=0.0,
@@ -166,7 +208,7 @@ def list_params(
         detokenize=False,
         skip_clone=True,  # no other request has these parameters
         structured_outputs=StructuredOutputsParams(choice=[carried[REFERENCE]]),
-        extra_args={**carried, LIST: [k, width, end_token, int(renormalised), placeholders]},
+        extra_args={**carried, LIST: [k, width, end, int(renormalised), placeholders]},
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,13 +23,16 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_static import shared_prefix
-from vllm_static.branches import Branches, Places, Prompt
+from vllm_static.branches import MOST_LOGITS, Branches, Places, Prompt
 from vllm_static.shared_prefix import SharedPrefix
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 QUEUED = frozenset(("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"))
 """Attention backends that keep nothing on the host from one pass to the next."""
+
+ran: Counter[str] = Counter()
+"""Passes of this process, by the CUDA graphs that they ran in: FULL, PIECEWISE or NONE."""
 
 TOLERANCE = 0.05  # of the largest logit: what 16 bits may make of two orders of adding
 
@@ -95,6 +99,43 @@ def _two_passes(runner: Any, scratch: range, *, apart: bool = False) -> Tensor:
         return torch.cat((first, logits_after(runner, branches, tokens, 1)), 1).float()
 
 
+SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of children and what sorts them
+
+
+def logits_room(runner: Any) -> int:
+    """Return for how many tokens a pass may have logits: those of MOST_LOGITS, or what half of an accelerator's free
+    memory has room for. Tensor parallelism gathers them, and copies what it has gathered: what that takes is measured.
+    """
+    most: int = MOST_LOGITS // (runner.vocab_size * runner.model_config.head_dtype.itemsize)
+    if runner.device.type == "cpu":
+        return most
+    memory = torch.get_device_module(runner.device)
+    before = memory.memory_allocated(runner.device)
+    memory.reset_peak_memory_stats(runner.device)
+    tokens = len(run_logits(runner, 64))
+    each = (memory.max_memory_allocated(runner.device) - before) // tokens
+    if runner.lora_config is not None:
+        each *= 2  # those of one pass beside those of all
+    free = memory.mem_get_info(runner.device)[0] + memory.memory_reserved(runner.device) - before
+    room: int = max(0, free // 2 - SEARCH) // max(1, each)
+    return min(most, room)
+
+
+@torch.inference_mode()
+def run_logits(runner: Any, tokens: int) -> Tensor:
+    """Return logits of so many tokens, of no meaning: [tokens, vocabulary]. PyTorch keeps their memory for others.
+
+    With adapters, of no more than a pass has: see `logits_after`.
+    """
+    if runner.lora_config is not None:
+        tokens = min(tokens, runner.max_num_tokens)
+    use_adapters(runner, [], np.zeros(tokens, np.intp))
+    size = runner.model_config.get_hidden_size()
+    hidden = torch.zeros(tokens, size, dtype=runner.dtype, device=runner.device)
+    logits: Tensor = runner.model.compute_logits(hidden)
+    return logits
+
+
 def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) -> Tensor:
     """Run the model over the next tokens of all rows, after `known` that they have: [rows, more, vocabulary].
 
@@ -137,6 +178,7 @@ def _run(runner: Any, tokens: Tensor, places: Places, shared: SharedPrefix | Non
     buffers, (rows, more) = runner.input_buffers, tokens.shape
     count = rows * more
     shape = _shape(runner, rows, more, requests, graphs=shared is None)
+    ran[shape.cg_mode.name] += 1
     padded, padded_rows = max(count, shape.num_tokens), shape.num_reqs or rows
     buffers.input_ids[:count].copy_(tokens.reshape(-1))
     buffers.positions[:count].copy_(places.positions.reshape(-1))

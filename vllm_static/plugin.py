@@ -19,6 +19,7 @@ from vllm_static import (
     drafting,  # noqa: F401
     drafts,  # noqa: F401
     lists,  # noqa: F401
+    logits,  # noqa: F401
     weights,  # noqa: F401
 )
 from vllm_static.compat import hook
@@ -39,35 +40,52 @@ def register() -> None:
 
 
 def is_ours(vllm_config: Any) -> bool:
-    return bool(vllm_config.structured_outputs_config.backend == BACKEND)
+    """Whether an engine takes our backend: then the hooks of this process run."""
+    return hook.choose(vllm_config.structured_outputs_config.backend == BACKEND)
 
 
-@hook("vllm.engine.arg_utils:EngineArgs.add_cli_args", why="the flags --item-set and --guided-decoding-backend")
-def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
-    parser = original(parser)
+@hook(
+    "vllm.v1.worker.worker_base:WorkerBase.__init__",
+    why="a worker learns which backend is chosen",
+    when=IMPORTED,
+    always=True,
+)
+def _worker_init(original: Callable[..., Any], vllm_config: Any) -> None:
+    is_ours(vllm_config)
+    original()
+
+
+@hook(
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+    why="the flags --item-set and --guided-decoding-backend",
+    always=True,
+)
+def _add_cli_args(original: Callable[..., Any]) -> Any:
+    parser = original()
     flags.add_flags(
         parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend"
     )
     return parser
 
 
-@hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", why="what these flags mean")
-def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+@hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", why="what these flags mean", always=True)
+def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
     startup.on_command_line()
     with startup.start_up():
         compat.apply_flags(args)
         if compat.chosen_backend(args) == BACKEND:
             compat.add_versions(args)
-    return original(cls, args)
+    return original()
 
 
 @hook(
     "vllm.engine.arg_utils:EngineArgs.create_engine_config",
     why="the device path's processor and the sets' versions are put where every process reads them",
+    always=True,
 )
-def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _create_engine_config(original: Callable[..., Any]) -> Any:
     """Choose the path and the sets' versions, once, where every process will read them."""
-    config = original(self, *args, **kwargs)
+    config = original()
     if not is_ours(config):
         return config
     from vllm_static.device import refuse_speculation
@@ -86,20 +104,20 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     return config
 
 
-@hook("vllm.config.vllm:VllmConfig.compute_hash", why="another item set must not compile the model anew")
-def _compute_hash(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@hook("vllm.config.vllm:VllmConfig.compute_hash", why="another item set must not compile the model anew", always=True)
+def _compute_hash(original: Callable[..., Any], self: Any) -> Any:
     """The name of vLLM's cache of compiled graphs: none of them depends on an item set."""
-    options = isinstance(self.additional_config, dict)
-    return original(compat.without_options(self) if options else self, *args, **kwargs)
+    return original(self=compat.without_options(self))
 
 
 @hook(
     "vllm.v1.engine.input_processor:InputProcessor.__init__",
     why="item sets are opened and checked once a front end, before the engine starts",
+    always=True,
 )
-def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
     """Bad item sets end the start-up here, before a model is loaded."""
-    original(self, vllm_config, *args, **kwargs)
+    original()
     self.static_front_end = None
     if is_ours(vllm_config):
         from vllm_static.front import FrontEnd
@@ -137,10 +155,9 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
 @hook(
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
     why="the item set is attached to its request: every request passes here, with its prompt's length known",
+    always=True,
 )
-def _process_inputs(
-    original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any:
     from vllm.sampling_params import SamplingParams
 
     from vllm_static.request import asked, names_sets
@@ -159,7 +176,7 @@ def _process_inputs(
                 from vllm_static.inside import with_constraint
 
                 params = with_constraint(params, wanted)
-    request = original(self, request_id, prompt, params, *args, **kwargs)
+    request = original(params=params)
     if wanted is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with _refusals(params):
@@ -172,6 +189,7 @@ def _process_inputs(
     "vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar",
     why="vLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked",
     when=IMPORTED,
+    always=True,
 )
 def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: Any) -> None:
     from itemset.serving.inside import TAG, holds_sets
@@ -179,12 +197,12 @@ def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: An
 
     given = constraint_of(sampling_params)
     if given is None or given[0] != TAG or not holds_sets(*given):
-        original(sampling_params)
+        original()
 
 
 @hook("vllm.v1.engine.async_llm:AsyncLLM.__init__", why="published sets are followed while the engine runs")
-def _async_llm_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    original(self, *args, **kwargs)
+def _async_llm_init(original: Callable[..., Any], self: Any) -> None:
+    original()
     if self.input_processor.static_front_end:
         from vllm_static.following import follow
 
@@ -196,19 +214,17 @@ def _async_llm_init(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     why="/v1/item_sets: vLLM adds a plugin's routes if VLLM_PLUGINS names it; here the flags have chosen it",
     optional=True,
 )
-def _load_endpoint_plugins(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _load_endpoint_plugins(original: Callable[..., Any]) -> Any:
     from vllm_static.following import Routes
 
-    return [*original(*args, **kwargs), Routes()]
+    return [*original(), Routes()]
 
 
 @hook(
     "vllm.v1.engine.async_llm:AsyncLLM.add_request",
     why="inline sets are encoded, and filters applied, beside the event loop",
 )
-async def _add_request(
-    original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-) -> Any:
+async def _add_request(original: Callable[..., Any], self: Any, params: Any) -> Any:
     front_end = self.input_processor.static_front_end
     if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
         from vllm_static.following import follow
@@ -224,7 +240,7 @@ async def _add_request(
             given = constraint_of(params) if wanted is None else None
             if given is not None and (constraint := await front_end.constraints.prepare(*given)) is not None:
                 params = with_constraint(params, constraint)
-    return await original(self, request_id, prompt, params, *args, **kwargs)
+    return await original(params=params)
 
 
 @hook(
@@ -232,13 +248,13 @@ async def _add_request(
     why="knows the built-in backends only: other constraints are validated as xgrammar's",
 )
 def _validate_structured_outputs(
-    original: Callable[..., Any], self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+    original: Callable[..., Any], self: Any, model_config: Any, structured_outputs_config: Any
 ) -> None:
     config, structured = structured_outputs_config, self.structured_outputs
     if config is None or structured is None or config.backend != BACKEND:
-        original(self, model_config, config, tokenizer)
+        original()
     elif structured.choice is None and isinstance(structured.grammar, str | None):
-        original(self, model_config, compat.xgrammar_config(config), tokenizer)
+        original(structured_outputs_config=compat.xgrammar_config(config))
     elif model_config.is_diffusion:
         from vllm.exceptions import VLLMValidationError
 
@@ -248,9 +264,10 @@ def _validate_structured_outputs(
 @hook(
     "vllm.v1.structured_output:StructuredOutputManager.__init__",
     why="the backend object, made at start-up: no request waits for files",
+    always=True,
 )
 def _manager_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    original(self, vllm_config)
+    original()
     if is_ours(vllm_config):
         from vllm_static.backend import StaticBackend
 
@@ -260,13 +277,14 @@ def _manager_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> 
 @hook(
     "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
     why="ranked lists have blocks of the KV cache that the scheduler does not know",
+    always=True,
 )
-def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
     if not is_ours(vllm_config):
-        return original(self, vllm_config, *args, **kwargs)
+        return original()
     from vllm_static.scratch import initialize_kv_caches
 
-    return initialize_kv_caches(original, self, vllm_config, *args, **kwargs)
+    return initialize_kv_caches(original, self, vllm_config)
 
 
 @hook(
@@ -280,9 +298,13 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
         if self.backend.admit(self, request):
             return
         if request.structured_output_request.params.choice is not None:
-            compat.without_thread_pool(original, self, request)
+            compat.without_thread_pool(original, self)
             return
-    original(self, request)
+        threads = self.backend.threads(request.structured_output_request.params.grammar)
+        if threads is not None and self._use_async_grammar_compilation:
+            compat.compile_on(threads, self, request)
+            return
+    original()
 
 
 @hook(
@@ -298,10 +320,9 @@ def _grammar_bitmask(
 ) -> Any:
     from vllm_static.backend import StaticBackend
 
-    step = (requests, structured_output_request_ids, scheduled_spec_decode_tokens)
     if isinstance(self.backend, StaticBackend) and structured_output_request_ids:
-        return self.backend.fill(original, self, *step)
-    return original(self, *step)
+        return self.backend.fill(original, self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+    return original()
 
 
 @hook.extends(
@@ -322,20 +343,20 @@ def _add_figures(engine_core: type) -> None:
     "vllm.v1.core.sched.scheduler:Scheduler._free_request",
     why="an ended request's set may leave the device, and its answer is counted",
 )
-def _free_request(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _free_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
     from vllm_static.backend import StaticBackend
 
     backend = self.structured_output_manager.backend
     if isinstance(backend, StaticBackend):
         backend.forget(request)
-    return original(self, request, *args, **kwargs)
+    return original()
 
 
 @hook("vllm.v1.core.sched.output:NewRequestData.from_request", why="an inline set's index goes to the workers once")
-def _new_request_data(original: Callable[..., Any], cls: type, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _new_request_data(original: Callable[..., Any], request: Any) -> Any:
     from vllm_static.device import send_index_once
 
-    data = original(cls, request, *args, **kwargs)
+    data = original()
     send_index_once(request, data)
     return data
 
@@ -345,22 +366,24 @@ def _new_request_data(original: Callable[..., Any], cls: type, request: Any, *ar
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
     "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
     why="the field item_set; an inline list that vLLM has replaced by a tool's schema",
+    always=True,
 )
-def _to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _to_sampling_params(original: Callable[..., Any], self: Any) -> Any:
     from vllm_static.http import add_item_set
 
-    return _checked(add_item_set, self, original(self, *args, **kwargs))
+    return _checked(add_item_set, self, original())
 
 
 @hook(
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params",
     why="drops constraints, which vLLM's beam search must be told of",
+    always=True,
 )
-def _to_beam_search_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _to_beam_search_params(original: Callable[..., Any], self: Any) -> Any:
     from vllm_static.http import rank_item_set
 
-    return _checked(rank_item_set, self, original(self, *args, **kwargs))
+    return _checked(rank_item_set, self, original())
 
 
 @hook(
@@ -369,26 +392,22 @@ def _to_beam_search_params(original: Callable[..., Any], self: Any, *args: Any, 
     when=IMPORTED,
 )
 def _beam_search(
-    original: Callable[..., Any],
-    self: Any,
-    prompts: Any,
-    params: Any,
-    lora_request: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    original: Callable[..., Any], self: Any, prompts: Any, params: Any, lora_request: Any, priority: Any = None
 ) -> Any:
-    """Offline. Prompts are scored in rounds together, whatever concurrency vLLM's own loop is told."""
+    """Offline. Prompts are scored in rounds together, whatever concurrency vLLM's own loop is told.
+
+    priority: since vLLM 0.33.
+    """
     from vllm_static import ranking
     from vllm_static.request import asked
 
     if self.llm_engine.input_processor.static_front_end is None:
-        return original(self, prompts, params, lora_request, *args, **kwargs)
+        return original()
     wanted = _checked(asked, params)
     if wanted is None:
-        return original(self, prompts, compat.beams_by_xgrammar(params), lora_request, *args, **kwargs)
+        return original(params=compat.beams_by_xgrammar(params))
     inputs = self._preprocess_cmpl(prompts)
     loras = self._lora_request_to_seq(lora_request, len(inputs))
-    priority = kwargs.get("priority", args[2] if len(args) > 2 else None)  # since vLLM 0.33
     priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
     with _refusals(params):
         return ranking.offline(self, inputs, wanted, params, loras, priorities)
@@ -400,16 +419,26 @@ def _beam_search(
     when=IMPORTED,
 )
 async def _beam_search_online(
-    original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    prompt: Any,
+    request_id: str,
+    params: Any,
+    lora_request: Any,
+    trace_headers: Any,
+    session_id: Any = None,
+    priority: int = 0,
 ) -> AsyncGenerator[Any, None]:
+    """session_id: since vLLM 0.32. priority: since 0.33."""
     from vllm_static import ranking
     from vllm_static.request import asked
 
     way: Any = original
     with _refusals(params):
         if self.engine_client.input_processor.static_front_end and (wanted := asked(params)) is not None:
-            way = partial(ranking.online, wanted)
-        async for output in way(self, prompt, request_id, params, *args, **kwargs):
+            options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
+            way = partial(ranking.online, wanted, self, prompt, request_id, params, lora_request, **options)
+        async for output in way():
             yield output
 
 
@@ -417,6 +446,7 @@ async def _beam_search_online(
     "starlette.requests:Request.json",
     why="an HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it",
     when=IMPORTED,
+    always=True,
 )
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     from itemset.serving import asgi

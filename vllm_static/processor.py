@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
+_PADDING = 64
+"""Columns of a model's head are a multiple of so many (model_executor/layers/vocab_parallel_embedding.py)."""
+
 
 def item_sets(runner: Any) -> ItemSetProcessor:
     """Return the processor of a model runner on the device path."""
@@ -128,7 +131,10 @@ class ItemSetProcessor(LogitsProcessor):
         self.arena.forget_views(open_sets)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Stage the request's set. Also called when it comes back after preemption: its output is walked again."""
+        """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
+
+        Returns False: `vllm_static.logits` masks without a copy of the batch's logits.
+        """
         extra = sampling_params.extra_args or {}
         self._weighed[req_idx] = weights.asks(sampling_params)
         if PLACE in extra:
@@ -148,7 +154,7 @@ class ItemSetProcessor(LogitsProcessor):
         self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
         self._numbers[req_idx], self._slates[req_idx] = place.number, SLATED in extra
         self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
-        return True
+        return False
 
     def apply_staged_writes(self) -> None:
         if not self._staged:
@@ -161,22 +167,30 @@ class ItemSetProcessor(LogitsProcessor):
         self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Launch `Slots.step` for all rows: those without a set, padding and drafts included.
+        """Mask a copy of the logits, which vLLM has made because a request of the batch asks for more than a set."""
+        layout = {"above": ctx.expanded_local_pos, "tokens": ctx.input_ids, "positions": ctx.pos}
+        return self.mask_rows(logits, ctx.expanded_idx_mapping, ctx.idx_mapping_np, **layout)
+
+    def mask_rows(
+        self, logits: torch.Tensor, slots: torch.Tensor, requests: np.ndarray, *, raw: bool = False, **layout: Any
+    ) -> torch.Tensor:
+        """Launch `Slots.step` for all rows, in place: those without a set, padding and drafts included.
 
         That is one launch more if there is a slate among them.
+        logits: [rows, vocabulary], any floating type. slots: [rows]. requests: [requests], their slots. layout: the
+            drafts that lead to each row, as in `Batch`.
+        raw: whether somebody reads the logits as they were. These stay then, and what is returned is a copy.
         """
-        slots = ctx.idx_mapping_np
-        numbers = self._numbers[slots]
+        numbers = self._numbers[requests]
         if (numbers == NO_SET).all():
             return logits
         self.arena.use(numbers)
         # What the host knows: one token and the accepted drafts a step, and the output so far of one that comes back.
-        most = int(self._behind[slots].max()) + 1 + self._drafts
-        self._behind[slots] = 0
-        batch = self._batch(
-            ctx.expanded_idx_mapping, above=ctx.expanded_local_pos, tokens=ctx.input_ids, positions=ctx.pos
-        )
-        self._slots.step(batch._replace(slates=bool(self._slates[slots].any())), logits, most=most)
+        most = int(self._behind[requests].max()) + 1 + self._drafts
+        self._behind[requests] = 0
+        batch = self._batch(slots, slates=bool(self._slates[requests].any()), **layout)
+        logits = logits.clone() if raw or self._weighed[requests].any() else logits
+        self._slots.step(batch, logits, most=most)
         return logits
 
     def weigh(self, logits: torch.Tensor, input_batch: Any, logprobs: Any) -> None:
@@ -234,18 +248,20 @@ class ItemSetProcessor(LogitsProcessor):
         """Compile the kernels now, and the check of a set's tables: a first request should not wait for them."""
         device = self._req_states.device
         with contextlib.suppress(ArenaFullError):
-            for high in (1, 2**16):
-                self.arena.release(self.arena.acquire(itemset.build([[0, 0, high], [0, 1]])))
+            self.arena.release(self.arena.acquire(itemset.build([[0, 0, 1], [0, 1]])))
 
         def zeros(dtype: torch.dtype) -> Any:
             return torch.zeros(1, dtype=dtype, device=device)
 
-        logits = torch.zeros(1, self._req_states.vocab_size, device=device)
         batch = self._batch(
             zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
         )
-        self._slots.step(batch._replace(slates=not self._drafts), logits, most=1)
-        self._slots.mask(self._slots.walk(batch, most=0), zeros(torch.int64), logits)  # as `weigh`
+        vocabulary = self._req_states.vocab_size
+        for dtype in {self._dtype, torch.float32}:  # the model's logits, and copies of them
+            for stride in {vocabulary, vocabulary + -vocabulary % _PADDING}:
+                logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
+                self._slots.step(batch._replace(slates=not self._drafts), logits, most=1)
+                self._slots.mask(self._slots.walk(batch, most=0), zeros(torch.int64), logits)  # as `weigh`
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)

@@ -21,6 +21,7 @@ from vllm.utils import random_uuid
 from itemset.ranking.search import Answer, Found, Pass, described
 from itemset.serving.lists import run_together
 from itemset.serving.request import ItemRequest
+from vllm_static import compat
 
 _OF_DRAW = {"exact", "weight", "accepted", "candidates"}
 _NEAR = 8  # tokens before an item that its text may depend on
@@ -272,7 +273,7 @@ async def online(
 
     best = None
     if made.whole is not None:
-        async with front_end.one_request.beams(made.whole):
+        async with front_end.one_request.beams(made.whole, lambda: compat.unfinished(client)):
             output = await generate(made.whole_prompt, made.whole)
         best = front_end.one_request.best(made.whole, output.prompt_token_id_logprobs, made.search)
     if best is None:

@@ -16,34 +16,37 @@ from vllm_static.branches import own_blocks
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 SHARE = 8  # of the KV cache, the part that lists take at most
+SHARE_UNASKED = 16  # the same, if nobody says for how many beams
 LONGEST = 32  # tokens of an item, above which fewer beams than configured fit
 USUAL = 16  # the same, of an engine whose sets come with the requests
 
 
-def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
     """Around `EngineCore._initialize_kv_caches`: keep the last blocks from the scheduler, and give them to the workers.
 
     Blocks of the scheduler's own pool would count as used, and `reset_prefix_cache` fails while any block is.
     """
-    cache: KVCacheConfig = original(self, vllm_config, *args, **kwargs)
+    cache: KVCacheConfig = original()
     reason = compat.why_rounds(vllm_config)
     if reason is None:
         workers: Callable[..., list[Any]] = self.model_executor.collective_rpc
-        blocks, apart, reason = _tried(workers, cache, vllm_config)
-        workers(lists.install, args=(blocks, apart))
+        room, reason = _tried(workers, cache, vllm_config)
+        workers(lists.install, args=(room,))
         if reason is None:
-            cache.num_blocks -= blocks
+            cache.num_blocks -= room.blocks
             vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
             kv_cache_utils.update_kv_cache_capacity(vllm_config, cache)
-            logger.info("Ranked lists: %s blocks of the KV cache are kept for their beams", f"{blocks:,}")
+            logger.info(
+                "Ranked lists: %s blocks of the KV cache are kept for %s beams. A pass may have logits of %s tokens",
+                *(f"{count:,}" for count in (room.blocks, room.beams, room.tokens)),
+            )
     if reason is not None:
         logger.info("Ranked lists take rounds of requests: %s", reason)
     return cache
 
 
-def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config: Any) -> tuple[int, bool, str | None]:
-    """How many blocks lists get, whether their prompts are read once for all beams, and why no lists are made; None if
-    they are. All workers have tried it.
+def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config: Any) -> tuple[lists.Room, str | None]:
+    """What room lists get, and why none are made; None if they are. All workers have tried it.
 
     Raises ValueError if prompts are to be read once, and the attention backend can not.
     """
@@ -52,32 +55,40 @@ def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config:
     if wanted:
         compat.refuse_backends(set().union(*workers(lists.backends)))
     if not _one_full_attention(cache):
-        return 0, False, "the KV cache is not one of full attention"
+        return lists.NO_ROOM, "the KV cache is not one of full attention"
     longest = max(workers(lists.longest_item))
-    if not (blocks := scratch_blocks(config, longest, cache, vllm_config)):
-        return 0, False, "the KV cache is too small for beams"
+    blocks, beams = scratch_blocks(config, longest, cache, vllm_config)
+    if not blocks:
+        return lists.NO_ROOM, "the KV cache is too small for beams"
     trials: list[lists.Trial] = workers(lists.try_out, args=(blocks, wanted))
     if reason := next(filter(None, (one.lists for one in trials)), None):
-        return 0, False, reason
-    if wanted:
-        why = next(filter(None, (one.apart for one in trials)), None)
-        if why is None:
-            logger.info("Ranked lists: each pass reads a prompt once for all beams")
-            return blocks, True, None
+        return lists.NO_ROOM, reason
+    tokens = min(one.tokens for one in trials)
+    if not tokens:
+        return lists.NO_ROOM, "no memory is left for the logits of beams: lower --gpu-memory-utilization"
+    why = next(filter(None, (one.apart for one in trials)), None)
+    if wanted and why is None:
+        logger.info("Ranked lists: each pass reads a prompt once for all beams")
+    elif wanted:
         logger.warning("Ranked lists: each beam reads its prompt, although item_set_shared_prefix is on: %s", why)
-    return blocks, False, None
+    return lists.Room(blocks, min(beams, tokens), tokens, wanted and why is None), None
 
 
-def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> int:
-    """Return how many blocks lists get: for `ranked_list_beams`, or what may be missed of the cache.
+def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> tuple[int, int]:
+    """Return how many blocks lists get, for `ranked_list_beams` or for what may be missed of the cache, and how many
+    beams have room in them.
 
     longest: tokens of the longest item of the registered sets, 0 if there are none.
     """
     block: int = cache.kv_cache_groups[0].kv_cache_spec.block_size
     each = 2 * own_blocks(block - 1, min(LONGEST, longest or USUAL), block)
     context = -(-vllm_config.model_config.max_model_len // block)
-    left: int = min(cache.num_blocks // SHARE, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
-    return each * min(config.ranked_list_beams, max(0, left) // each)
+    wanted = config.ranked_list_beams
+    share = SHARE_UNASKED if wanted is None else SHARE
+    left: int = min(cache.num_blocks // share, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
+    beams = max(0, left) // each
+    beams = beams if wanted is None else min(wanted, beams)
+    return each * beams, beams
 
 
 def _one_full_attention(cache: KVCacheConfig) -> bool:

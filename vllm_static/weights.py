@@ -11,11 +11,11 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.words import WEIGHT
+from vllm_static.branches import to_device
 from vllm_static.compat import hook
 
 _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -40,20 +40,20 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
         ]
         if rows:
             setattr(self, _WEIGHED, (rows, _mass(state.logits, rows)))
-    return original(self, grammar_output)
+    return original()
 
 
 @hook(f"{_V1}._sample", why="V1: an answer's weight", when=IMPORTED)
-def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+def sample(original: Callable[..., Any], self: Any, logits: Any) -> Any:
     """Around `_sample`, whose logits are masked, and then changed in place."""
     weighed = vars(self).pop(_WEIGHED, None)
     if weighed is None:
-        return original(self, logits, spec_decode_metadata)
+        return original()
     rows, whole = weighed
     weights = _mass(logits, rows) - whole
-    output = original(self, logits, spec_decode_metadata)
+    output = original()
     width = output.sampled_token_ids.shape[1]  # a column a draft, and one more
-    places = torch.tensor([request * width + place for request, place, _ in rows], device=weights.device)
+    places = to_device([request * width + place for request, place, _ in rows], weights.device)
     output.logprobs_tensors.logprobs[places, 0] = weights
     return output
 
@@ -64,11 +64,9 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
     why="V2: an answer's weight",
     when=IMPORTED,
 )
-def sample_on_device(
-    original: Callable[..., Any], self: Any, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any
-) -> Any:
+def sample_on_device(original: Callable[..., Any], self: Any, logits: Tensor, input_batch: Any) -> Any:
     """Around both samplers of model runner V2, which leave the logits as they are."""
-    output = original(self, logits, input_batch, *args, **kwargs)
+    output = original()
     for processor in getattr(self, "sampler", self).logits_processors:
         if hasattr(processor, "weigh"):
             processor.weigh(logits, input_batch, output.logprobs_tensors)
@@ -82,4 +80,4 @@ def asks(sampling_params: Any) -> bool:
 
 def _mass(logits: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
     """The logarithm of the sum of each row's exponentials: [rows] float32."""
-    return logits[torch.tensor([row for *_, row in rows], device=logits.device)].float().logsumexp(-1)
+    return logits[to_device([row for *_, row in rows], logits.device)].float().logsumexp(-1)

@@ -6,6 +6,7 @@ blocks of the KV cache nor anything that an abort would have to free.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from itemset.ranking.beams import Beams, LevelPlan, table_of
+from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.races import Races, warm_up
 from itemset.serving.words import LIST, PLACE, RACES
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
-from vllm_static.drafted_lists import MOST_LOGITS, Asked, DraftedLists
-from vllm_static.one_request import NO_BLOCKS, NO_ROOM, TOO_DEEP, TOO_LARGE, TOO_LONG
-from vllm_static.passes import borrowed, logits_after, use_adapters
+from vllm_static.drafted_lists import Asked, DraftedLists
+from vllm_static.lists import Room
+from vllm_static.one_request import GRAPHS, HEAD, NO_BLOCKS, NO_ROOM, TOO_DEEP, TOO_LARGE, TOO_LONG
+from vllm_static.passes import borrowed, logits_after, ran, run_logits, use_adapters
 from vllm_static.processor import item_sets
 
 MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
@@ -33,28 +36,29 @@ class WideLists:
     asked: those whose prompts are not complete, by request.
     drafted: the lists that a draft head makes; None without one.
     narrow: whether a pass has only the rows that can lead to something better. The host must read how many they are: on
-    a CPU it waits for nothing. On an accelerator shapes stay as the set's levels bound them, and nothing is read.
+    a CPU it waits for nothing, and a pass reads tails whole. On an accelerator shapes stay as the set's levels bound
+    them, and nothing is read. There a row has one token a pass, as in the engine's own decoding, whose CUDA graphs it
+    takes; but of items so long that these would be more than MOST_ROUNDS passes, and of draws, tails are read whole.
     """
 
-    def __init__(self, runner: Any, blocks: int, *, apart: bool = False) -> None:
-        """blocks: the KV cache's last ones, which no request has. apart: whether prompts are read once for all rows."""
-        self._runner, count, self._apart = runner, runner.kv_cache_config.num_blocks, apart
-        self._scratch = range(count - blocks, count)
+    def __init__(self, runner: Any, room: Room) -> None:
+        """room: its blocks are the KV cache's last ones."""
+        self._runner, self._room, count = runner, room, runner.kv_cache_config.num_blocks
+        self._scratch = range(count - room.blocks, count)
         self._block = runner.block_tables.block_sizes[0]
-        self._token_bytes: int = runner.vocab_size * runner.model_config.head_dtype.itemsize  # logits of a token
         self._sets = item_sets(runner)
         self.asked: dict[str, Asked] = {}
         self.narrow = runner.device.type == "cpu"
         self.drafted = None if self._sets.head is None else DraftedLists(runner, self._sets)
-        if blocks:
+        if room.blocks:
             self._warm_up()
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        runner = self._runner
-        use_adapters(runner, [], np.zeros(1, np.intp))
-        hidden = torch.zeros(1, runner.model_config.get_hidden_size(), dtype=runner.dtype, device=runner.device)
-        warm_up(self._sets.arena, runner.model.compute_logits(hidden)[:, None], kernels=self._sets.kernels)
+        """Run what passes run: for want of memory it fails here, on all ranks alike, and not in a step."""
+        most = min(self._room.tokens, 2 * self._room.beams) if self.narrow else self._room.tokens
+        logits = run_logits(self._runner, most)[:1, None]
+        warm_up(self._sets.arena, logits, kernels=self._sets.kernels)
 
     def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
         """Note that a request asks for a list. On the host path it has no place in the arena, and gets none."""
@@ -84,13 +88,15 @@ class WideLists:
             self.drafted.asked.pop(request, None)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Make the lists whose prompts this step completes: of each request a table, [1 + k, 2 + longest] float64.
+        """Make the lists whose prompts this step completes: of each request a table, [1 + k, 2 + longest] float64, or
+        with HEAD columns if these are more.
 
-        Its first row begins with 1 if the list is proven, the passes and the rounds that it took. Then a row is an
-        item's score, how many tokens it has, and these; a score of -inf says that there are no more. Of draws the table
-        has the items of each race, one race after another; -inf stands for those that are not decided, too, and the
-        first number is 1 if all are. A list that cannot be made has a table of one number instead, of
-        `one_request.REASONS`.
+        Its first row begins with 1 if the list is proven, the passes and the rounds that it took, the passes of the
+        engine by their CUDA graphs (GRAPHS), of which those that lists share count for the first, and how many beams
+        have room here. Then a row is an item's score, how many tokens it has, and these; a score of -inf says that
+        there are no more. Of draws the table has the items of each race, one race after another; -inf stands for those
+        that are not decided, too, and the first number is 1 if all are. A list that cannot be made has a table of one
+        number instead, of `one_request.REASONS`.
         """
         drafted = {} if self.drafted is None else self.drafted.answer(hidden_states, batch)
         if not self.asked:
@@ -114,17 +120,12 @@ class WideLists:
         lists = [one for _, one in kept]
         use_adapters(self._runner, [one.prompt.request for one in lists], np.array([one.prompt.slot for one in lists]))
         logits = self._runner.model.compute_logits(hidden_states[at])
-        apart = [(row, each) for row, one in enumerate(lists) for each in one.apart]
-        if len(apart) > len(lists):
-            logits = logits[to_device([row for row, _ in apart], logits.device)]
         parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
         with borrowed(self._runner):
-            first = 0
-            for group in self._groups([one for _, one in apart]):
-                made = self._make(group, logits[first : first + len(group)])
-                for one, table in zip(group, made, strict=True):
+            for group in self._groups([(row, each) for row, one in enumerate(lists) for each in one.apart]):
+                first = logits[to_device([row for row, _ in group], logits.device)]
+                for (_, one), table in zip(group, self._make([one for _, one in group], first), strict=True):
                     parts[one.prompt.request].append(table)
-                first += len(group)
         return tables | {request: _joined(some) for request, some in parts.items()}
 
     def _reason(self, one: Asked) -> int | None:
@@ -134,70 +135,93 @@ class WideLists:
         plan, most = self._sets.arena.level_plan(one.number), self._runner.max_num_tokens
         if plan.levels > MOST_ROUNDS:
             return TOO_DEEP
-        shapes = _shapes(plan, one)
+        shapes = self._shapes(plan, one)
         tokens = len(one.apart) * sum(rows * more for rows, more in shapes)
         if max(more for _, more in shapes) > most or tokens > MOST_STEPS * most:
             return TOO_LONG
-        if self._largest([one]) > MOST_LOGITS:
+        if self._largest([one]) > self._room.tokens:
             return TOO_LARGE
         return None if self._fit([one]) else NO_ROOM
 
     def _largest(self, lists: Sequence[Asked]) -> int:
-        """Bytes of the logits of these lists' largest pass."""
-        shapes = _shapes(self._sets.arena.level_plan(lists[0].number), lists[0])
-        tokens: int = len(lists) * max(rows * more for rows, more in shapes)
-        return tokens * self._token_bytes
+        """Tokens of these lists' largest pass, each of which has a row of logits."""
+        shapes = self._shapes(self._sets.arena.level_plan(lists[0].number), lists[0])
+        return len(lists) * max(rows * more for rows, more in shapes)
 
     def _fit(self, lists: Sequence[Asked]) -> bool:
         """Whether there is room for these lists, which are of one set and as wide: blocks and logits."""
         plan = self._sets.arena.level_plan(lists[0].number)
-        rows = max(rows for rows, _ in _shapes(plan, lists[0]))
+        rows = max(rows for rows, _ in self._shapes(plan, lists[0]))
         needed = scratch_needed([one.prompt for one in lists], rows, plan.longest, self._block)
-        return needed <= len(self._scratch) and self._largest(lists) <= MOST_LOGITS
+        return needed <= len(self._scratch) and self._largest(lists) <= self._room.tokens
 
-    def _groups(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
-        """Lists that go through their passes together: of one set, as wide, and no more than have room."""
-        for _, alike in groupby(lists, key=lambda one: one.kind):
-            group: list[Asked] = []
-            for one in alike:
-                if not self._fit([*group, one]):
+    def _groups(self, lists: Sequence[tuple[int, Asked]]) -> Iterator[list[tuple[int, Asked]]]:
+        """Lists that go through their passes together, each with a number: of one set, as wide, and no more than have
+        room."""
+        for _, alike in groupby(lists, key=lambda pair: pair[1].kind):
+            group: list[tuple[int, Asked]] = []
+            for pair in alike:
+                if not self._fit([one for _, one in [*group, pair]]):
                     yield group
                     group = []
-                group.append(one)
+                group.append(pair)
             yield group
+
+    def _shapes(self, plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:
+        """Of each pass of a list, or of a race: how many rows it has, and how many tokens each of them."""
+        if self._stepwise(plan, one):
+            return [(rows, 1) for rows in _rows_of_tokens(plan, one)]
+        shapes, rows = [], 1
+        for level, tail in enumerate(plan.tails):
+            rows = min(one.width, plan.children(level, rows))
+            shapes.append((rows, 1 if one.renormalised else 1 + tail))
+        return shapes
+
+    def _stepwise(self, plan: LevelPlan, one: Asked) -> bool:
+        """Whether tails take a token a pass, too: if these are not many, and there are blocks for their rows. Not those
+        of draws: on its way through a tail an item would compete with beams, and fewer draws would be decided."""
+        if self.narrow or one.races or (plan.levels if one.renormalised else plan.longest) > MOST_ROUNDS:
+            return False
+        needed = scratch_needed([one.prompt], max(_rows_of_tokens(plan, one)), plan.longest, self._block)
+        return needed <= len(self._scratch)
 
     def _beams(self, group: list[Asked], plan: LevelPlan) -> Beams:
         """The beams of some lists that have the same kind, or of some races."""
         one, arena = group[0], self._sets.arena
-        options: dict[str, Any] = {"width": one.width, "k": one.k, "end_token": one.end_token}
+        options: dict[str, Any] = {"width": one.width, "k": one.k, "end_token": one.end_token_or_none}
         options["kernels"] = self._sets.kernels
         numbers = [one.number] * len(group)
         if not one.races:
-            return Beams(arena, numbers, plan, renormalised=bool(one.renormalised), **options)
+            kind = Lockstep if self._stepwise(plan, one) else Beams
+            return kind(arena, numbers, plan, renormalised=bool(one.renormalised), **options)
         keys = to_device([key for race in group for key in race.races], arena.device)
         return Races(arena, numbers, plan, keys, temperature=one.temperature, **options)
 
     def _make(self, group: list[Asked], logits: Tensor) -> Tensor:
-        """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest]."""
-        one, runner = group[0], self._runner
+        """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest or more]."""
+        one, runner, before = group[0], self._runner, Counter(ran)
         plan = self._sets.arena.level_plan(one.number)
         beams = self._beams(group, plan)
-        rows = max(rows for rows, _ in _shapes(plan, one))
+        rows = max(rows for rows, _ in self._shapes(plan, one))
         prompts = [other.prompt for other in group]
-        branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._apart)
+        branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._room.apart)
         beams.round(logits[:, None])
         while self._go_on(beams):
-            known = beams.taken - 1
+            known, count = beams.taken - 1, beams.row_count
             if known == 0:
                 branches.begin()
             else:
-                branches.fork(beams.parents[:, : beams.rows if self.narrow else rows], known)
-            tokens = beams.next_inputs[:, : beams.rows].flatten(0, 1)
-            beams.round(logits_after(runner, branches, tokens, known))
+                branches.fork(beams.parents.view(len(group), -1)[:, :count], known)
+            tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count]
+            beams.round(logits_after(runner, branches, tokens.flatten(0, 1), known))
         result = table_of(beams.decided)
+        result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
         head = torch.zeros_like(result[:, :1])
         head[:, 0, 0] = beams.proven
         head[:, 0, 1:3] = beams.took
+        for column, graph in enumerate(GRAPHS, 3):
+            head[0, 0, column] = ran[graph] - before[graph]
+        head[:, 0, 3 + len(GRAPHS)] = self._room.beams
         return torch.cat((head, result), 1)
 
     def _go_on(self, beams: Beams) -> bool:
@@ -207,6 +231,12 @@ class WideLists:
         return beams.passes_left > 0
 
 
+def _rows_of_tokens(plan: LevelPlan, one: Asked) -> tuple[int, ...]:
+    """How many rows each pass of a list has with one token each."""
+    options: dict[str, Any] = {"renormalised": bool(one.renormalised), "end_token": one.end_token_or_none}
+    return rows_of_passes(plan, one.width, **options) or (1,)
+
+
 def _joined(tables: list[Tensor]) -> Tensor:
     """One table of those of the races of a request, or of its list. All of them begin with the pass of the prompt."""
     if len(tables) == 1:
@@ -214,13 +244,5 @@ def _joined(tables: list[Tensor]) -> Tensor:
     heads = torch.stack([table[0] for table in tables])
     head = heads.amax(0)
     head[0], head[1] = heads[:, 0].amin(), heads[:, 1].sum() - (len(tables) - 1)
+    head[3 : 3 + len(GRAPHS)] = heads[:, 3 : 3 + len(GRAPHS)].sum(0)
     return torch.cat((head[None], *(table[1:] for table in tables)))
-
-
-def _shapes(plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:
-    """Of each pass of a list: how many rows it has, and how many tokens each of them."""
-    shapes, rows = [], 1
-    for level, tail in enumerate(plan.tails):
-        rows = min(one.width, plan.children(level, rows))
-        shapes.append((rows, 1 if one.renormalised else 1 + tail))
-    return shapes

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from itemset.inside.vocabulary import Bridges
 from itemset.item_set import ItemSet, build
+from itemset.masking import host
 from itemset.masking.host import Walk
 from itemset.trie.jit import compiled
 from itemset.trie.walk import DEAD, END
@@ -65,7 +66,7 @@ class Items(Walk):
     """The items that may come in a hole: a set without those that have been given. Immutable."""
 
     def __init__(self, item_set: ItemSet) -> None:
-        super().__init__(item_set.trie.tables)
+        super().__init__(item_set)
         self.item_set, self._all = item_set, self
         self._closing: dict[tuple[int, Bridges], _OfState] = {}
 
@@ -113,7 +114,8 @@ class Items(Walk):
 
 
 def warm_up() -> None:
-    """Load what giving an item takes: no request should wait for it."""
+    """Load what masks and giving an item take: no request should wait for it."""
+    host.warm_up()
     Items(build([[0], [1]])).without((0,)).step(0, 1)
     row = np.zeros(1, np.int32)
     Closing([(0, 1, b"")], {b"": 2}).let_in(row, row, row)

@@ -18,12 +18,12 @@ from typing import Any
 import xgrammar
 
 from itemset.errors import ItemSetError, shown
-from itemset.inside.places import SELECTION, WORD, Marked, Place
+from itemset.inside.places import NAMED, NO_SCHEMAS, SELECTION, WORD, Marked, Place, means_set, says_set
 from itemset.inside.vocabulary import HOLES
+from itemset.trie.filters import digits
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
 _ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
 _IGNORED = (
     "not",
@@ -36,15 +36,21 @@ _IGNORED = (
     "dependencies",
     "contentSchema",
 )
-_NO_SCHEMAS = {"const", "enum", "default", "examples"}
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _DEEPEST = 128
 """Levels of a constraint with item sets: what is deeper would end in a stack that overflows, xgrammar's or Python's."""
-_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
+# What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
+_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
 
 
 _SPACES = re.compile(r"\s*")
 PLACES = 1_000
-"""Places of one constraint; each takes its time."""
+"""Places of one constraint, each reference counted as one; each takes its time."""
+TEXT = 1 << 20
+"""Characters of one constraint, lists of texts and keys among them."""
+GRAMMAR = 1 << 18
+"""Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
+_SETS, _REFERRING, _ANY = 1, 2, 3
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
 _NO_SPACE = (
     "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
@@ -52,15 +58,12 @@ _NO_SPACE = (
 
 
 def mentions(spec: Any) -> bool:
-    """Whether a constraint may hold item sets: cheap, and never wrong about one that does not."""
-    if isinstance(spec, str):
-        return WORD in spec or "ItemSet" in spec or "\\u" in spec
-    level = [spec]
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        if any(isinstance(one, dict) and (WORD in one or one.get("type") == WORD) for one in level):
-            return True
-        level = [one for node in level for one in (node.values() if isinstance(node, dict) else node)]
-    return False
+    """Whether a constraint may hold item sets, rightly or not: cheap, and never wrong about one that does not."""
+    try:
+        text = spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
+    except RecursionError:
+        return True
+    return says_set(text) or (text is spec and "\\u" in text)
 
 
 class Marker:
@@ -72,6 +75,20 @@ class Marker:
         self._nonce = secrets.token_hex(8)
         self._seen = set[str]()  # paths of sets that stand where they hold
         self._unheld = list[str]()  # paths of references where nothing holds
+        self._characters = self._references = 0
+        self._holding = dict[int, int]()  # what each object and list of the constraint holds, by its id
+
+    def finds(self, kind: str, given: Any) -> bool:
+        """Whether item sets stand in a schema, tag or grammar: without xgrammar. Raises as these do."""
+        if kind == "ebnf":
+            return any(True for _ in self._elements(given)) and bool(self._places)
+        parsed = self._parsed(given)
+        older = parsed.get("structures") if isinstance(parsed, dict) and kind == "tag" else None
+        for schema in [parsed] if kind == "schema" else [one["schema"] for one in older or () if "schema" in one]:
+            self._whole_schema(schema, "$")
+        if kind == "tag":
+            self._tag(parsed, "$")
+        return bool(self._places)
 
     def schema(self, given: Any, **options: Any) -> Marked | None:
         """Mark a JSON schema: an object, or its text. options: of `xgrammar.Grammar.from_json_schema`.
@@ -110,6 +127,7 @@ class Marker:
 
     def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
         """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
+        _check_characters(len(given))
         marked = "".join(self._elements(given))
         return self._placed(marked, parse(marked), None) if self._places else None
 
@@ -153,28 +171,57 @@ class Marker:
         assert marked is not None
         return replace(marked, slate=(n, separator))
 
-    @staticmethod
-    def _parsed(given: Any) -> Any:
-        """Raises ItemSetError: no JSON, or too deep."""
+    def _parsed(self, given: Any) -> Any:
+        """Raises ItemSetError: no JSON, too long or too deep."""
         try:
+            _check_characters(len(given) if isinstance(given, str) else 0)
             parsed = json.loads(given) if isinstance(given, str) else given
         except ValueError as error:
             raise ItemSetError(f"the constraint is no JSON: {error}") from error
         except RecursionError:
             parsed = None
-        if parsed is None or _depth(parsed) > _DEEPEST:
-            raise ItemSetError(f"the constraint is nested more than {_DEEPEST} levels deep: make it flatter")
+        if parsed is None:
+            raise _too_deep()
+        self._survey(parsed, 1)
         return parsed
 
+    def _survey(self, node: Any, depth: int) -> int:
+        """Return, and remember, whether sets and references stand in it, whatever they mean there. One pass."""
+        self._characters += 1 + (len(node) if isinstance(node, str) else digits(node))
+        if not isinstance(node, dict | list):
+            return 0
+        if depth > _DEEPEST:
+            raise _too_deep()
+        found = 0
+        for value in node if isinstance(node, list) else ():
+            found |= self._survey(value, depth + 1)
+        for key, value in node.items() if isinstance(node, dict) else ():
+            self._characters += len(str(key))
+            below = self._survey(value, depth + 1)
+            found |= 0 if key in NO_SCHEMAS else below
+        _check_characters(self._characters)
+        if isinstance(node, dict):
+            refers = sum(word in node for word in _REFERENCES)
+            self._references += refers
+            found |= _SETS * (WORD in node) | _REFERRING * (refers > 0)
+        self._holding[id(node)] = found
+        return found
+
+    def _has(self, node: Any, what: int) -> bool:
+        """Whether sets or references stand anywhere in it."""
+        return bool(self._holding.get(id(node), 0) & what)
+
     def _mark(self, place: Place) -> str:
-        if len(self._places) == PLACES:
-            raise ItemSetError(f"item sets stand in more than {PLACES:,} places of the constraint: state fewer")
+        if len(self._places) + self._references >= PLACES:
+            raise ItemSetError(
+                f"item sets stand in more than {PLACES:,} places of the constraint, each $ref counted: state fewer"
+            )
         self._places.append(place)
         return f"ITEMSET{self._nonce}N{len(self._places) - 1}E"
 
     def _place(self, node: Mapping[str, Any], path: str, word: str = WORD) -> Place:
         named = node[word]
-        if not isinstance(named, str) and not (isinstance(named, list) and named):
+        if not isinstance(named, str) and not (isinstance(named, list) and set(map(type, named)) == {str}):
             given = "an empty one" if named == [] else shown(named)
             raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {given}")
         selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
@@ -193,16 +240,20 @@ class Marker:
             return node
         if WORD in node:
             return self._string(node, path)
+        for key in node:
+            if key in SELECTION or means_set(key):
+                raise ItemSetError(f"{path} has {key}, but no {WORD}: name a set as {WORD}, or omit it")
         for key in _IGNORED:
-            self._unheld += [f"{path}.{key}"] if _has(node.get(key), "$ref") else []
-        if isinstance(several := node.get("allOf"), list) and len(several) > 1 and _has(several, WORD, "$ref"):
+            self._unheld += [f"{path}.{key}"] if self._has(node.get(key), _REFERRING) else []
+        self._unheld += [f"{path}.{key}" for key in _REFERENCES[1:] if key in node]
+        if isinstance(several := node.get("allOf"), list) and len(several) > 1 and self._has(several, _ANY):
             self._unheld.append(f"{path}.allOf")
         out = dict(node)
         distinct = self._distinct(node, path)
         for key in _ONE:
             if isinstance(node.get(key), dict) and not (key == "items" and distinct):
                 out[key] = self._schema(node[key], f"{path}.{key}")
-        for key in _NAMED:
+        for key in NAMED:
             if isinstance(node.get(key), dict):
                 out[key] = {name: self._schema(one, f"{path}.{key}.{name}") for name, one in node[key].items()}
         for key in _MANY:
@@ -213,7 +264,11 @@ class Marker:
     def _whole_schema(self, given: Any, path: str) -> Any:
         """Raises ItemSetError for sets that stand, or that references lead to, where xgrammar takes any text."""
         marked = self._schema(given, path)
-        unheld = [one for one, node in _nodes(given, path) if isinstance(node.get(WORD), str | list)]
+        unheld = [
+            one
+            for one, node in _nodes(given, path)
+            if any(means_set(key) and isinstance(value, str | list) for key, value in node.items())
+        ]
         unheld = [one for one in unheld if one not in self._seen] + (self._unheld if self._places else [])
         if unheld:
             raise ItemSetError(
@@ -233,11 +288,11 @@ class Marker:
 
     def _distinct(self, node: dict[str, Any], path: str) -> bool:
         """Whether this is an array of distinct items of a set."""
-        if node.get("uniqueItems") is not True or not _has(node.get("items"), WORD, "$ref"):
+        if node.get("uniqueItems") is not True or not self._has(node.get("items"), _ANY):
             return False
         items = node["items"]
         if "prefixItems" in node or not isinstance(items, dict) or WORD not in items or items.get("type") == "null":
-            if not _has(items, WORD) and not _has(node, WORD):
+            if not self._has(node, _SETS):
                 return False  # vLLM or SGLang will say that it knows no uniqueItems
             raise ItemSetError(
                 f"{path}: uniqueItems holds for items that are an item_set, stated right there without a $ref, anyOf "
@@ -276,7 +331,7 @@ class Marker:
             if WORD not in node:
                 raise ItemSetError(f'{path}: name the set, as {{"type": "item_set", "item_set": "films"}}')
             return {"type": "const_string", "value": self._mark(replace(self._place(node, path), closers=closers))}
-        if node.get("excludes") and _has(node.get("json_schema"), WORD):
+        if node.get("excludes") and self._has(node.get("json_schema"), _SETS):
             raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
         begin, ends = node.get("begin"), node.get("end")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
@@ -324,6 +379,11 @@ class Marker:
     def _placed(self, spec: str, grammar: xgrammar.Grammar, given: Any) -> Marked | None:
         """Return None if nothing refers to the definitions in which sets stand."""
         text, mark, holes, hole_of = str(grammar), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
+        if len(text) > GRAMMAR:
+            raise ItemSetError(
+                f"xgrammar makes {len(text):,} characters of grammar of the constraint, the limit is {GRAMMAR:,}: "
+                "state fewer properties, references, tags or rules"
+            )
         printed, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
         named = {str(node.get("$ref")).rpartition("/")[2] for _, node in _nodes(given, "$")}
         numbers: dict[Any, int] = {}
@@ -337,7 +397,7 @@ class Marker:
                     "properties, items or anyOf"
                 )
             place = replace(place, quoted=number in quoted)
-            key = (place.asks, place.group, place.begins)
+            key = (*place.asks, place.group, place.begins)
             if key not in numbers:
                 numbers[key] = len(holes)
                 holes.append(place)
@@ -352,20 +412,23 @@ def _nodes(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(given, dict):
         yield path, given
         for key, value in given.items():
-            if key not in _NO_SCHEMAS:
+            if key not in NO_SCHEMAS:
                 yield from _nodes(value, f"{path}.{key}")
     elif isinstance(given, list):
         for i, value in enumerate(given):
             yield from _nodes(value, f"{path}[{i}]")
 
 
-def _depth(given: Any) -> int:
-    """Return how deep a constraint is nested, `_DEEPEST + 1` if deeper than that. Needs no stack."""
-    depth, level = 0, [given]
-    while depth <= _DEEPEST and (level := [one for one in level if isinstance(one, dict | list)]):
-        level = [one for node in level for one in (node.values() if isinstance(node, dict) else node)]
-        depth += 1
-    return depth
+def _too_deep() -> ItemSetError:
+    return ItemSetError(f"the constraint is nested more than {_DEEPEST} levels deep: make it flatter")
+
+
+def _check_characters(found: int) -> None:
+    """Raises ItemSetError."""
+    if found > TEXT:
+        raise ItemSetError(
+            f"the constraint has more than {TEXT:,} characters: register long lists as item sets, and state less"
+        )
 
 
 def _begins_with_item(node: Any) -> bool:
@@ -376,11 +439,6 @@ def _begins_with_item(node: Any) -> bool:
     if node.get("type") == "or":
         return any(map(_begins_with_item, elements))
     return node.get("type") == WORD or (node.get("type") != "tag" and _begins_with_item(elements[0]))
-
-
-def _has(node: Any, *words: str) -> bool:
-    """Whether one of these words is a key anywhere in it."""
-    return any(word in one for _, one in _nodes(node, "$") for word in words)
 
 
 def _counts(node: Mapping[str, Any], path: str) -> tuple[int, int | None]:

@@ -12,6 +12,28 @@ WORD = "item_set"
 """The keyword of a JSON schema, the type of a structural tag's content, and of it the set."""
 SELECTION = ("item_filter", "exclude_keys", "only_keys")
 """What may stand beside it: which of its items, as in a request."""
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of JSON schemas under which names stand, not keywords."""
+NO_SCHEMAS = {"const", "enum", "default", "examples"}
+"""Keywords under which anything may stand."""
+EBNF_SET = re.compile(r"(?<![\w.-])[Ii]tem_?[Ss]ets?\s*\(")
+"""A set in a grammar, rightly or nearly."""
+_WRITTEN = re.compile(r"items?[-_ ]?sets?")
+
+
+def means_set(key: str) -> bool:
+    """Whether a key is `item_set`, or that in another spelling or the plural."""
+    return _WRITTEN.fullmatch(key.lower()) is not None
+
+
+def says_set(text: str) -> bool:
+    """Whether a text has one of our words in it, if not in escapes. Never wrong about one that has not."""
+    text = text.lower()  # a pattern without cases is found many times as fast
+    return _WRITTEN.search(text) is not None or any(word in text for word in SELECTION)
+
+
+_CLOSERS = 16
+"""Bytes after a hole over which bridges are looked for: each takes a pass over the vocabulary, and more is no JSON."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +54,10 @@ class Place:
     quoted: bool = False
 
     @property
-    def asks(self) -> str:
+    def asks(self) -> tuple[str | tuple[str, ...], str, bool]:
         """What it asks for: equal for equal items."""
-        return json.dumps([self.named, self.selection, self.quoted], sort_keys=True, default=repr)
+        named = self.named if isinstance(self.named, str) else tuple(self.named)
+        return named, json.dumps(self.selection, sort_keys=True, default=repr), self.quoted
 
 
 @dataclass(frozen=True)
@@ -61,7 +84,8 @@ class Marked:
         found = [set(place.closers) for place in self.holes]
         for number, after in re.findall(self.mark.pattern + r'(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
             found[self.hole_of[int(number)]].add(_unescaped(after))
-        return ["".join(sorted(texts)).encode("utf-8", "ignore") for texts in found]
+        each = ["".join(sorted(texts)).encode("utf-8", "ignore") for texts in found]
+        return [texts if len(texts) <= _CLOSERS else b"" for texts in each]
 
 
 def _unescaped(character: str) -> str:

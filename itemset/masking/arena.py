@@ -33,9 +33,10 @@ ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD
 SEPARATOR, LEFT = WIDTHS + 1, WIDTHS + 2
 # What only `grow` reads: LEFT and DEAD_COUNT as they are at first, and what would leave out the item so far.
 MORE, FIRST_DEAD, ENTRY = range(LEFT + 1, LEFT + 4)
-COLUMNS = ENTRY + 1
+READY = ENTRY + 1  # the word at which ready masks begin (trie.ready), NO_BITS if there are none: for wide rows alone
+COLUMNS = READY + 1
 NO_BITS = -1
-_COLUMNS = dict(zip((*SECTIONS, "alive", "dead"), (*range(TAILS + 1), ALIVE, DEAD_LIST), strict=True))
+_COLUMNS = dict(zip((*SECTIONS, "alive", "dead", "ready"), (*range(TAILS + 1), ALIVE, DEAD_LIST, READY), strict=True))
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
 COUNTED = 1 << 10  # another: counted targets
 FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
@@ -311,8 +312,10 @@ class Arena:
         standing = (item_set.digest, start, start + _piece(item_set))
         base = self._below(item_set)
         row = _first_row(item_set) if base is None else self._rows[base].copy()
+        if "alive" in item_set.own:
+            row[READY] = NO_BITS  # the base's let through what the view leaves out
         memory, parts, at = self.words[:-1].view(torch.uint8), [], start
-        for name, array in item_set.own.items():
+        for name, array in item_set.resident.items():
             row[_COLUMNS[name]] = at // 4
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
             at += _aligned(array.nbytes)
@@ -365,7 +368,8 @@ def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
     check_tables(item_set)
     tables = item_set.trie.tables
     row = np.zeros(COLUMNS, np.int64)
-    row[ALIVE], row[WIDTHS], row[SEPARATOR] = NO_BITS, tables.token_bits, NO_TOKEN
+    row[ALIVE] = row[READY] = NO_BITS
+    row[WIDTHS], row[SEPARATOR] = tables.token_bits, NO_TOKEN
     row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
     row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
     row[WIDTHS] |= COUNTED | len(tables.tail_base) << FAR_BLOCK if tables.counted else tables.far_block << FAR_BLOCK
@@ -384,11 +388,11 @@ def check_tables(item_set: ItemSet) -> None:
     """
     if not item_set.whole.in_order:
         raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")
-    _ = item_set.level_plan
+    _ = item_set.level_plan, item_set.whole.ready
 
 
 def room_for(item_set: ItemSet) -> int:
-    """Return the bytes that a set takes in an arena: `ItemSet.nbytes`, with each section at a cache line.
+    """Return the bytes that a set takes in an arena: `ItemSet.nbytes` and ready masks, each section at a cache line.
 
     Of a view, what it takes with its base.
     """
@@ -396,7 +400,7 @@ def room_for(item_set: ItemSet) -> int:
 
 
 def _piece(item_set: ItemSet) -> int:
-    return max(_ALIGNMENT, sum(_aligned(array.nbytes) for array in item_set.own.values()))
+    return max(_ALIGNMENT, sum(_aligned(array.nbytes) for array in item_set.resident.values()))
 
 
 def arena_bytes(registered: Iterable[ItemSet], spare: int) -> int:

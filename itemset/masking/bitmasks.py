@@ -13,7 +13,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from itemset.trie.jit import compiled
-from itemset.trie.targets import count_ones
+from itemset.trie.pointers import array_at, count_ones, first_edge, label, load32
+from itemset.trie.ready import HEADER
 from itemset.trie.walk import FREE, TAIL, WAITING, first_dead, is_terminal, tail_token
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -31,46 +32,61 @@ def _count_zeros_below(_typing: Any, _word: Any) -> Any:
 
 
 @compiled
-def fill_bitmask_of(tables: Any, state: int, stops: Any, row: Any) -> None:
+def fill_bitmask_of(tables: Any, state: int, stops: Any, ready: int, row: Any) -> None:
     """Set bit t of `row` [words] uint32 if token t may follow, stop tokens after an item among them, else clear it.
 
     All tokens may follow in FREE. Labels and stop tokens that the row has no bit for are left out. Reads no targets.
+    ready: address of the ready masks (`trie.ready`), 0 if there are none. A list of exclusions leaves out more.
     """
     row[:] = 0xFFFFFFFF if state == FREE else 0
     if state >= TAIL:
         _set_bit(row, tail_token(tables, state))
     elif state < WAITING:
-        _set_children(tables, np.int64(tables.row_offsets[state]), np.int64(tables.row_offsets[state + 1]), row)
+        first, end = first_edge(tables, state), first_edge(tables, state + 1)
+        if ready and state < load32(ready, 0):
+            _copy_ready(ready, state, row)
+        elif tables.label_bytes == 2:
+            _set_children(tables, array_at(tables.labels, tables.edges, np.uint16), first, end, row)
+        else:
+            _set_children(tables, array_at(tables.labels, tables.edges, np.uint32), first, end, row)
+        for at in range(first_dead(tables, first), tables.dead_count):  # in the order of the edges: a node's together
+            edge = load32(tables.dead, at)
+            if edge >= end:
+                break
+            _clear_bit(row, label(tables, edge))
     if is_terminal(tables, state):
         for token in stops:
             _set_bit(row, token)
 
 
 @compiled
-def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
-    gaps = _gaps(tables.labels, first, end) if end > first else 0
+def _copy_ready(ready: int, node: int, row: Any) -> None:
+    first_word, width = load32(ready, 1), load32(ready, 2)
+    masks, words = array_at(ready + 4 * (HEADER + node * width), width, np.uint32), row[first_word:]
+    for word in range(min(width, len(words))):
+        words[word] = masks[word]
+
+
+@compiled
+def _set_children(tables: Any, labels: Any, first: int, end: int, row: Any) -> None:
+    gaps = _gaps(labels, first, end) if end > first else 0
     few_gaps = gaps <= (end - first) >> 3
-    if few_gaps or len(tables.alive):
+    if few_gaps or tables.alive:
         for block in range(first >> 5, (end + 31) >> 5):
-            alive = tables.alive[block] if len(tables.alive) else _ALL
+            alive = np.uint32(load32(tables.alive, block)) if tables.alive else _ALL
             low, high = max(first, block * 32), min(end, block * 32 + 32)
             if gaps == 0:
-                _set_run(tables.labels, alive, low, high, row)
+                _set_run(labels, alive, low, high, row)
             elif few_gaps:
-                _set_runs(tables.labels, alive, low, high, row)
+                _set_runs(labels, alive, low, high, row)
             elif alive == _ALL:
                 for edge in range(low, high):
-                    _set_bit(row, np.int64(tables.labels[edge]))
+                    _set_bit(row, np.int64(labels[edge]))
             else:
-                _set_alive(tables.labels, alive, low, high, row)
+                _set_alive(labels, alive, low, high, row)
     else:
         for edge in range(first, end):
-            _set_bit(row, np.int64(tables.labels[edge]))
-    if len(tables.dead):  # sorted as the edges are: those of this node stand together
-        for at in range(first_dead(tables.dead, first), len(tables.dead)):
-            if tables.dead[at] >= end:
-                break
-            _clear_bit(row, np.int64(tables.labels[tables.dead[at]]))
+            _set_bit(row, np.int64(labels[edge]))
 
 
 @compiled
@@ -108,7 +124,7 @@ def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
 @compiled
 def _set_alive(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
     """Set the labels of those edges from `low` on, all of one word of `Tables.alive`, whose bits are set there."""
-    if count_ones(alive) <= _FEW:
+    if count_ones(np.int64(alive)) <= _FEW:
         alive = alive >> np.uint32(low & 31) << np.uint32(low & 31)
         if high & 31:
             alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)

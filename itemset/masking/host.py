@@ -1,7 +1,7 @@
 """The host path: one request's state with its history, and a batch's masks as bitmasks.
 
-Numba takes microseconds to unpack the tables' arrays in each call. So a compiled function takes one address, at which
-it finds the addresses of all arrays (`_addresses`), and one call serves rows of different sets.
+Numba takes microseconds to unpack even the tables' pointers in each call. So a compiled function takes one address, at
+which it finds them and the stop tokens', and one call serves rows of different sets.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numba import carray, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
 from itemset.masking.bitmasks import fill_bitmask_of
 from itemset.trie.jit import compiled
-from itemset.trie.tables import TERMINAL, Tables
+from itemset.trie.pointers import Pointers, array_at, first_edge, label, load64, pointers_at
+from itemset.trie.ready import WIDE
+from itemset.trie.tables import TERMINAL
 from itemset.trie.view import leave_out
 from itemset.trie.walk import (
     DEAD,
@@ -27,7 +26,7 @@ from itemset.trie.walk import (
     TAIL,
     WAITING,
     advance,
-    begin_step,
+    find_edge,
     follow,
     is_alive,
     is_terminal,
@@ -41,17 +40,19 @@ class Walk:
     stop_token_ids: tokens that may follow an item. One that continues an item counts as the item's token.
     """
 
-    def __init__(self, tables: Tables, stop_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int] = ()) -> None:
+        tables, ready = item_set.trie.tables, item_set.ready
         stops = np.array(sorted(stop_token_ids), np.int64)
-        addresses = _addresses(tables, stops)
-        self._kept = tables, stops, tables.dead, addresses  # as long as compiled code may read there
+        others = stops.ctypes.data, len(stops), ready.ctypes.data if len(ready) else 0
+        addresses = np.array([*tables.pointers, *others], np.int64)
+        self._kept = item_set, stops, tables.dead, addresses  # as long as compiled code may read there
         self._address: int = addresses.ctypes.data
 
     def _begin_without(self, other: Walk, tokens: Sequence[int]) -> None:
         """Begin as the other one without one of its items: in a fraction of the time."""
-        tables, stops, *_ = other._kept
+        item_set, stops, *_ = other._kept
         dead, addresses, self._address = _without(other._address, np.array(tokens, np.int64))
-        self._kept = tables, stops, dead, addresses
+        self._kept = item_set, stops, dead, addresses
 
     def step(self, state: int, token: int) -> int:
         """Return the state after one more token, DEAD if it is not allowed."""
@@ -80,7 +81,7 @@ class HostState(Walk):
     """
 
     def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int]) -> None:
-        super().__init__(item_set.trie.tables, stop_token_ids)
+        super().__init__(item_set, stop_token_ids)
         self._states = [0]
 
     @property
@@ -158,16 +159,18 @@ def allowed_rows(
     left the set, the stop tokens alone may follow.
     """
     stops = np.array(sorted(stop_token_ids), np.int64)
-    _allowed_rows(item_set.trie.tables, stops, np.ascontiguousarray(tokens), allowed)
+    _allowed_rows(item_set.trie.tables.pointers, stops, np.ascontiguousarray(tokens), allowed)
 
 
 def warm_up() -> None:
     """Load the compiled walks now, so that no request waits for them."""
-    state, bitmask = HostState(build([[0]]), ()), np.zeros((1, 1), np.int32)
+    item_set, bitmask = build([[token] for token in range(WIDE + 1)]), np.zeros((1, 1), np.int32)
+    state = HostState(item_set, ())
     fill_bitmasks([state], [0], [0], bitmask)
     state.fill_bitmask(bitmask[0])
     state.accept([0])
     state.ends(state.state)
+    forced_tokens(item_set, [0])
 
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
@@ -175,7 +178,7 @@ def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
 
     tokens: of an answer, from the beginning of its item on.
     """
-    return int(_forced_tokens(item_set.trie.tables, np.array(list(tokens), np.int64)))
+    return int(_forced_tokens(item_set.trie.tables.pointers, np.array(list(tokens), np.int64)))
 
 
 @compiled
@@ -188,7 +191,7 @@ def _forced_tokens(tables: Any, tokens: Any) -> int:
             forced += 1
         elif state < WAITING:
             children = 0
-            for edge in range(tables.row_offsets[state], tables.row_offsets[state + 1]):
+            for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
                 children += is_alive(tables, edge)
             forced += children == 1 and not is_terminal(tables, state)
         state = advance(tables, state, token)
@@ -207,119 +210,60 @@ def _allowed_rows(tables: Any, stops: Any, tokens: Any, allowed: Any) -> None:
             if token < allowed.shape[1]:
                 allowed[row, token] = True
         elif state < WAITING:
-            for edge in range(tables.row_offsets[state], tables.row_offsets[state + 1]):
-                if tables.labels[edge] < allowed.shape[1] and is_alive(tables, edge):
-                    allowed[row, tables.labels[edge]] = True
+            for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
+                token = label(tables, edge)
+                if token < allowed.shape[1] and is_alive(tables, edge):
+                    allowed[row, token] = True
         if is_terminal(tables, state):
             for token in stops:
                 if 0 <= token < allowed.shape[1]:
                     allowed[row, token] = True
 
 
-def _addresses(tables: Tables, stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what `_tables` and `_stops` read: address and length of each array, then what else varies."""
-    arrays = (*tables.sections.values(), tables.alive, tables.dead, stops)
-    words = [word for array in arrays for word in (array.__array_interface__["data"][0], len(array))]
-    widths = tables.token_bits, tables.far_block, tables.labels.itemsize, tables.targets.itemsize
-    return np.array([*words, *widths], np.int64)
-
-
-_STOPS = Tables._fields.index("token_bits")  # after the tables' arrays
-_TOKEN_BITS, _FAR_BLOCK, _LABEL_BYTES, _TARGET_BYTES = range(2 * _STOPS + 2, 2 * _STOPS + 6)
-_WORDS = _TARGET_BYTES + 1
-_DEAD = 2 * Tables._fields.index("dead")
-
-
-@intrinsic
-def _pointer(_typing: Any, address: Any) -> Any:
-    """Return the address as the pointer that `carray` takes."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
+_WORDS = len(Pointers._fields)
+_STOPS, _READY = _WORDS + 1, _WORDS + 2
+_DEAD, _DEAD_COUNT = Pointers._fields.index("dead"), Pointers._fields.index("dead_count")
 
 
 @compiled
-def _array(addresses: Any, field: int, dtype: Any) -> Any:
-    return carray(_pointer(addresses[2 * field]), addresses[2 * field + 1], dtype)
-
-
-@compiled
-def _tables(addresses: Any, label: Any, target: Any) -> Any:
-    return Tables(
-        _array(addresses, 0, np.uint32),
-        _array(addresses, 1, np.uint32),
-        _array(addresses, 2, label),
-        _array(addresses, 3, target),
-        _array(addresses, 4, np.uint32),
-        _array(addresses, 5, np.uint32),
-        _array(addresses, 6, np.uint32),
-        _array(addresses, 7, np.uint32),
-        _array(addresses, 8, np.uint32),
-        addresses[_TOKEN_BITS],
-        addresses[_FAR_BLOCK],
-    )
-
-
-@compiled
-def _stops(addresses: Any) -> Any:
-    return _array(addresses, _STOPS, np.int64)
+def _stops(address: int) -> Any:
+    return array_at(load64(address, _WORDS), load64(address, _STOPS), np.int64)
 
 
 @compiled
 def _step(address: int, state: int, token: int) -> Any:
     """Return the state after `token`, DEAD if it is not allowed."""
-    addresses = carray(_pointer(address), _WORDS, np.int64)
-    after = _begin_step(addresses, state, token)
-    if after < 0:
-        return _follow(addresses, -1 - after)
-    if after == DEAD and _ends(address, state):
-        for stop in _stops(addresses):
+    tables = pointers_at(address)
+    after = advance(tables, state, token)
+    if after == DEAD and is_terminal(tables, state):
+        for stop in _stops(address):
             if stop == token:
                 return np.int64(END)
     return after
 
 
-# Each of these takes tables of one type where it does not read what has several: fewer of them are compiled.
-@compiled
-def _begin_step(addresses: Any, state: int, token: int) -> Any:
-    if addresses[_LABEL_BYTES] == 2:
-        return begin_step(_tables(addresses, np.uint16, np.uint16), state, token)
-    return begin_step(_tables(addresses, np.uint32, np.uint16), state, token)
-
-
-@compiled
-def _follow(addresses: Any, edge: int) -> Any:
-    if addresses[_TARGET_BYTES] == 8:
-        return follow(_tables(addresses, np.uint16, np.uint64), edge)
-    if addresses[_TARGET_BYTES] == 4:
-        return follow(_tables(addresses, np.uint16, np.uint32), edge)
-    return follow(_tables(addresses, np.uint16, np.uint16), edge)
-
-
 @compiled
 def _ends(address: int, state: int) -> Any:
-    addresses = carray(_pointer(address), _WORDS, np.int64)
-    return is_terminal(_tables(addresses, np.uint16, np.uint16), state)
+    return is_terminal(pointers_at(address), state)
 
 
 @compiled
 def _without(address: int, item: Any) -> Any:
     """Return `Tables.dead` without this item, the addresses with its own, and where they are."""
-    addresses = carray(_pointer(address), _WORDS, np.int64).copy()
+    tables = pointers_at(address)
     path, state, depth = np.empty((len(item) + 1, 2), np.int64), np.int64(0), 0
     for token in item:
         if state >= TAIL:
             break
-        edge = -1 - _begin_step(addresses, state, token)
+        edge = find_edge(tables, state, token)
         path[depth, 0], path[depth, 1] = state, edge
-        state, depth = _follow(addresses, edge), depth + 1
+        state, depth = follow(tables, edge), depth + 1
     if state < WAITING:
         path[depth, 0], path[depth, 1] = state, np.int64(TERMINAL) + state
         depth += 1
-    dead = leave_out(_tables(addresses, np.uint16, np.uint16), path, depth)
-    addresses[_DEAD], addresses[_DEAD + 1] = dead.ctypes.data, len(dead)
+    dead = leave_out(tables, path, depth)
+    addresses = array_at(address, _READY + 1, np.int64).copy()
+    addresses[_DEAD], addresses[_DEAD_COUNT] = dead.ctypes.data, len(dead)
     return dead, addresses, addresses.ctypes.data
 
 
@@ -334,9 +278,4 @@ def _fill_rows(addresses: Any, states: Any, rows: Any, bitmask: Any) -> None:
 
 @compiled
 def _fill_row(address: int, state: int, row: Any) -> None:
-    addresses = carray(_pointer(address), _WORDS, np.int64)
-    words = row.view(np.uint32)
-    if addresses[_LABEL_BYTES] == 2:  # filling reads no targets, so their width does not matter
-        fill_bitmask_of(_tables(addresses, np.uint16, np.uint16), state, _stops(addresses), words)
-    else:
-        fill_bitmask_of(_tables(addresses, np.uint32, np.uint16), state, _stops(addresses), words)
+    fill_bitmask_of(pointers_at(address), state, _stops(address), load64(address, _READY), row.view(np.uint32))

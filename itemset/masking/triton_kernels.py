@@ -26,8 +26,9 @@ WALK_WARPS, MASK_WARPS = 1, 8  # a walk waits for memory, and one warp for no ot
 
 # What may differ from step to step: a kernel compiled for its value or alignment would have to be compiled again.
 # So a batch's tensors are single arguments: Triton 3.7 specializes all elements of a tuple, in spite of these lists.
-_ANY_VALUE = ["marks_stride", "history_stride", "tokens_stride", "out_stride", "columns", "rows_each"]
+_ANY_VALUE = ["marks_stride", "history_stride", "tokens_stride", "out_stride", "logits_stride", "columns", "rows_each"]
 _ANY_ADDRESS = ["cells", "states", "tokens", "marks", "slots", "history", "begins", "ends", "above", "positions", "out"]
+_ANY_ADDRESS += ["logits"]  # `_is_aligned` says what there is to know of them
 
 _STATE = tl.constexpr(batch_module.STATE)
 _CONSUMED = tl.constexpr(batch_module.CONSUMED)
@@ -76,7 +77,8 @@ def mask(
     _mask_kernel[(rows, -(-vocabulary // (chunk * chunks)))](
         arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
         logits, logits.stride(0), vocabulary,
-        **_stop_lanes(marks), LANES=LANES, CHUNK=chunk, CHUNKS=chunks, num_warps=MASK_WARPS,
+        **_stop_lanes(marks), LANES=LANES, CHUNK=chunk, CHUNKS=chunks, ALIGNED=_is_aligned(logits),
+        num_warps=MASK_WARPS,
     )
     return logits
 
@@ -117,13 +119,18 @@ def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tenso
         batch.above, batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
         BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=chunk,
-        num_warps=WALK_WARPS if logits is None else step_warps(chunk),
+        ALIGNED=_is_aligned(logits), num_warps=WALK_WARPS if logits is None else step_warps(chunk),
     )
 
 
 def step_warps(chunk: int) -> int:
-    """Return the number of warps with which no register spills."""
+    """Return the number of warps. None spills, but at 2,048 logits with 128 stop tokens: 16 bytes a thread (sm_90)."""
     return min(max(chunk // 512, 1), MASK_WARPS)
+
+
+def _is_aligned(logits: Tensor | None) -> bool:
+    """Return whether each row begins at a multiple of 16 bytes, so that a thread may write several columns at once."""
+    return logits is not None and (logits.data_ptr() | logits.stride(0) * logits.element_size()) % 16 == 0
 
 
 def _refuse_strides(**tensors: Tensor | None) -> None:
@@ -166,7 +173,7 @@ def _walk_kernel(
     slots, rows_each, history, history_stride, begins, ends, above, tokens, tokens_stride, positions, out,
     logits, logits_stride, vocabulary,
     BY_SLOT: tl.constexpr, LAYOUT: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     request = _request(rows_each)
@@ -217,8 +224,8 @@ def _walk_kernel(
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
         tl.store(out + row, state)
         if logits is not None:
-            _mask_span(words, fields, state, row_marks, True, logits + row * logits_stride, 0, vocabulary,
-                       STOPS, STOP_LANES, LANES, CHUNK, 1)
+            _mask_span(words, sets, fields, state, row_marks, True, _row_of(logits, row * logits_stride, ALIGNED),
+                       0, vocabulary, STOPS, STOP_LANES, LANES, CHUNK)
 
 
 @_jit
@@ -280,15 +287,16 @@ def _grow_kernel(
 def _mask_kernel(
     words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + _request(rows_each)).to(tl.int64)
     state = tl.load(states + row)
     low = tl.program_id(1) * (CHUNK * CHUNKS)
     _mask_span(
-        words, tables.set_fields(sets, state), state, marks + tl.maximum(slot, 0) * marks_stride, slot >= 0,
-        logits + row * logits_stride, low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
-        STOPS, STOP_LANES, LANES, CHUNK, CHUNKS,
+        words, sets, tables.set_fields(sets, state), state, marks + tl.maximum(slot, 0) * marks_stride, slot >= 0,
+        _row_of(logits, row * logits_stride, ALIGNED), low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
+        STOPS, STOP_LANES, LANES, CHUNK,
     )
 
 
@@ -368,11 +376,17 @@ def _taken(
 
 
 @triton.jit
+def _row_of(logits, offset, ALIGNED: tl.constexpr):
+    row = logits + offset
+    return tl.multiple_of(row, 16) if ALIGNED else row
+
+
+@triton.jit
 def _mask_span(
-    words, fields, state, row_marks, has_marks, logits, low, high,
-    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    words, sets, fields, state, row_marks, has_marks, logits, low, high,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Mask the logits from `low` to `high` of one row, CHUNKS times CHUNK at most."""
+    """Mask the logits from `low` to `high` of one row."""
     local = state & tables.LOCAL
     if (local < tables.WAITING) | (local >= tables.END):
         ended = local == tables.END
@@ -384,53 +398,100 @@ def _mask_span(
             first, end = tables.row_bounds(words, fields, local)
             count = end - first
         may_end = may_end & has_marks
-        if count <= LANES:
-            _keep(words, fields, first, count, tail_token, row_marks, may_end, ended, logits, low, high,
-                  STOPS, STOP_LANES, LANES, CHUNK, CHUNKS)
+        # What follows an end has its columns saved and written back, whoever overwrites them.
+        stop_lane = tl.arange(0, STOP_LANES)
+        stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & may_end, other=-1)
+        if fields[tables.LEFT] > 0:  # another item of a slate is to come
+            stop = tl.where((stop_lane == 0) & may_end, fields[tables.SEPARATOR].to(tl.int32), -1)
+        stop_stays = (stop >= low) & (stop < high)
+        kept_stop = tl.load(logits + stop, mask=stop_stays)
+        kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)
+        bits, first_word, width = local * 0, local * 0, local * 0
+        if count > LANES:
+            bits, first_word, width = tables.ready_row(words, sets, state)
+        if width > 0:
+            tl.debug_barrier()
+            _forbid_others(words + bits, first_word, width, logits, low, high, CHUNK)
+            _forbid_dead(words, fields, first, first + count, logits, low, high, LANES)
+            tl.debug_barrier()
         else:
-            if low > 0:
-                begin = tables.first_from(words, fields, first, count, low, LANES)
-                first, count = begin, count - (begin - first)
-            # Labels ascend and differ: those of a chunk are among the next CHUNK.
-            for i in range(CHUNKS):
-                part = low + i * CHUNK
-                if part < high:
-                    until = tl.minimum(part + CHUNK, high)
-                    taken = _keep(words, fields, first, count, tail_token, row_marks, may_end, ended, logits, part,
-                                  until, STOPS, STOP_LANES, CHUNK, CHUNK, 1)
-                    first, count = first + taken, count - taken
+            _keep(words, fields, first, count, tail_token, logits, low, high, LANES, CHUNK)
+        tl.store(logits + stop, kept_stop, mask=stop_stays)
 
 
 @triton.jit
 def _keep(
-    words, fields, first, count, tail_token, row_marks, keep_stops, ended, logits, low, high,
-    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    words, fields, first, count, tail_token, logits, low, high, LANES: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Read what stays of the logits from `low` to `high`, overwrite all of them, write back what stays.
 
-    Looks at the first WIDTH edges. Returns how many of them have a label below `high`.
+    LANES edges at a time, each time up to the label at which the next ones begin. That is a multiple of spare, for
+    aligned writes. Labels ascend and differ, so up to spare - 1 edges come again.
     """
-    lane = tl.arange(0, WIDTH)
-    edge = tables.element(words, fields, tables.LABELS, first + lane, tables.NARROW_LABELS, lane < count)
-    label = tl.where(lane < count, edge, tl.where(lane == 0, tail_token, -1))
-    alive = tables.is_alive(words, fields, first + lane, lane < count, fields[tables.DEAD_COUNT])
-    stays = (label >= low) & (label < high) & (alive | (lane >= count))
-    kept = tl.load(logits + label, mask=stays)
-    stop_lane = tl.arange(0, STOP_LANES)
-    stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & keep_stops, other=-1).to(tl.int64)
-    if fields[tables.LEFT] > 0:  # another item of a slate is to come
-        stop = tl.where((stop_lane == 0) & keep_stops, fields[tables.SEPARATOR], -1)
-    stop_stays = (stop >= low) & (stop < high)
-    kept_stop = tl.load(logits + stop, mask=stop_stays)
-    kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)
-    tl.debug_barrier()
-    for i in range(CHUNKS):
-        column = low + i * CHUNK + tl.arange(0, CHUNK)
-        tl.store(logits + column, -float("inf"), mask=column < high)
-    tl.debug_barrier()
-    tl.store(logits + label, kept, mask=stays)
-    tl.store(logits + stop, kept_stop, mask=stop_stays)
-    return tl.sum(((lane < count) & (edge < high)).to(tl.int32), 0)
+    spare: tl.constexpr = max(LANES // 16, 1)
+    end = first + count
+    if (low > 0) & (count > LANES):
+        first = tables.first_from(words, fields, tables.LABELS, tables.NARROW_LABELS, first, end, low)
+    part = low
+    while part < high:
+        lane = first + tl.arange(0, LANES)
+        edge = lane < end
+        label = tables.element(words, fields, tables.LABELS, lane, tables.NARROW_LABELS, edge)
+        label = tl.where(edge, label, tl.where(lane == first, tail_token, -1))
+        beyond = first + (LANES - spare)
+        next_label = tables.element(words, fields, tables.LABELS, beyond, tables.NARROW_LABELS, beyond < end)
+        until = tl.minimum(tl.where(beyond < end, (next_label // spare * spare).to(tl.int32), high), high)
+        stays = (label >= part) & (label < until)
+        stays = stays & (~edge | tables.is_alive(words, fields, lane, edge, fields[tables.DEAD_COUNT]))
+        kept = tl.load(logits + label, mask=stays)
+        tl.debug_barrier()
+        for begin in range(part, until, CHUNK):
+            _forbid(logits, begin, until, CHUNK)
+        tl.debug_barrier()
+        tl.store(logits + label, kept, mask=stays)
+        first = beyond - spare + 1
+        part = until
+
+
+@triton.jit
+def _forbid_dead(words, fields, first, end, logits, low, high, LANES: tl.constexpr):
+    """Overwrite the logits of those edges of a node, `first` to `end`, that are in the list of dead ones."""
+    count = fields[tables.DEAD_COUNT]
+    if count > 0:
+        at = tables.first_from(words, fields, tables.DEAD_LIST, 0, count * 0, count, first)
+        while at < count:
+            lane = at + tl.arange(0, LANES)
+            edge = tables.word(words, fields, tables.DEAD_LIST, lane, lane < count)
+            dead = (lane < count) & (edge < end)
+            label = tables.element(words, fields, tables.LABELS, edge, tables.NARROW_LABELS, dead)
+            tl.store(logits + label, -float("inf"), mask=dead & (label >= low) & (label < high))
+            at += LANES
+            more = at < count
+            at = tl.where(more & (tables.word(words, fields, tables.DEAD_LIST, at, more) < end), at, count)
+
+
+@triton.jit
+def _forbid(logits, begin, high, CHUNK: tl.constexpr):
+    column = begin + tl.arange(0, CHUNK)
+    tl.store(logits + column, -float("inf"), mask=column < high)
+
+
+@triton.jit
+def _forbid_others(bits, first_word, width, logits, low, high, CHUNK: tl.constexpr):
+    """Overwrite the logits from `low` to `high` whose bit is not set in a ready mask. Reads no logits.
+
+    bits: [width] words, of which the first is for columns 32 * first_word and the 31 after it.
+    """
+    for begin in range(low, high, CHUNK):
+        word = (begin >> 5) - first_word
+        if (word + (CHUNK + 31) // 32 > 0) & (word < width):
+            column = begin + tl.arange(0, CHUNK)
+            at = (column >> 5) - first_word
+            mask = tl.load(bits + at, mask=(at >= 0) & (at < width) & (column < high), other=0)
+            stays = (mask >> (column & 31)) & 1
+            tl.store(logits + column, -float("inf"), mask=(stays == 0) & (column < high))
+        else:
+            _forbid(logits, begin, high, CHUNK)
 
 
 @triton.jit

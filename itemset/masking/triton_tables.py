@@ -15,6 +15,7 @@ import triton.language as tl
 
 from itemset.masking import arena as arena_module
 from itemset.masking import batch as batch_module
+from itemset.trie import ready as ready_module
 from itemset.trie import tables as tables_module
 from itemset.trie import targets as targets_module
 from itemset.trie import walk as walk_module
@@ -42,6 +43,8 @@ LEFT = tl.constexpr(arena_module.LEFT)
 MORE = tl.constexpr(arena_module.MORE)
 FIRST_DEAD = tl.constexpr(arena_module.FIRST_DEAD)
 ENTRY = tl.constexpr(arena_module.ENTRY)
+READY = tl.constexpr(arena_module.READY)
+HEADER = tl.constexpr(ready_module.HEADER)
 COLUMNS = tl.constexpr(arena_module.COLUMNS)
 NO_BITS = tl.constexpr(arena_module.NO_BITS)
 DEAD_NODE = tl.constexpr(tables_module.TERMINAL)
@@ -86,6 +89,21 @@ def set_fields(sets, state):
 @triton.jit
 def set_row(sets, state):
     return sets + (state >> STATE_BITS) * COLUMNS
+
+
+@triton.jit
+def ready_row(words, sets, state):
+    """Return where the bits of a node's ready mask begin in `words`, the first word that they are for, and how many.
+
+    That is 0 if the node has none. A list of dead entries leaves out more.
+    """
+    ready = tl.load(set_row(sets, state) + READY)
+    has = ready != NO_BITS
+    nodes = tl.load(words + ready, mask=has, other=0).to(tl.int64)
+    first_word = tl.load(words + ready + 1, mask=has, other=0).to(tl.int64)
+    width = tl.load(words + ready + 2, mask=has, other=0).to(tl.int64)
+    node = state & LOCAL
+    return ready + HEADER + node * width, first_word, tl.where(node < nodes, width, 0)
 
 
 @triton.jit
@@ -240,12 +258,14 @@ def narrowed(words, fields, first, count, token, LANES: tl.constexpr):
 
 
 @triton.jit
-def first_from(words, fields, first, count, token, LANES: tl.constexpr):
-    """Return the first of the edges whose label is not below `token`, or the one after the last."""
-    first, count = narrowed(words, fields, first, count, token, LANES)
-    lane = tl.arange(0, LANES)
-    label = element(words, fields, LABELS, first + lane, NARROW_LABELS, lane < count)
-    return first + tl.sum(((lane < count) & (label < token)).to(tl.int64), 0)
+def first_from(words, fields, SECTION: tl.constexpr, NARROW: tl.constexpr, low, high, value):
+    """Return the first index from `low` on whose element is not below `value`; `high` if none is. They ascend."""
+    while low < high:
+        middle = (low + high) >> 1
+        below = element(words, fields, SECTION, middle, NARROW, True) < value
+        high = tl.where(below, high, middle)
+        low = tl.where(below, middle + 1, low)
+    return low
 
 
 @triton.jit

@@ -88,8 +88,7 @@ class Beams:
         self.longest = plan.longest if longest is None else min(longest, plan.longest)
         self.queries, self.rows, self.taken = 1, 1, 0
         self._plan, self._renormalised, self._normalised = plan, renormalised, normalised
-        items = ALONE if renormalised else ENDED if end_token is None else OPEN
-        self._rules = Rules(-1 if end_token is None else end_token, items, not stepwise)
+        self._rules = Rules(-1 if end_token is None else end_token, items_of(end_token, renormalised), not stepwise)
         self._kernels = twin_for("expand", arena.device, kernels)
         self.passes_left = self._passes()
         states = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
@@ -103,6 +102,11 @@ class Beams:
         )
         self._left = torch.full((self.lists,), NOTHING, dtype=torch.int64, device=arena.device)
         self._alive = [torch.zeros(self.lists, dtype=torch.int64, device=arena.device)]  # beams of each pass, [lists]
+
+    @property
+    def row_count(self) -> int:
+        """How many rows of each list the next pass has: `rows`, and in `Lockstep` others."""
+        return self.rows
 
     @property
     def tokens(self) -> Tensor:
@@ -138,6 +142,12 @@ class Beams:
         """Whether no beam of any list can lead to a better item: a bool on the device. To stop early, read it."""
         over = (self._rows.scores <= self._found.scores[:, -1:]).all()
         return over if self.passes_left else torch.ones_like(over)
+
+    @property
+    def open_beams(self) -> Tensor:
+        """How many of the beams lead on, and may lead to something better, in the list that has most: an int64 on the
+        device. Not counted are those whose item stands alone."""
+        return ((self._rows.degrees > 0) & (self._rows.scores > self._found.scores[:, -1:])).sum(1).max()
 
     @property
     def found(self) -> Found:
@@ -272,6 +282,11 @@ class Beams:
         return new[1] if len(new) > 1 else None
 
 
+def items_of(end_token: int | None, renormalised: bool) -> int:
+    """Which children are items at once, of `Rules`."""
+    return ALONE if renormalised else ENDED if end_token is None else OPEN
+
+
 def table_of(found: Found) -> Tensor:
     """Items as the rows of `Beams.result`."""
     tokens, scores = found
@@ -292,10 +307,13 @@ ONE_NODE = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)
 def warm_up(arena: Arena, logits: Tensor, *, kernels: Kernels = "auto") -> None:
     """Compile what a search launches, all that would else be compiled while the first list waits.
 
-    logits: [1, 1, vocabulary], any values, of the type and with the strides of those to come. The arena may be empty.
+    logits: [1, 1, vocabulary], any values, of the type of those to come. The arena may be empty.
     """
     options: dict[str, Any] = {"width": 1, "k": 1, "kernels": kernels}
+    size = logits.shape[2]
+    rows = logits.new_zeros(2, 1, size - size % 16 + 32)
     for end_token, renormalised in ((0, False), (None, False), (0, True)):
-        beams = Beams(arena, [0], ONE_NODE, end_token=end_token, renormalised=renormalised, **options)
-        beams._found.scores.zero_()  # a bar that nothing passes: there may be no set to follow an edge in
-        beams.round(logits)
+        for first in (0, 1):  # rows that begin at a multiple of 16 bytes, and others
+            beams = Beams(arena, [0, 0], ONE_NODE, end_token=end_token, renormalised=renormalised, **options)
+            beams._found.scores.zero_()  # a bar that nothing passes: there may be no set to follow an edge in
+            beams.round(rows[:, :, first : first + size])

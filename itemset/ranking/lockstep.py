@@ -1,12 +1,13 @@
-"""The beams of a ranked list for an engine that decodes one token of each row a pass: tails take a token a pass too.
+"""The beams of ranked lists for an engine that decodes one token of each row a pass: tails take a token a pass too.
 
-The list is that of `Beams`, and so of `search.Search`: an item that stands alone is never pruned on its tail. It gets a
-row of its own beside the beams, for as long as its tail lasts. Draws need no such rows: what they prune, they know.
+The lists are those of `Beams`, and so of `search.Search`: an item that stands alone is never pruned on its tail. It
+gets a row of its own beside the beams, for as long as its tail lasts. Draws need no such rows: what they prune, they
+know.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,24 +15,25 @@ from torch import Tensor
 from itemset.masking.arena import Arena
 from itemset.masking.batch import LOCAL
 from itemset.masking.slots import Kernels
-from itemset.ranking.beams import Beams, LevelPlan
+from itemset.ranking.beams import Beams, LevelPlan, items_of
 from itemset.ranking.races import Races
-from itemset.ranking.torch_expand import Rows, token_logits
+from itemset.ranking.torch_expand import ALONE, ENDED, OPEN, Rows, first_logits
 from itemset.trie.walk import DEAD
 
 
-def rows_of_passes(plan: LevelPlan, width: int, *, renormalised: bool = False) -> tuple[int, ...]:
-    """Return how many rows each pass after the prompt's has at most: beams, and tails that ride along."""
+def rows_of_passes(
+    plan: LevelPlan, width: int, *, renormalised: bool = False, end_token: int | None = 0
+) -> tuple[int, ...]:
+    """Return how many rows each pass after the prompt's has at most: beams, and tails that ride along.
+
+    end_token: None if ends cost nothing; then nobody passes what is complete to the model.
+    """
+    items = items_of(end_token, renormalised)
     counts: list[int] = []
-    beams, riding = 1, list[tuple[int, int]]()  # (rows, passes left)
+    beams, riding = 1, list[tuple[int, int]]()
     for taken in range(plan.longest + 2):
-        joining = (_joining(plan, taken, beams), plan.tails[taken - 1] if 0 < taken <= plan.levels else 0)
-        riding = [(rows, left - 1) for rows, left in riding if left > 1]
-        if not renormalised and all(joining):
-            riding.append(joining)
-        beams = min(width, plan.children(taken, beams))
-        if renormalised and taken + 1 == plan.levels:
-            beams = 0  # nothing goes on after the last level: all are items
+        riding = _still_riding(plan, taken, beams, riding, items)
+        beams = _beams_after(plan, taken, beams, width, items)
         if not beams and not riding:
             break
         counts.append(beams + sum(rows for rows, _ in riding))
@@ -47,63 +49,45 @@ def rows_of_races(plan: LevelPlan, width: int, races: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-class Riders(NamedTuple):
-    """Items that stand alone, on their way through their tails. rows: [1, n], with the scores so far, -inf for none.
-
-    column: of the last token that was given to the model. read: how many tokens of the tails that are. most: tokens of
-    the longest tail.
-    """
-
-    rows: Rows
-    column: int
-    read: int
-    most: int
-
-
 class Lockstep(Beams):
-    """The beams of one ranked list, one token of each row a pass.
+    """The beams of some ranked lists of one set, or of sets that share a plan, one token of each row a pass.
 
-    A pass has `row_count` rows: the tails that ride along, then the beams. `next_inputs` and `parents` are [rows]. The
-    last of the beams may be left out of a pass where `rows_after` says that there is none. There is no `queries`.
+    A pass has `row_count` rows of each list: the tails that ride along, then the beams. `next_inputs` and `parents` are
+    [lists * row_count], list by list. The last beams of a single list may be omitted from a pass where `rows_after`
+    says that there is none. There is no `queries`.
+
+    riding: how many rows of each list are tails in the next pass. rows: how many are beams.
     """
 
     def __init__(
         self,
         arena: Arena,
-        number: int,
+        numbers: Sequence[int],
         plan: LevelPlan,
         *,
         width: int,
         k: int,
-        end_token: int,
+        end_token: int | None,
         renormalised: bool = False,
         kernels: Kernels = "auto",
     ) -> None:
-        """As `Beams`, for a list of one set."""
+        """As `Beams`."""
         super().__init__(
-            arena, [number], plan, width=width, k=k, end_token=end_token, renormalised=renormalised, kernels=kernels
+            arena, numbers, plan, width=width, k=k, end_token=end_token, renormalised=renormalised, kernels=kernels
         )
-        self.passes_left = 1 + len(rows_of_passes(plan, width, renormalised=renormalised))
-        self._riders: list[Riders] = []
-        self._origins: list[Tensor] = []  # the rows that each of the riders continues
-        self._first = 0  # the row of the first beam in the pass before
+        self.passes_left = 1 + len(rows_of_passes(plan, width, renormalised=renormalised, end_token=end_token))
+        # All rows of the next pass. A tail's score counts its tokens so far, and `tails` those that are left.
+        self._rows = _first(self._rows, 1)
+        self._groups: list[tuple[int, int]] = []  # of tails: rows, and tokens to score
 
     @property
     def riding(self) -> int:
-        """How many rows of the next pass are tails."""
-        return sum(one.rows.scores.shape[1] for one in self._riders)
+        return sum(rows for rows, _ in self._groups)
 
     @property
     def row_count(self) -> int:
-        """How many rows the next pass has."""
+        """How many rows of each list the next pass has."""
         return self.riding + self.rows
-
-    @property
-    def open_beams(self) -> Tensor:
-        """How many of the beams lead to more than one item, and may lead to a better one: an int64 on the device. To
-        leave rows out of the pass after the next, read it."""
-        bar = self._found.scores[0, -1]
-        return ((self._rows.degrees[0] > 0) & (self._rows.scores[0] > bar)).sum()
 
     def rows_after(self, open_beams: int) -> int:
         """Return how many rows of the next pass are needed. open_beams: as it was before the last call of `round`."""
@@ -111,85 +95,82 @@ class Lockstep(Beams):
 
     @property
     def next_inputs(self) -> Tensor:
-        """The token of each row of the next pass, [rows] int64."""
-        tails = [one.rows.tokens[0, :, one.column] for one in self._riders]
-        return torch.cat([*tails, self._rows.tokens[0, : self.rows, self.taken - 1]]).clamp(min=0)
+        """The token of each row of the next pass, [lists * rows] int64."""
+        return self._rows.tokens[:, :, self.taken - 1].clamp(min=0).flatten()
 
     @property
     def parents(self) -> Tensor:
-        """The row of the pass before that each row continues, [rows] int64."""
-        return torch.cat([*self._origins, self._rows.parents[0, : self.rows] + self._first])
-
-    @property
-    def all_over(self) -> Tensor:
-        """Whether no row can lead to a better item: a bool on the device. To stop early, read it."""
-        bar = self._found.scores[0, -1]
-        parts = [self._rows.scores[0]] if self.rows else []
-        parts += [one.rows.scores[0] for one in self._riders]
-        return (torch.cat(parts) <= bar).all() if parts else torch.ones_like(bar, dtype=torch.bool)
+        """The row of its list in the pass before that each row continues, [lists * rows] int64."""
+        return self._rows.parents.flatten()
 
     def round(self, logits: Tensor) -> None:
-        """Take the logits of a pass, [rows, vocabulary], or of what `rows_after` says; else as `Beams.round`."""
+        """Take the logits of a pass, [lists * rows, vocabulary] or [lists * rows, 1, vocabulary], or of those rows that
+        `rows_after` says; else as `Beams.round`."""
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
-        logits = logits[:, None]
-        self._first = self.riding
-        self.rows = min(self.rows, len(logits) - self._first)
-        riders, self._riders, self._origins = self._riders, [], []
-        first = 0
-        for one in riders:
-            count = one.rows.scores.shape[1]
-            self._ride(one, logits[first : first + count], first)
-            first += count
-        if self.rows:
-            self._expand(logits[first : first + self.rows])
+        if self.row_count:  # an engine has a row at least, and there is nothing to learn from it
+            self._take(logits.view(len(logits), 1, -1), len(logits) // self.lists)
         self.taken += 1
         self.passes_left -= 1
 
-    def _expand(self, logits: Tensor) -> None:
-        """Take the logits of the beams. Those that lead to a single item become riders."""
-        kernels, rows = self._kernels, self._alive_rows()
-        size = self._plan.children(self.taken, self.rows) if self.taken < self.longest else 0
+    def _take(self, logits: Tensor, count: int) -> None:
+        kernels, plan = self._kernels, self._plan
+        riding, rows = self.riding, _first(self._rows, count)
+        self.rows = min(self.rows, count - riding)
+        if self.rows:
+            self._alive.append((rows.scores[:, riding:] > self._found.scores[:, -1:]).sum(1))
+        size = plan.children(self.taken, self.rows) if self.taken < self.longest else 0
         offsets = rows.degrees.cumsum(1)
-        sums = self._sums(logits, rows, offsets, size)
-        complete = rows if self._renormalised else _ended_only(rows, 0)
-        ends = kernels.ended(self.arena, logits, sums, complete, self.taken, self._rules)
-        joining = _joining(self._plan, self.taken, self.rows)
-        if joining and not self._renormalised:
-            which = (rows.tails[0, : self.rows] > 0).int().topk(joining)[1]
-            chosen = Rows(*(column[:, which] for column in rows))
-            chosen = chosen._replace(scores=torch.where(chosen.tails > 0, chosen.scores, -torch.inf))
-            one = Riders(chosen, self.taken - 1, 0, self._plan.tails[self.taken - 1])
-            self._ride_on(one, logits[which], sums[:, which], which + self._first)
-        done = None
-        if size:
-            done = self._go_on(logits, sums, rows, offsets, size, self._plan.tails[self.taken])
-        self.rows = min(self.width, size)
-        if self._renormalised and self.taken + 1 >= self._plan.levels:
-            self.rows = 0  # nothing goes on after the last level: all are items
+        one_token = rows
+        if riding or _joining(plan, self.taken, self.rows, self._rules.items)[0]:
+            states = torch.where(rows.tails > 0, rows.states & ~LOCAL | DEAD, rows.states)  # their items end later
+            one_token = rows._replace(tails=torch.zeros_like(rows.tails), states=states)
+        sums = self._sums(logits, one_token, offsets, size)
+        ends = self._ended(logits, sums, one_token)
+        tails, over = self._ride_on(logits, sums, rows)
+        done = self._go_on(logits, sums, rows, offsets, size, plan.tails[self.taken]) if size else None
         self._found = kernels.merge(self._found, rows, ends, done)
+        if over is not None:
+            self._found = kernels.merge(self._found, over, over.scores, None)
+        self.rows = _beams_after(plan, self.taken, self.rows, self.width, self._rules.items)
+        parts = [tails] if tails is not None else []
+        if self.rows or not parts:
+            parts.append(_first(self._rows, self.rows))
+        self._rows = parts[0] if len(parts) == 1 else Rows(*(torch.cat(pair, 1) for pair in zip(*parts, strict=True)))
 
-    def _ride(self, one: Riders, logits: Tensor, first: int) -> None:
-        """Take the logits of riders whose rows begin at the row `first`: some items are complete, the others go on."""
-        alive = one.rows.scores > self._found.scores[:, -1:]
-        rows = one.rows._replace(scores=torch.where(alive, one.rows.scores, -torch.inf))
-        sums = self._kernels.log_sums(logits, rows._replace(tails=torch.zeros_like(rows.tails)), self._found)
-        complete = _ended_only(rows, one.read)
-        ends = self._kernels.ended(self.arena, logits, sums, complete, self.taken, self._rules)
-        self._found = self._kernels.merge(self._found, complete, ends, None)
-        if one.read < one.most:
-            origins = torch.arange(first, first + len(logits), device=logits.device)
-            self._ride_on(one._replace(rows=rows), logits, sums, origins)
-
-    def _ride_on(self, one: Riders, logits: Tensor, sums: Tensor, origins: Tensor) -> None:
-        """Score the next token of riders, who stand at these rows."""
-        column = one.column + 1
-        token = one.rows.tokens[:, :, column]
-        cost = token_logits(logits[None, :, 0], token).double() - sums[:, :, 0]
-        # A token of -1 stands after a tail's end: its score is that of no item.
-        scores = torch.where(one.read < one.rows.tails, one.rows.scores + cost, -torch.inf)
-        self._riders.append(Riders(one.rows._replace(scores=scores), column, one.read + 1, one.most))
-        self._origins.append(origins)
+    def _ride_on(self, logits: Tensor, sums: Tensor, rows: Rows) -> tuple[Rows | None, Rows | None]:
+        """Score the next token of tails, and of the beams that lead to a single item. Returns the tails of the next
+        pass, and, if ends cost nothing, those that are complete."""
+        device, first, items = rows.scores.device, 0, self._rules.items
+        on, over, groups = list[Tensor](), list[Tensor](), list[tuple[int, int]]()
+        joining, tokens = _joining(self._plan, self.taken, self.rows, items)
+        for count, left in [*self._groups, (self.rows, tokens if joining else 0)]:
+            first, before = first + count, first
+            if not left:
+                continue
+            which = torch.arange(before, first, device=device).expand(self.lists, -1)
+            if first == rows.scores.shape[1] and 0 < joining < self.rows:
+                which = which[:, :1] + (rows.tails[:, -self.rows :] > 0).int().topk(joining)[1]
+            if left > (items == ENDED):
+                groups.append((which.shape[1], left - 1))
+                on.append(which)
+            else:
+                over.append(which)
+        self._groups = groups
+        if not on and not over:
+            return None, None
+        at = torch.cat([*on, *over], 1)
+        run = rows.tokens.gather(1, at[:, :, None].expand(-1, -1, self.longest))
+        states, scores, tails = (column.gather(1, at) for column in (rows.states, rows.scores, rows.tails))
+        cost = first_logits(logits, at, run[:, :, self.taken], tails > 0).double() - sums[:, :, 0].gather(1, at)
+        nothing = torch.zeros_like(at)
+        scores = torch.where(tails > 0, scores + cost, -torch.inf)
+        scored = Rows(run, states, scores, at, tails - 1, nothing, nothing)
+        if items != ENDED:
+            return scored, None
+        complete = scored._replace(scores=torch.where(scored.tails == 0, scores, -torch.inf))
+        scored = scored._replace(scores=torch.where(scored.tails > 0, scores, -torch.inf))
+        return _first(scored, self.riding) if on else None, complete
 
 
 class LockstepRaces(Races):
@@ -223,12 +204,6 @@ class LockstepRaces(Races):
         """How many rows the next pass has."""
         return self.rows * self.lists
 
-    @property
-    def open_beams(self) -> Tensor:
-        """As `Lockstep.open_beams`, of the race that has most."""
-        bar = self._found.scores[:, -1:]
-        return ((self._rows.degrees > 0) & (self._rows.scores > bar)).sum(1).max()
-
     def rows_after(self, open_beams: int) -> int:
         """As `Lockstep.rows_after`."""
         return min(self.rows, self._plan.successors(self.taken - 1, open_beams)) * self.lists
@@ -260,12 +235,30 @@ class LockstepRaces(Races):
             self.taken, self.passes_left = self.taken + 1, self.passes_left - 1
 
 
-def _joining(plan: LevelPlan, taken: int, beams: int) -> int:
-    """How many of the beams with so many tokens may lead to single items whose tails are not read yet."""
-    return min(beams, plan.tailed[taken - 1]) if 0 < taken <= plan.levels else 0
+def _joining(plan: LevelPlan, taken: int, beams: int, items: int) -> tuple[int, int]:
+    """How many beams of length `taken` may lead to single items whose tails are not read yet, and how many
+    tokens the longest of these has."""
+    if items == ALONE or not 0 < taken <= plan.levels:
+        return 0, 0
+    return min(beams, plan.tailed[taken - 1]), plan.tails[taken - 1]
 
 
-def _ended_only(rows: Rows, read: int) -> Rows:
-    """The rows, of which those whose tails have another number of tokens are nowhere; without their tails."""
-    states = torch.where(rows.tails == read, rows.states, rows.states & ~LOCAL | DEAD)
-    return rows._replace(states=states, tails=torch.zeros_like(rows.tails))
+def _still_riding(
+    plan: LevelPlan, taken: int, beams: int, groups: Sequence[tuple[int, int]], items: int
+) -> list[tuple[int, int]]:
+    """The groups of tails after a pass, each with its rows, and how many of its tokens are still to be scored."""
+    groups = [*groups, _joining(plan, taken, beams, items)]
+    return [(rows, left - 1) for rows, left in groups if rows and left > (items == ENDED)]
+
+
+def _beams_after(plan: LevelPlan, taken: int, beams: int, width: int, items: int) -> int:
+    """The most beams that there are after a pass of beams of length `taken`."""
+    beams = min(width, plan.children(taken, beams))
+    if items != OPEN and taken + 1 == plan.levels:  # nothing but tails goes on after the last level
+        beams = 0 if items == ALONE else min(beams, plan.tailed[taken])
+    return beams
+
+
+def _first(rows: Rows, count: int) -> Rows:
+    """The first rows of each list, without gaps in memory."""
+    return Rows(*(column[:, :count].contiguous() for column in rows))

@@ -36,10 +36,11 @@ from itemset.masking.arena import (
 from itemset.masking.batch import LOCAL
 from itemset.ranking.torch_expand import ENDED, NOTHING, OPEN, Found, Rows, Rules
 from itemset.trie.jit import compiled
-from itemset.trie.tables import TERMINAL as DEAD_NODE
-from itemset.trie.targets import FAR, LENGTH, START, START_HIGH, count_ones, level_of
-from itemset.trie.walk import DEAD, END, STATE_BITS, TAIL, WAITING, is_dead
+from itemset.trie.pointers import Pointers, first_edge, label
+from itemset.trie.walk import DEAD, END, STATE_BITS, TAIL, WAITING, is_alive, is_terminal, tail_entry, tail_token
+from itemset.trie.walk import follow as step
 
+_NO_BOUND = 1 << 40
 _LOW = (1 << 32) - 1
 _LOG2_E = np.float32(np.log2(np.e))
 # 2^x for x from -1/2 to 1/2, as exactly as a float32 has it.
@@ -108,8 +109,9 @@ def _arrays(*columns: Tensor) -> list[Any]:
     return [column.contiguous().numpy() for column in columns]
 
 
-def _tables(arena: Arena) -> tuple[Any, Any]:
-    return arena.words.numpy().view(np.uint32), arena.sets.numpy()
+def _tables(arena: Arena) -> tuple[int, Any]:
+    """Where the arena begins, and where its sets lie in it."""
+    return arena.words.data_ptr(), arena.sets.numpy()
 
 
 def _flat(logits: Tensor) -> tuple[Any, int, int]:
@@ -202,21 +204,21 @@ def _legal_sums(  # type: ignore[no-untyped-def]
 ):
     lists, count, _ = sums.shape
     for one in range(lists):
-        fields = sets[states[one, 0] >> STATE_BITS]
+        tables = pointers_in(words, sets, states[one, 0])
         for beam in range(count):
             at = (one * count + beam) * stride
             begin, degree = first[one, beam], degrees[one, beam]
-            may_end = 0 <= end_token < vocabulary and _may_end(words, fields, states[one, beam] & LOCAL)
+            may_end = 0 <= end_token < vocabulary and is_terminal(tables, states[one, beam] & LOCAL)
             most = np.float64(_float(logits[at + end_token])) if may_end else -np.inf
             for edge in range(begin, begin + degree):
-                token = _token(words, fields, edge)
-                if token < vocabulary and _is_alive(words, fields, edge):
+                token = token_of(tables, edge)
+                if token < vocabulary and lives(tables, edge):
                     most = max(most, np.float64(_float(logits[at + token])))
             base = most if most > -np.inf else 0.0
             total = np.exp(_float(logits[at + end_token]) - base) if may_end else 0.0
             for edge in range(begin, begin + degree):
-                token = _token(words, fields, edge)
-                if token < vocabulary and _is_alive(words, fields, edge):
+                token = token_of(tables, edge)
+                if token < vocabulary and lives(tables, edge):
                     total += np.exp(_float(logits[at + token]) - base)
             sums[one, beam, 0] = np.log(total) + base
 
@@ -227,10 +229,10 @@ def _ended(  # type: ignore[no-untyped-def]
 ):
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields = sets[states[one, 0] >> STATE_BITS]
+        tables = pointers_in(words, sets, states[one, 0])
         for beam in range(count):
             out[one, beam] = -np.inf
-            if not _may_end(words, fields, states[one, beam] & LOCAL):
+            if not is_terminal(tables, states[one, beam] & LOCAL):
                 continue
             score, at, tail = scores[one, beam], (one * count + beam) * queries, tails[one, beam]
             for query in range(tail):
@@ -248,22 +250,22 @@ def _best(  # type: ignore[no-untyped-def]
     """The best of each kind stand in a heap, the worst of them first."""
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields, bar, before = sets[states[one, 0] >> STATE_BITS], found[one, -1], 0
+        tables, bar, before = pointers_in(words, sets, states[one, 0]), found[one, -1], 0
         for beam in range(count):
             begin, degree = first[one, beam], degrees[one, beam]
             score_here = scores[one, beam] - sums[one, beam, 0]
             at = (one * count + beam) * queries * stride
             for child in range(degree if score_here > -np.inf else 0):
                 edge = begin + child
-                token = _token(words, fields, edge)
+                token = token_of(tables, edge)
                 score = score_here + _logit(logits, at, token, vocabulary)
                 if score > bar:
                     key = np.int64(_ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - (edge & _LOW))
                     kind = 0
                     if items != OPEN:
-                        after = _after(words, fields, edge)
+                        after = _after(tables, edge)
                         kind = int(after == END if items == ENDED else after >= END)
-                    if key > keys[kind, one, 0] and _is_alive(words, fields, edge):
+                    if key > keys[kind, one, 0] and lives(tables, edge):
                         _replace(keys[kind, one], places[kind, one], key, before + child)
             before += degree
         for kind in range(len(keys)):
@@ -295,7 +297,7 @@ def _follow(  # type: ignore[no-untyped-def]
     _, count, queries = sums.shape
     for one in range(lists):
         number = states[one, 0] & ~LOCAL
-        fields = sets[number >> STATE_BITS]
+        tables = pointers_in(words, sets, number)
         for n in range(wanted):
             new_states[one, n], new_scores[one, n], new_tails[one, n] = number | DEAD, -np.inf, -1
             if keys[one, n] == NOTHING:
@@ -304,16 +306,17 @@ def _follow(  # type: ignore[no-untyped-def]
             edge = _LOW - (keys[one, n] & _LOW)
             if not whole:  # inside a tail 32 bits of a key do not hold the state
                 edge = first[one, at] + places[one, n] - (offsets[one, at] - degrees[one, at])
-            token, state = _token(words, fields, edge), _after(words, fields, edge)
+            token, state = token_of(tables, edge), _after(tables, edge)
             cost = _logit(logits, (one * count + at) * queries * stride, token, vocabulary) - sums[one, at, 0]
             new_tokens[one, n, :taken] = tokens[one, at, :taken]
             new_tokens[one, n, taken] = token
             tail = 0
             if whole and state >= TAIL:
                 for column in range(taken + 1, longest):
-                    new_tokens[one, n, column], last = _tail_entry(words, fields, state + tail)
+                    entry = tail_entry(tables, state - TAIL + tail)
+                    new_tokens[one, n, column] = entry & ((1 << tables.token_bits) - 1)
                     tail += 1
-                    if last:
+                    if entry >> tables.token_bits:
                         break
                 state = END
             new_parents[one, n], new_tails[one, n], new_scores[one, n] = at, tail, scores[one, at] + cost
@@ -321,9 +324,9 @@ def _follow(  # type: ignore[no-untyped-def]
             if state >= TAIL:
                 new_first[one, n], new_degrees[one, n] = state, 1
             elif state < WAITING:
-                begin = np.int64(words[fields[ROW_OFFSETS] + state])
+                begin = first_edge(tables, state)
                 new_first[one, n] = begin
-                new_degrees[one, n] = np.int64(words[fields[ROW_OFFSETS] + state + 1]) - begin
+                new_degrees[one, n] = first_edge(tables, state + 1) - begin
 
 
 @compiled
@@ -354,80 +357,35 @@ def _logit(logits, at, token, vocabulary):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _element(words, fields, section, narrow_bit, index):  # type: ignore[no-untyped-def]
-    if fields[WIDTHS] & narrow_bit:
-        return (np.int64(words[fields[section] + (index >> 1)]) >> ((index & 1) << 4)) & 0xFFFF
-    return np.int64(words[fields[section] + index])
+def pointers_in(words, sets, state):  # type: ignore[no-untyped-def]
+    """Return where the tables of a state's set lie. What is in an arena has been checked: it has no bounds here."""
+    fields, base = sets[state >> STATE_BITS], np.int64(words)
+    widths = fields[WIDTHS]
+    return Pointers(
+        base + 4 * fields[ROW_OFFSETS], base + 4 * fields[TERMINAL], base + 4 * fields[LABELS],
+        base + 4 * fields[TARGETS], base + 4 * fields[NODE_BASE], base + 4 * fields[TAIL_BASE],
+        base + 4 * fields[TAILS], base + 4 * fields[ALIVE] if fields[ALIVE] != NO_BITS else 0,
+        base + 4 * fields[DEAD_LIST], WAITING, TAIL, widths >> FAR_BLOCK, _NO_BOUND, fields[DEAD_COUNT],
+        widths & 0xFF, widths >> FAR_BLOCK, 2 if widths & NARROW_LABELS else 4,
+        8 if widths & COUNTED else 2 if widths & NARROW_TARGETS else 4,
+    )  # fmt: skip
 
 
 @compiled
-def _token(words, fields, edge):  # type: ignore[no-untyped-def]
+def token_of(tables, edge):  # type: ignore[no-untyped-def]
     """The token of an edge, or of a state inside a tail that stands in its place."""
-    return _tail_entry(words, fields, edge)[0] if edge >= TAIL else _element(words, fields, LABELS, NARROW_LABELS, edge)
+    return tail_token(tables, edge) if edge >= TAIL else label(tables, edge)
 
 
 @compiled
-def _after(words, fields, edge):  # type: ignore[no-untyped-def]
+def _after(tables, edge):  # type: ignore[no-untyped-def]
     """The state after an edge, or after the next token of a tail."""
     if edge >= TAIL:
-        return END if _tail_entry(words, fields, edge)[1] else edge + 1
-    if fields[WIDTHS] & COUNTED:
-        return _after_counted(words, fields, edge)
-    target = _element(words, fields, TARGETS, NARROW_TARGETS, edge)
-    leaf = 1 << 15 if fields[WIDTHS] & NARROW_TARGETS else 1 << 31
-    if target < leaf:
-        return np.int64(words[fields[NODE_BASE] + (edge >> 5)]) + target
-    if target == 2 * leaf - 1:
-        return END
-    far = FAR if edge >> 5 >= fields[WIDTHS] >> FAR_BLOCK else 0
-    return TAIL + far + np.int64(words[fields[TAIL_BASE] + (edge >> 5)]) + target - leaf
+        return np.int64(END) if tail_entry(tables, edge - TAIL) >> tables.token_bits else edge + 1
+    return step(tables, edge)
 
 
 @compiled
-def _after_counted(words, fields, edge):  # type: ignore[no-untyped-def]
-    """The state after an edge of counted targets."""
-    leaves, bit = words[fields[TARGETS] + (edge >> 5)], edge & 31
-    before = np.int64(count_ones(np.uint32(leaves & ((np.uint32(1) << np.uint32(bit)) - np.uint32(1)))))
-    node = np.int64(words[fields[NODE_BASE] + (edge >> 5)]) + bit - before
-    if not (leaves >> np.uint32(bit)) & np.uint32(1):
-        return node
-    first = fields[TAIL_BASE]
-    at = first + level_of(words[first : first + (fields[WIDTHS] >> FAR_BLOCK)], edge)
-    length = np.int64(words[at + LENGTH])
-    start = np.int64(words[at + START]) | np.int64(words[at + START_HIGH]) << 32
-    return TAIL + start + (edge - node + 1) * length if length else END
-
-
-@compiled
-def _tail_entry(words, fields, state):  # type: ignore[no-untyped-def]
-    """The token at this position of the tails, and whether it is the last of its tail."""
-    bits = fields[WIDTHS] & 0xFF
-    at = (state - TAIL) * (bits + 1)
-    word = fields[TAILS] + (at >> 5)
-    pair = np.uint64(words[word]) | (np.uint64(words[word + 1]) << np.uint64(32))
-    entry = np.int64((pair >> np.uint64(at & 31)) & np.uint64((1 << (bits + 1)) - 1))
-    return entry & ((1 << bits) - 1), (entry >> bits) != 0
-
-
-@compiled
-def _may_end(words, fields, local):  # type: ignore[no-untyped-def]
-    if local < WAITING:
-        ends = (words[fields[TERMINAL] + (local >> 5)] >> (local & 31)) & 1 != 0
-        return ends and not _is_dead(words, fields, DEAD_NODE + local)
-    return local == END
-
-
-@compiled
-def _is_alive(words, fields, edge):  # type: ignore[no-untyped-def]
+def lives(tables, edge):  # type: ignore[no-untyped-def]
     """Whether there is an edge, or the state inside a tail that stands in its place."""
-    if edge >= TAIL:
-        return True
-    if fields[ALIVE] != NO_BITS and not (words[fields[ALIVE] + (edge >> 5)] >> (edge & 31)) & 1:
-        return False
-    return not _is_dead(words, fields, edge)
-
-
-@compiled
-def _is_dead(words, fields, entry):  # type: ignore[no-untyped-def]
-    first, count = fields[DEAD_LIST], fields[DEAD_COUNT]
-    return count > 0 and is_dead(words[first : first + count], entry)
+    return edge >= TAIL or is_alive(tables, edge)

@@ -15,18 +15,18 @@ from itemset.ranking.numba_expand import (
     _LOW,
     _arrays,
     _flat,
-    _is_alive,
     _logit,
-    _may_end,
     _ordered,
     _replace,
     _tables,
-    _token,
+    lives,
+    pointers_in,
+    token_of,
 )
 from itemset.ranking.torch_expand import NOTHING, Found, Rows, Rules
 from itemset.ranking.torch_races import Looked, Racing
 from itemset.trie.jit import compiled
-from itemset.trie.walk import STATE_BITS
+from itemset.trie.walk import is_terminal
 
 
 def looked(
@@ -88,17 +88,17 @@ def _looked(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields, bar = sets[states[one, 0] >> STATE_BITS], found[one, -1]
+        tables, bar = pointers_in(words, sets, states[one, 0]), found[one, -1]
         for beam in range(count):
             earliest[one, beam], ends[one, beam], end_logs[one, beam] = math.inf, -math.inf, 0.0
             if not scores[one, beam] > bar:
                 continue
             at, tail, key = (one * count + beam) * queries, tails[one, beam], np.uint64(keys[one, beam])
-            may_end, total, nearest = _may_end(words, fields, states[one, beam] & LOCAL), 0.0, math.inf
+            may_end, total, nearest = is_terminal(tables, states[one, beam] & LOCAL), 0.0, math.inf
             begin = first[one, beam]
             for edge in range(begin, begin + degrees[one, beam]):
-                if _is_alive(words, fields, edge):
-                    token = _token(words, fields, edge)
+                if lives(tables, edge):
+                    token = token_of(tables, edge)
                     share = power * (_logit(logits, at * stride, token, vocabulary) - sums[one, beam, 0])
                     if share > -math.inf:
                         total += math.exp(share)
@@ -131,14 +131,14 @@ def _best(  # type: ignore[no-untyped-def]
     """The best stand in a heap, the worst of them first."""
     lists, count, queries = sums.shape
     for one in range(lists):
-        fields, bar, before = sets[states[one, 0] >> STATE_BITS], found[one, -1], 0
+        tables, bar, before = pointers_in(words, sets, states[one, 0]), found[one, -1], 0
         for beam in range(count):
             begin, degree = first[one, beam], degrees[one, beam]
             at, key = (one * count + beam) * queries * stride, np.uint64(keys[one, beam])
             clock, mass = -scores[one, beam], power * logs[one, beam]
             for child in range(degree if scores[one, beam] > bar else 0):
                 edge = begin + child
-                token = _token(words, fields, edge)
+                token = token_of(tables, edge)
                 share = power * (_logit(logits, at, token, vocabulary) - sums[one, beam, 0])
                 if not share > -math.inf:
                     continue
@@ -146,7 +146,7 @@ def _best(  # type: ignore[no-untyped-def]
                 score = -_clock(clock, time, earliest[one, beam], mass)
                 if score > bar:
                     order = np.int64(_ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - (edge & _LOW))
-                    if order > best_keys[one, 0] and _is_alive(words, fields, edge):
+                    if order > best_keys[one, 0] and lives(tables, edge):
                         _replace(best_keys[one], places[one], order, before + child)
             before += degree
         order = np.argsort(best_keys[one])[::-1]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import label
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.walk import END, TAIL, alive_at, follow, tail_entry
 
@@ -45,10 +46,10 @@ class Round(NamedTuple):
 def tokens_after(tables: Tables, edges: NDArray[np.int32]) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
     """Of each edge: the state after it, END if one item alone is there, and its token with that item's tail."""
     states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
-    _measure(tables, edges, states, lengths)
+    _measure(tables.pointers, edges, states, lengths)
     ends = np.cumsum(lengths)
     flat = np.empty(int(ends[-1]) if len(ends) else 0, np.int64)
-    _read(tables, edges, states, ends - lengths, flat)
+    _read(tables.pointers, edges, states, ends - lengths, flat)
     tokens = flat.tolist()
     runs = [tuple(tokens[end - length : end]) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
     return np.where(states >= TAIL, END, states), runs
@@ -70,9 +71,9 @@ def _measure(tables, edges, states, lengths):  # type: ignore[no-untyped-def]
 
 @compiled
 def _read(tables, edges, states, starts, tokens):  # type: ignore[no-untyped-def]
-    token_mask = (np.int64(1) << np.int64(tables.token_bits)) - 1
+    token_mask = (np.int64(1) << tables.token_bits) - 1
     for i in range(len(edges)):
-        tokens[starts[i]] = tables.labels[edges[i]]
+        tokens[starts[i]] = label(tables, np.int64(edges[i]))
         position, at = states[i] - TAIL, starts[i] + 1
         end = starts[i + 1] if i + 1 < len(edges) else len(tokens)
         for k in range(end - at):

@@ -17,6 +17,7 @@ from itemset.item_set import ItemSet
 from itemset.ranking.prefixes import Round, tokens_after
 from itemset.ranking.search import Answers, Pass
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import first_edge
 from itemset.trie.walk import follow
 
 UNSCORED, ASKED, ITEM, NOTHING = -1, -2, -3, -4
@@ -194,7 +195,7 @@ class ScoredTree:
         if it has too small a share of them."""
         guesses = np.full(len(round_.degree), -1, np.int64)
         if self.paths:
-            _guess(self._tables, round_.edges, np.append(0, np.cumsum(round_.degree)), guesses)
+            _guess(self._tables.pointers, round_.edges, np.append(0, np.cumsum(round_.degree)), guesses)
         return guesses
 
     def _note_run(self, place: int, row: int, masses: NDArray[np.float64]) -> None:
@@ -280,8 +281,8 @@ def _guess(tables, edges, starts, guesses):  # type: ignore[no-untyped-def]
         for edge in edges[starts[i] : starts[i + 1]]:
             state = follow(tables, np.int64(edge))
             below = np.int64(1)
-            if 0 <= state < len(tables.row_offsets) - 1:
-                below = max(below, np.int64(tables.row_offsets[state + 1]) - np.int64(tables.row_offsets[state]))
+            if 0 <= state < tables.nodes:
+                below = max(below, first_edge(tables, state + 1) - first_edge(tables, state))
             total += below
             if below > most:
                 most, guesses[i] = below, edge

@@ -270,7 +270,7 @@ class Search:
         if self._renormalised or not len(self._ends):
             # Nothing more has to be scored of an item that stands alone, if its tail counts nothing or is empty.
             done = np.empty(len(opened.scores), np.bool_)
-            _stand_alone(self._tables, opened.edges, self._renormalised, done)
+            _stand_alone(self._tables.pointers, opened.edges, self._renormalised, done)
             self._add(opened.at(done))
             opened = opened.at(~done)
         self._open = _Prefixes.joined([self._open, opened])

@@ -164,7 +164,7 @@ def children(
     tables = TablesOf(arena, rows.states[:, :1])
     inside = inside & _alive(tables, edge)
     token = _labels(tables, edge, rules.whole)
-    return Children(at, edge, inside, token, _first_logits(logits, at, token, inside))
+    return Children(at, edge, inside, token, first_logits(logits, at, token, inside))
 
 
 def best(
@@ -205,7 +205,7 @@ def follow(
     edge = torch.where(live, _LOW - (keys & _LOW) if rules.whole else _edges(rows, offsets, at, places), 0)
     tables = TablesOf(arena, rows.states[:, :1])
     token = _labels(tables, edge, rules.whole)
-    cost = _first_logits(logits, at, token, live).double() - sums[:, :, 0].gather(1, at)
+    cost = first_logits(logits, at, token, live).double() - sums[:, :, 0].gather(1, at)
     state = _after(tables, edge, rules.whole)
     tokens = rows.tokens.gather(1, at[:, :, None].expand(-1, -1, rows.tokens.shape[2]))
     tokens[:, :, taken] = token
@@ -286,7 +286,7 @@ def _edges(rows: Rows, offsets: Tensor, at: Tensor, places: Tensor) -> Tensor:
     return (rows.first - (offsets - rows.degrees)).gather(1, at) + places
 
 
-def _first_logits(logits: Tensor, at: Tensor, token: Tensor, inside: Tensor) -> Tensor:
+def first_logits(logits: Tensor, at: Tensor, token: Tensor, inside: Tensor) -> Tensor:
     """The logit of each token at the first token of beam `at`, float32; -inf where not `inside` or none."""
     lists = len(at)
     known = inside & (token < logits.shape[2])

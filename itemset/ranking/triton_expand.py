@@ -3,6 +3,10 @@
 Logits take a stride of 1 in the last dimension, and one stride between all query tokens of all rows. One program reads
 the logits of one token, looks at some children of one list, or follows one beam's edge: a round costs what its logits
 and its children cost. No launch depends on what a tensor holds.
+
+A kernel has one form for all sizes, strides and addresses, so that none is compiled in a step: an engine pads the rows
+of its logits or does not, and parts of them begin anywhere. Only what reads whole rows has two, for rows that all begin
+at a multiple of 16 bytes and for others.
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ ITEMS, OTHERS = 16, 128  # items that one program places, and how many others it
 COLUMNS = 32  # tokens that are copied at once
 SUM_WARPS, WARPS, FOLLOW_WARPS = 8, 4, 1
 
-# All but the addresses of tables and logits, and their strides: these stay for as long as an engine runs.
+# All but the addresses of tables: these stay for as long as an engine runs.
 _ANY_VALUE = ["width", "count", "queries", "k", "longest", "taken", "columns", "start", "size", "steps", "end_token"]
-_ANY_VALUE += ["wanted", "keys_stride", "done_count", "words_end"]
+_ANY_VALUE += ["wanted", "keys_stride", "done_count", "words_end", "logits_stride", "vocabulary"]
 _ANY_ADDRESS = ["scores", "tails", "found_scores", "sums", "states", "tokens", "offsets", "first", "degrees", "out"]
-_ANY_ADDRESS += ["keys", "places", "ends", "done_scores", "done_tokens", "found_tokens"]
+_ANY_ADDRESS += ["logits", "keys", "places", "ends", "done_scores", "done_tokens", "found_tokens"]
 _ANY_ADDRESS += [f"new_{name}" for name in Rows._fields]
 
 _NOTHING = tl.constexpr(torch_expand.NOTHING)
@@ -46,7 +50,7 @@ def log_sums(logits: Tensor, rows: Rows, found: Found) -> Tensor:
     _log_sums_kernel[(total, queries)](
         flat, flat.stride(0), vocabulary, rows.scores, rows.tails, found.scores, sums,
         width, count, queries, found.scores.shape[1],
-        LANES=SUM_LANES, EACH=SUM_EACH, num_warps=SUM_WARPS,
+        ALIGNED=_aligned(flat), LANES=SUM_LANES, EACH=SUM_EACH, num_warps=SUM_WARPS,
     )
     return sums
 
@@ -134,10 +138,16 @@ def merge(found: Found, rows: Rows, scores: Tensor, done: Rows | None) -> Found:
     return merged
 
 
+def _aligned(logits: Tensor) -> bool:
+    """Whether each row begins at a multiple of 16 bytes."""
+    bytes_apart: int = logits.stride(0) * logits.element_size()
+    return logits.data_ptr() % 16 == 0 and bytes_apart % 16 == 0
+
+
 @_jit
 def _log_sums_kernel(
     logits, logits_stride, vocabulary, scores, tails, found_scores, sums, width, count, queries, k,
-    LANES: tl.constexpr, EACH: tl.constexpr,
+    ALIGNED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):
     row = tl.program_id(0)
     query = tl.program_id(1)
@@ -150,10 +160,14 @@ def _log_sums_kernel(
         column = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
         most = tl.full((LANES,), -float("inf"), tl.float32)
         part = tl.zeros((LANES,), tl.float32)
-        for low in range(0, vocabulary, LANES * EACH):
-            inside = low + column < vocabulary
-            logit = tl.load(logits + at * logits_stride + low + column, mask=inside, other=-float("inf"))
-            most, part = _added(most, part, logit.to(tl.float32))
+        mine = logits + at * logits_stride
+        if ALIGNED:
+            mine = tl.multiple_of(mine, 16)
+        whole = vocabulary // (LANES * EACH) * (LANES * EACH)
+        for low in range(0, whole, LANES * EACH):  # without a mask, lanes read 16 bytes at once whatever the vocabulary
+            most, part = _added(most, part, tl.load(mine + low + column).to(tl.float32))
+        logit = tl.load(mine + whole + column, mask=whole + column < vocabulary, other=-float("inf"))
+        most, part = _added(most, part, logit.to(tl.float32))
         total = _log_sum(most, part)
     tl.store(sums + at, total)
 

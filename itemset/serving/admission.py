@@ -14,6 +14,7 @@ from itemset.ranking.search import Found, Rounds
 from itemset.serving import lists
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of, where
 from itemset.serving.chosen import Chosen
+from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
 from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
@@ -41,14 +42,6 @@ class Words:
         return f'{{"{name}": N}} in {self.options}'
 
 
-def _warm_up(item_set: ItemSet) -> None:
-    """Load what naming an answer's item takes, for both widths of token ids, and check the attributes: no answer and
-    no filter should wait for it."""
-    for token in (0, 1 << 16):
-        item_set.find([token])
-    _ = item_set.attributes
-
-
 class Checks:
     """The item sets of one front end, and what they and its requests must satisfy. Safe for threads."""
 
@@ -62,18 +55,21 @@ class Checks:
         context: int,
         end_tokens: Collection[int],
         reserved: int = 0,
+        added_tokens: Collection[str] = (),
         on_encoded: Callable[[int], object] = lambda texts: None,
     ) -> None:
         """Open and check the registered sets.
 
         context: tokens of prompt and output together, of which the engine keeps `reserved`. end_tokens: those at which
-        the model ends. on_encoded: told of the texts of inline sets as they are encoded, on another thread.
+        the model ends. added_tokens: what the engine has added to the tokenizer. on_encoded: told of the texts of
+        inline sets as they are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context.
         """
+        compile_all()
         self._config, self._words = config, words
         self._vocab_size, self._end_tokens = vocab_size, end_tokens
-        self._context, self._reserved = context, reserved
+        self._context, self._reserved, self._added_tokens = context, reserved, added_tokens
         with opening():
             self.catalogue = Catalogue(config)
         # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
@@ -111,11 +107,11 @@ class Checks:
         if item_set.tokenizer is not None:
             self._check_tokenizer(name, item_set, self.fingerprint())
         self._check_fit(f"the item set {name!r} ({where(self._config, name)})", item_set)
-        _warm_up(item_set)
+        _ = item_set.attributes  # checked: no filter should wait for it
 
     def fingerprint(self) -> str:
         """The fingerprint of the model's tokenizer, made once."""
-        self._model_print = self._model_print or fingerprint(self._tokenizer)
+        self._model_print = self._model_print or fingerprint(self._tokenizer, self._added_tokens)
         return self._model_print
 
     def summary(self) -> str:

@@ -43,16 +43,16 @@ async def while_connected(work: Awaitable[Result], request: Any) -> Result:
         task.cancel()
 
 
-async def judged(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     """Around `Request.json`, by which FastAPI and the engines parse a body, once a request.
 
     Raises HTTPException 400 for what the judge or the maker refuses: the one error that FastAPI lets through here.
     """
     judge: Judge | None = request.scope.get(JUDGE)
     if judge is None or hasattr(request, "_json"):
-        return await original(request)
+        return await parse()
     try:
-        body = await original(request)
+        body = await parse()
         judge(request.scope, body)
         make: Maker | None = request.scope.get(MAKER)
         if make is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -47,14 +46,13 @@ class InlineSet:
 
     reference: what the request carries through the engine. index: its index file in memory, or what a view has of its
     own. item_set: opened over these same bytes, so that they are there once. nbytes: what all of it takes in this
-    process. query: a filter's, as JSON, if JSON can hold it. filter: the one that a request's exclusions stand on.
+    process. filter: the one that a request's exclusions stand on.
     """
 
     reference: str
     index: bytes = field(repr=False)
     item_set: ItemSet
     nbytes: int
-    query: str | None = None
     filter: InlineSet | None = None
 
     @classmethod
@@ -73,11 +71,7 @@ class InlineSet:
         seen = view(base, query)
         index = seen.to_bytes()
         item_set = view_from_bytes(base, index, reference, keys=seen._keys)
-        nbytes = len(index) + len(base.keys) // 8 + OVERHEAD  # a bit for each key beside them
-        try:
-            return cls(reference, index, item_set, nbytes, json.dumps(query))
-        except (TypeError, ValueError):
-            return cls(reference, index, item_set, nbytes)
+        return cls(reference, index, item_set, len(index) + seen._keys.own_bytes + OVERHEAD)
 
     @property
     def own_filter(self) -> InlineSet | None:
@@ -169,6 +163,11 @@ class Catalogue:
             for version in closed:
                 for reference in [one for one in self._inline if f"@{VERSION}{version}@" in one]:
                     self._inline_bytes -= self._inline.pop(reference).nbytes
+
+    @property
+    def inline_bytes(self) -> int:
+        """Bytes of what came with requests and is kept."""
+        return self._inline_bytes
 
     def headroom(self) -> int:
         """Bytes of an arena for a next version of a followed set beside the present one."""

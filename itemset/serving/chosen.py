@@ -11,16 +11,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet, build
+from itemset.item_set import ItemSet
 from itemset.serving.catalogue import OVERHEAD, VIEW, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.request import ItemRequest
 from itemset.serving.words import EXCLUDE, FILTER, ONLY
+from itemset.trie.filters import check_size, digits
 from itemset.views import View, view
 
 if TYPE_CHECKING:
     from itemset.serving.admission import Words
 
+CHARACTERS = 100  # that a key may have if there are as many keys as the limit allows
 _THREADS = 2  # so that no request with a list of keys waits for another's filter
 
 
@@ -30,8 +32,6 @@ class Chosen:
     def __init__(self, catalogue: Catalogue, config: StaticConfig, words: Words) -> None:
         self._catalogue, self._limit, self._words = catalogue, config.item_key_limit, words
         self._threads = ThreadPoolExecutor(_THREADS, "item-filters")
-        if catalogue.registered:  # there is nothing else to choose from
-            _warm_up()
 
     async def prepare(self, asked: ItemRequest, of: str) -> InlineSet:
         """Do `get` beside the event loop."""
@@ -44,13 +44,8 @@ class Chosen:
         does.
         """
         for word, keys in ((EXCLUDE, asked.exclude_keys), (ONLY, asked.only_keys)):
-            if keys is not None and len(keys) > self._limit:
-                raise RefusedError(
-                    "filter",
-                    f"{word} has {len(keys):,} keys, the limit is {self._limit:,}: send fewer, register an item view, "
-                    f"or raise {self._words.option('item_key_limit')}",
-                    word,
-                )
+            if keys is not None:
+                self._check_size(word, keys)
         filtered, base = None, self._catalogue[of]
         if asked.item_filter is not None:
             filtered = self._filtered(asked.item_filter, base, of)
@@ -68,27 +63,36 @@ class Chosen:
                 seen = view(seen, **{word: keys})  # type: ignore[arg-type]
         if seen is base:  # exclusions that the set has not
             return filtered or InlineSet(of, b"", base, 0)
-        if not isinstance(seen, View):
-            filtered = None  # it stands on nothing
         index = seen.to_bytes()
-        made = InlineSet(reference, index, seen, len(index) + seen.nbytes + OVERHEAD, filter=filtered)
-        return self._catalogue.keep(made)
+        if not isinstance(seen, View):  # it stands on nothing
+            return self._catalogue.keep(InlineSet.opened(reference, index, token_ids=True))
+        nbytes = len(index) + seen.nbytes + seen._keys.own_bytes + OVERHEAD
+        return self._catalogue.keep(InlineSet(reference, index, seen, nbytes, filter=filtered))
+
+    def _check_size(self, word: str, keys: list[Any]) -> None:
+        """Raises RefusedError for a list over the limits."""
+        if any(isinstance(key, list | tuple | Mapping) for key in keys[: self._limit]):
+            raise RefusedError("filter", f"{word} must hold keys, integers or strings, and no lists or objects", word)
+        what, found, limit = "keys", len(keys), self._limit
+        if found <= limit:
+            what, limit = "characters", CHARACTERS * self._limit
+            found = sum(len(key) if isinstance(key, str) else digits(key) for key in keys)
+        if found > limit:
+            raise RefusedError(
+                "filter",
+                f"{word} has {found:,} {what}, the limit is {limit:,}: send fewer, register an item view, "
+                f"or raise {self._words.option('item_key_limit')}",
+                word,
+            )
 
     def _filtered(self, query: Any, base: ItemSet, of: str) -> InlineSet:
+        with _naming(FILTER):
+            check_size(query)  # before anything is made of it
         reference = _reference({FILTER: query}, of)
         if kept := self._catalogue.inline(reference):
             return kept
         with _naming(FILTER):
             return self._catalogue.keep(InlineSet.filtered(reference, base, query))
-
-
-def _warm_up() -> None:
-    """Load what filters and lists of keys take, for both kinds of keys and token ids: no request should wait for it."""
-    for first, keys in ((0, [0, 1, 2]), (1 << 16, ["0", "1", "2"])):
-        small = build([[first, 1], [first, 2], [3]], keys=keys, attributes={"n": [0, 1, 2]})
-        seen = view(small, {"n": {"$gt": 0}}, exclude_keys=keys[:2])
-        seen.find([3])
-        view(small, only_keys=keys[:1])
 
 
 def _reference(asked: Mapping[str, Any], of: str) -> str:

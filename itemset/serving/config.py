@@ -16,6 +16,7 @@ Kernels = Literal["auto", "triton", "torch"]
 Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]
+_Beams = Annotated[int, Meta(ge=0)]
 
 
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,8 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
     ranked_list_limit: beams that a request for a ranked list may ask for.
     ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
-    ranked_list_beams: beams of all lists that run inside the engine at a time; 0 and none does. vLLM only.
+    ranked_list_beams: beams of all lists that run inside the engine at a time; 0 and none does; None for what memory
+        has room for. vLLM only.
     item_set_shared_prefix: whether a pass of such lists reads a prompt's KV once for all its beams; "auto" does not
         yet. vLLM only.
     item_set_draft_head: a draft head's file: lists of registered sets come from one pass of the model, and the head.
@@ -60,7 +62,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_kernels: Annotated[Kernels, Meta(description="one of auto, triton, torch")] = "auto"
     ranked_list_limit: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 1_000
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
-    ranked_list_beams: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 512
+    ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
     item_set_shared_prefix: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True

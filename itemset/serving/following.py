@@ -109,7 +109,7 @@ class Follower:
         with self._lock:
             self._look_at_folder()
             if name not in self._sets:  # a view is refreshed with its set
-                raise self._checks.catalogue.unknown(name)
+                raise self._unfollowed(name)
             followed = self._sets[name]
             followed.refused = None  # what was wrong may have been mended
             self._look_at(name)
@@ -126,6 +126,15 @@ class Follower:
                 )
             time.sleep(AGAIN)
         return entry
+
+    def _unfollowed(self, name: str) -> RefusedError:
+        catalogue = self._checks.catalogue
+        for one in self._sets:
+            opened = catalogue.versions.current(one)
+            if opened is not None and name in opened.sets:
+                what = f"{name!r} is a view of {one!r}, and refreshed with it: name {one!r}"
+                return RefusedError("unknown set", what)
+        return catalogue.unknown(name)
 
     def refreshed(self, name: str | None) -> list[dict[str, Any]]:
         """Do `refresh` for one set, or for all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 import xgrammar
@@ -13,7 +14,7 @@ from itemset.inside.composite import Composite
 from itemset.inside.holes import Hole, Items
 from itemset.inside.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
-from itemset.serving.inside import ENVELOPE, OverVocabulary
+from itemset.serving.inside import ENVELOPE, SMALL, OverVocabulary
 
 Sets = Callable[[str], ItemSet]
 """Returns a set by its reference."""
@@ -43,8 +44,14 @@ class Grammars(OverVocabulary):
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         super().__init__(vocabulary)
+        self._large = ThreadPoolExecutor(1, "item-holes-large")
         self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._shared: WeakValueDictionary[str, SharedGrammar] = WeakValueDictionary()
+
+    def threads(self, spec: str) -> ThreadPoolExecutor | None:
+        """Return where a constraint is compiled that may take xgrammar long: it waits for its like alone. None for a
+        small one, which the engine's own threads compile."""
+        return self._large if len(spec) > SMALL else None
 
     def get(self, spec: str, sets: Sets) -> SharedGrammar:
         """Return the grammar of a constraint, compiled: once for all requests that have it at a time.

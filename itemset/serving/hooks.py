@@ -1,18 +1,21 @@
 """Hooks into an engine that has no interface for what a plugin needs, each declared on the function that it runs.
 
     @hook("engine.module:Class.function", why="what fails without it")
-    def around(original, *args, **kwargs): ...
+    def around(original, self, request): ...
 
-`hook` is the engine's `Hooks`. Nothing is wrapped before its `install`. To print the table of the docs:
-`python -m itemset.serving.hooks vllm_static`, or sglang_static.
+`hook` is the engine's `Hooks`. Nothing is wrapped before its `install`, and no hook runs before an engine of this
+process has chosen our backend (`choose`). A hook names those of the function's arguments that it reads, in any order.
+`original` is a `Call`: it passes all arguments on, also those of a later version of the engine. To print the table of
+the docs: `python -m itemset.serving.hooks vllm_static`, or sglang_static.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,18 +26,39 @@ IMPORTED = "Checked once their module is imported"
 """Times of an `install`. Processes differ in what they import, and some modules are slow to import."""
 
 Ours = TypeVar("Ours", bound=Callable[..., Any])
-Put = Callable[[str, Callable[..., Any]], None]
 
 
 class Hook(NamedTuple):
-    """target: "module:name.name". put: `wrap` or `extend`. optional: do nothing if the engine has no such target."""
+    """target: "module:name.name". extends: give `ours` the target, in place of wrapping it. optional: do nothing if the
+    engine has no such target. always: run where another backend is chosen too."""
 
     target: str
     why: str
-    put: Put
     ours: Callable[..., Any]
     when: str
     optional: bool
+    always: bool
+    extends: bool = False
+
+
+class Call:
+    """One call of a function of the engine's: `call()` makes it with all the arguments that the engine gave,
+    `call(name=value)` with other values for those named."""
+
+    __slots__ = ("_args", "_function", "_kwargs", "_places")
+
+    def __init__(
+        self, function: Callable[..., Any], places: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """places: of the arguments that can be given by position."""
+        self._function, self._places, self._args, self._kwargs = function, places, args, kwargs
+
+    def __call__(self, /, **others: Any) -> Any:
+        args, kwargs = list(self._args), self._kwargs | others
+        for name in others:
+            if (place := self._places.get(name, len(args))) < len(args):
+                args[place] = kwargs.pop(name)
+        return self._function(*args, **kwargs)
 
 
 class Hooks:
@@ -44,27 +68,42 @@ class Hooks:
         """when: the time at which a hook is installed, unless it names another."""
         self.declared: dict[str, Hook] = {}
         self._when = when
+        self._chosen = False
 
     def __call__(
-        self, *targets: str, why: str, when: str = "", optional: bool = False, put: Put | None = None
+        self, *targets: str, why: str, when: str = "", optional: bool = False, always: bool = False
     ) -> Callable[[Ours], Ours]:
-        """Declare that a function runs around each target: ``ours(original, *args, **kwargs)``.
+        """Declare that a function runs around each target: ``ours(original, ...)``, where `original` is a `Call`.
 
+        always: it says which backend is chosen, or refuses what would be lost where it is not ours.
         Raises ValueError if a target is declared already.
         """
 
         def declare(ours: Ours) -> Ours:
             for target in targets:
-                if target in self.declared:
-                    raise ValueError(f"two hooks into {target}: only the first would run")
-                self.declared[target] = Hook(target, why, put or wrap, ours, when or self._when, optional)
+                self._declare(Hook(target, why, ours, when or self._when, optional, always))
             return ours
 
         return declare
 
     def extends(self, target: str, *, why: str) -> Callable[[Ours], Ours]:
         """Declare a function that is given the target, a class for instance, and changes it. It may get it twice."""
-        return self(target, why=why, put=extend)
+
+        def declare(ours: Ours) -> Ours:
+            self._declare(Hook(target, why, ours, self._when, optional=False, always=True, extends=True))
+            return ours
+
+        return declare
+
+    def _declare(self, hook: Hook) -> None:
+        if hook.target in self.declared:
+            raise ValueError(f"two hooks into {hook.target}: only the first would run")
+        self.declared[hook.target] = hook
+
+    def choose(self, ours: bool) -> bool:
+        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does."""
+        self._chosen = self._chosen or ours
+        return ours
 
     def install(self, engine: str, *times: str) -> None:
         """Check and put in place the hooks of these times: now, or for `IMPORTED` once their module is imported.
@@ -75,20 +114,70 @@ class Hooks:
         for hook in self.declared.values():
             if hook.when not in times:
                 continue
-            put = functools.partial(_put, hook, engine)
+            put = functools.partial(self._put, hook, engine)
             if hook.when == IMPORTED:
                 after_import(hook.target.partition(":")[0], put)
             else:
                 put()
 
     def table(self) -> str:
-        """Return a Markdown table for each time: what is hooked, and why."""
+        """Return a Markdown table for each time: what is hooked, and why. A star: whatever backend is chosen."""
         lines = []
         for when in dict.fromkeys(hook.when for hook in self.declared.values()):
             lines += [f"{when}:", "", "| hook | why |", "|---|---|"]
-            lines += [f"| `{hook.target}` | {hook.why} |" for hook in self.declared.values() if hook.when == when]
+            for hook in self.declared.values():
+                if hook.when == when:
+                    lines.append(f"| `{hook.target}`{' *' if hook.always else ''} | {hook.why} |")
             lines.append("")
         return "\n".join(lines)
+
+    def _put(self, hook: Hook, engine: str) -> None:
+        try:
+            owner, name, found = _find(hook.target)
+        except (ImportError, AttributeError) as error:
+            if hook.optional:
+                return
+            raise _lacking(hook, engine, "") from error
+        if hook.extends:
+            hook.ours(found)
+            return
+        takes = inspect.signature(_function(owner, name)).parameters
+        if gone := absent(takes, hook.ours):
+            raise _lacking(hook, engine, f"({gone[0]})")
+        wrap(hook.target, self._passing(hook, takes))
+
+    def _passing(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+        """What runs around a function that takes these arguments."""
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        places = {name: i for i, (name, one) in enumerate(takes.items()) if one.kind in by_position}
+        reads = [
+            (one.name, places.get(one.name, sys.maxsize), takes.get(one.name, one).default) for one in read(hook.ours)
+        ]
+
+        def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not (hook.always or self._chosen):
+                return function(*args, **kwargs)
+            given = [args[place] if place < len(args) else kwargs.get(name, usual) for name, place, usual in reads]
+            return hook.ours(Call(function, places, args, kwargs), *given)
+
+        return around
+
+
+def read(ours: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The arguments of the engine's function that a hook names."""
+    return list(inspect.signature(ours).parameters.values())[1:]
+
+
+def absent(takes: Container[str], ours: Callable[..., Any]) -> list[str]:
+    """Those that the engine's function does not take, but for those with a default: versions may lack them."""
+    return [one.name for one in read(ours) if one.name not in takes and one.default is one.empty]
+
+
+def _lacking(hook: Hook, engine: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{engine} has no {hook.target.replace(':', '.')}{what}, which static-backend needs ({hook.why}): install "
+        f"another version of {engine.split()[0]}, or uninstall static-backend"
+    )
 
 
 def check_version(engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
@@ -103,19 +192,6 @@ def check_version(engine: str, installed: str, supported: tuple[tuple[int, ...],
         )
 
 
-def _put(hook: Hook, engine: str) -> None:
-    try:
-        _find(hook.target)
-    except (ImportError, AttributeError) as error:
-        if hook.optional:
-            return
-        raise RuntimeError(
-            f"{engine} has no {hook.target.replace(':', '.')}, which static-backend needs ({hook.why}): install "
-            f"another version of {engine.split()[0]}, or uninstall static-backend"
-        ) from error
-    hook.put(hook.target, hook.ours)
-
-
 def _find(target: str) -> tuple[Any, str, Any]:
     """Import and return the owner of a target, its name there, and itself. Raises ImportError or AttributeError."""
     module, _, path = target.partition(":")
@@ -124,11 +200,15 @@ def _find(target: str) -> tuple[Any, str, Any]:
     return owner, name, getattr(owner, name)
 
 
+def _function(owner: Any, name: str) -> Any:
+    static = vars(owner)[name]
+    return static.__func__ if isinstance(static, staticmethod | classmethod) else static
+
+
 def wrap(target: str, around: Callable[..., Any]) -> None:
     """Replace a function by ``around(original, *args, **kwargs)``; once, however often it is called."""
     owner, name, _ = _find(target)
-    static = vars(owner)[name]
-    original = static.__func__ if isinstance(static, staticmethod | classmethod) else static
+    static, original = vars(owner)[name], _function(owner, name)
     if hasattr(original, "__static_backend__"):
         return
 
@@ -138,11 +218,6 @@ def wrap(target: str, around: Callable[..., Any]) -> None:
 
     wrapper.__static_backend__ = True  # type: ignore[attr-defined]
     setattr(owner, name, type(static)(wrapper) if original is not static else wrapper)
-
-
-def extend(target: str, function: Callable[[Any], Any]) -> None:
-    """Give what a target names to the function."""
-    function(_find(target)[2])
 
 
 def after_import(module: str, then: Callable[[], None]) -> None:

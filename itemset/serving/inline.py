@@ -55,7 +55,6 @@ class InlineTexts:
         self._item_limit = min(ITEM_TEXT_LIMIT, longest_token * self._longest)
         self._encoder, self._on_encoded = Encoder(catalogue), on_encoded
         self._reader = ThreadPoolExecutor(1, "inline-texts")
-        _warm_up()
 
     def get(self, choice: Any, escape: Escape | None = None) -> InlineSet:
         """The set of these texts, which is encoded and built unless it is known. Waits for that.
@@ -165,19 +164,6 @@ class InlineTexts:
             if bad.any():
                 i = int(np.searchsorted(offsets, int(bad.argmax()), side="right")) - 1
                 raise ItemSetError(f"{named(NAME, start + i, texts[i])} holds {why}: leave the item out")
-
-
-def _warm_up() -> None:
-    """Load the compiled parts of `build`, and of naming an answer's item, for both widths of token ids: no list should
-    wait for another's first use."""
-    for high in (1, 2**16):
-        alike = [high] * 40  # more than sorting compares at once
-        for items in ([[*alike, 1], [*alike, 0], [0], [0]], [[0], [0], [1, high]]):
-            offsets = np.cumsum([0, *map(len, items)])
-            built = build(Rows(np.array([token for item in items for token in item], np.int32), offsets))
-            _ = InlineSet.opened("", built.to_bytes(), token_ids=True)
-            for token in (0, 1 << 16):
-                built.find([token])
 
 
 def _slices(texts: list[str]) -> Iterator[tuple[int, list[str]]]:

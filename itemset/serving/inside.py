@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,15 +19,17 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError, shown
 from itemset.inside.answer import items_of, json_paths, text_of
 from itemset.inside.composite import Composite, Found
-from itemset.inside.holes import Hole, Items, warm_up
+from itemset.inside.holes import Hole, Items
 from itemset.inside.marks import Marker, mentions
 from itemset.inside.places import Marked, Place
 from itemset.inside.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
+from itemset.serving import words
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import Carried, Sender
+from itemset.serving.travel import Carried, carried
+from itemset.serving.words import at
 from itemset.text import Escape, continues, encode
 from itemset.trie.walk import NO_TOKEN
 
@@ -35,16 +38,22 @@ ENVELOPE = "\0item_set_holes:"
 
 JSON, TAG, EBNF, LARK, SLATE = KINDS = ("json", "structural_tag", "ebnf", "lark", "slate")
 
-_MARKED, _LONGEST_KEPT = 256, 1 << 16  # constraints whose marks are kept, and characters of one
+_MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _THREADS = 2
+_PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
+_STATED = (("json", JSON), ("json_schema", JSON), ("structural_tag", TAG), ("grammar", EBNF), ("ebnf", EBNF))
+SMALL = 20_000
+"""Characters of a constraint, and of its grammar, that xgrammar compiles within about a tenth of a second."""
 
 
 def holds_sets(kind: str, spec: Any) -> bool:
     """Whether item sets stand in a constraint, rightly or not."""
-    if not _may_hold(kind, spec):
-        return False
+    if kind == SLATE or not _may_hold(kind, spec):
+        return kind == SLATE
+    if not is_small(spec):
+        return True  # this may be asked on an event loop
     try:
-        return _marked(Marker(lambda place: 1 << 30), kind, spec, {}) is not None
+        return Marker(lambda place: 1 << 30).finds({JSON: "schema", TAG: "tag"}.get(kind, "ebnf"), spec)
     except ItemSetError:
         return True
     except Exception:  # no constraint, as its engine will say
@@ -55,20 +64,70 @@ def _may_hold(kind: str, spec: Any) -> bool:
     return kind == SLATE or mentions(spec)
 
 
-def refuse_loose_tools(tools: Iterable[Any], held: Callable[[bool], bool]) -> None:
+def is_small(spec: Any) -> bool:
+    """Whether a constraint has few characters. Looks at no more of it than that."""
+    waiting, characters = [spec], 0
+    while waiting and characters <= SMALL:
+        node = waiting.pop()
+        characters += 4 + (len(node) if isinstance(node, str | list | dict) else 0)  # quotes, and what parts them
+        if isinstance(node, list | dict) and characters <= SMALL:
+            waiting += node
+            waiting += node.values() if isinstance(node, dict) else ()
+    return characters <= SMALL
+
+
+def stated(body: Any, fields: Collection[str]) -> list[tuple[str, Any]]:
+    """The constraints of a body, by any engine's words, that may hold item sets: kinds and texts.
+
+    fields: those that its endpoint declares.
+    """
+    found: list[tuple[str, Any]] = []
+    for given in at(body, ""):
+        one = {name: value for name, value in given.items() if name in fields or name == words.SLATE}
+        if one.get(words.SLATE) is not None:
+            found.append((SLATE, one[words.SLATE]))
+        for place in ("response_format", "text.format", "output_config.format"):
+            for given in at(one, place):
+                if given.get("type") == TAG or "format" in given:
+                    found.append((TAG, {**given, "type": TAG}))
+                else:
+                    found += [(JSON, inner.get("schema")) for inner in (given, *at(given, "json_schema"))]
+        for place in ("", words.STRUCTURED, words.PARAMS, f"{words.PARAMS}.{words.STRUCTURED}"):
+            found += [(kind, inner.get(name)) for inner in at(one, place) for name, kind in _STATED]
+    return [one for one in found if one[0] == SLATE or (isinstance(one[1], str | dict) and mentions(one[1]))]
+
+
+def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
+    """Raises RefusedError if sets stand in more constraints of a body than have reached its requests."""
+    if len(stated) > reached and sum(holds_sets(*one) for one in stated) > reached:
+        raise RefusedError(
+            "two constraints",
+            "an item set inside a constraint would be lost: a beam search, a tool or another constraint of this body "
+            "takes the place of that one; omit it",
+        )
+
+
+def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool], bool]) -> None:
     """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
 
-    tools: as a body has them. held: whether the engine constrains a tool's parameters, given whether it is strict.
+    tools, choice: as a body has them, of OpenAI's or Anthropic's form. held: whether the engine constrains a tool's
+    parameters, given whether it is strict.
     """
+    chosen = choice if isinstance(choice, dict) else {}
+    named = (chosen["function"] if isinstance(chosen.get("function"), dict) else chosen).get("name")
     for tool in tools:
         given = tool if isinstance(tool, dict) else {}
+        if isinstance(given.get("tools"), list):  # a namespace of several
+            refuse_loose_tools(given["tools"], choice, held)
         function = given["function"] if isinstance(given.get("function"), dict) else given
-        parameters = function.get("parameters")
+        parameters = function.get("parameters", function.get("input_schema"))
         if isinstance(parameters, dict) and not held(function.get("strict") is True) and holds_sets(JSON, parameters):
+            mends = ['add "strict": true to the function'] if function.get("strict") is not True else []
+            mends += ["name it in tool_choice"] if named is None or named != function.get("name") else []
             raise RefusedError(
                 "item set inside",
                 f"the parameters of the tool {shown(function.get('name'))} hold an item_set, but this engine leaves "
-                'them free: add "strict": true to the function, or name it in tool_choice',
+                f"them free: {', or '.join(mends) or 'give them as a JSON schema of the answer'}",
                 "tools",
             )
 
@@ -128,9 +187,14 @@ class Constraint:
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
 
-    def carried(self, sender: Sender) -> list[Carried]:
+    def carried(self, catalogue: Catalogue) -> list[Carried]:
         """Return what the request carries of its sets."""
-        return [sender.carried(reference) for reference in self.references]
+        return [carried(catalogue, reference) for reference in self.references]
+
+
+def _characters(key: str, marked: Marked) -> int:
+    """What is kept of a constraint: its text with the lists of its places, twice, and its grammar."""
+    return 2 * len(key) + len(marked.spec) + len(marked.grammar)
 
 
 class OverVocabulary:
@@ -139,7 +203,6 @@ class OverVocabulary:
     def __init__(self, make: Callable[[], Vocabulary]) -> None:
         self._make, self._lock = make, threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        warm_up()
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -167,7 +230,10 @@ class Constraints(OverVocabulary):
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
         super().__init__(vocabulary)
         self._marked: OrderedDict[str, tuple[Marked, dict[str, int]]] = OrderedDict()
+        self._marked_characters = 0
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
+        # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
+        self._large = ThreadPoolExecutor(1, "item-holes-large")
         self._unsafe: NDArray[np.bool_] | None = None
 
     def get(self, kind: str, spec: Any) -> Constraint | None:
@@ -184,27 +250,34 @@ class Constraints(OverVocabulary):
         if not _may_hold(kind, spec):
             return None
         loop = asyncio.get_running_loop()
-        marked = await loop.run_in_executor(self._threads, self._mark, kind, spec)
+        marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
         if marked is None:
             return None
         held = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
         references = [self._checks.reference(one) for one in held]
-        return await loop.run_in_executor(self._threads, self._assembled, kind, marked, references)
+        threads = self._threads if len(marked.grammar) <= SMALL else self._large
+        return await loop.run_in_executor(threads, self._assembled, kind, marked, references)
 
     def _mark(self, kind: str, spec: Any) -> Marked | None:
         """Find and mark the places, unless that was done not long ago and the sets' sizes are the same."""
-        key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}"
+        key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
         with self._lock:
             marked, sizes = self._marked.get(key, (None, {}))
         if marked is None or any(self._size(json.loads(asks)) != size for asks, size in sizes.items()):
             sizes = {}
             marked = self._marked_anew(kind, spec, sizes)
-            if marked is not None and len(key) <= _LONGEST_KEPT:
+            if marked is not None and key and _characters(key, marked) <= _LONGEST_KEPT:
                 with self._lock:
+                    self._forget(key)
                     self._marked[key] = marked, sizes
-                    while len(self._marked) > _MARKED:
-                        self._marked.popitem(last=False)
+                    self._marked_characters += _characters(key, marked)
+                    while self._marked_characters > _MARKED:
+                        self._forget(next(iter(self._marked)))
         return marked
+
+    def _forget(self, key: str) -> None:
+        if key in self._marked:
+            self._marked_characters -= _characters(key, self._marked.pop(key)[0])
 
     def _marked_anew(self, kind: str, spec: Any, sizes: dict[str, int]) -> Marked | None:
         def size_of(place: Place) -> int:
@@ -222,7 +295,8 @@ class Constraints(OverVocabulary):
         except ItemSetError as error:
             raise RefusedError("item set inside", str(error)) from error
         except Exception as error:  # xgrammar's own, and the engine's
-            raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
+            why = _PLACE_IN_XGRAMMAR.sub("", str(error)).strip()
+            raise RefusedError("item set inside", f"the constraint cannot be used: {why}") from error
         return marked
 
     def _size(self, asked: list[Any]) -> int:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from itemset.item_set import ItemSet
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
 SLICE = 32  # items of an answer that are written out in one turn of the event loop
 OTHERS_STAY = 1.0  # seconds for which lists make room after they have met another request
+PATIENCE = 0.1  # seconds that another request waits at most for what lists have in the engine
 _KEPT = 256  # refusals that are remembered
 DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
 
@@ -59,7 +61,8 @@ def search_for(
         )
     most = max(1, most)
     if isinstance(options, ListOptions):
-        return Search(item_set, end_token=end_token, proof_passes=most, **asdict(options))
+        of_search = {name: value for name, value in asdict(options).items() if name != "without_end"}
+        return Search(item_set, end_token=options.counted(end_token), proof_passes=most, **of_search)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         of_draw = {"seed": options.seed, "max_passes": passes}
@@ -132,17 +135,42 @@ class Refusals:
             self._warn("A ranked list takes rounds of requests: %s", reason)
 
 
+class Pace:
+    """How much of lists an engine may have at a time, so that whoever comes next waits no longer than PATIENCE for it.
+
+    The unit is what makes its steps longer: requests, or beams.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        """least, most: units, whatever they take."""
+        self._least, self.most = least, most
+        self._each: float | None = None  # seconds that a unit takes; not known at first
+
+    @property
+    def limit(self) -> int:
+        """How many units the engine may have."""
+        if self._each is None:
+            return self._least
+        return min(self.most, max(self._least, int(PATIENCE / self._each)))
+
+    def took(self, units: int, seconds: float) -> None:
+        """Note how long the engine took while it had so many units."""
+        each = max(seconds, 1e-6) / max(1, units)
+        self._each = each if self._each is None else 0.9 * self._each + 0.1 * each
+
+
 class Lists:
     """Runs the ranked lists of a front end, all on one event loop, so that other requests hardly notice.
 
     The searches' own work is done on one thread of their own. Engine requests are made one in a turn of the loop, list
-    by list, and only so many are under way at a time: half of what the engine takes while the lists have it to
-    themselves, and few beside other requests, whose steps they would make longer.
+    by list, and only so many are under way at a time: few beside other requests, whose steps they would make longer;
+    while the lists have the engine to themselves up to half of what it takes, as its `Pace` allows.
     """
 
     def __init__(self, seats: int, unfinished: Callable[[], int]) -> None:
         """seats: requests that the engine runs at a time. unfinished: how many it has now, those of lists included."""
-        self._alone, self._beside = max(1, seats // 2), max(1, seats // SHARE_BESIDE)
+        self._beside = max(1, seats // SHARE_BESIDE)
+        self._alone = Pace(self._beside, max(1, seats // 2))
         self._unfinished = unfinished
         self._under_way, self._others_at = 0, -OTHERS_STAY
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
@@ -187,7 +215,7 @@ class Lists:
                     await self._seat()
                     tasks.append(asyncio.ensure_future(ask(one)))
                     self._under_way += 1
-                    tasks[-1].add_done_callback(self._leave)
+                    tasks[-1].add_done_callback(partial(self._leave, self._under_way, time.monotonic()))
                     await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
         finally:
@@ -199,7 +227,9 @@ class Lists:
             self._freed.clear()
             await self._freed.wait()
 
-    def _leave(self, _: asyncio.Future[Any]) -> None:
+    def _leave(self, among: int, began: float, task: asyncio.Future[Any]) -> None:
+        if not task.cancelled():
+            self._alone.took(max(among, self._under_way), time.monotonic() - began)
         self._under_way -= 1
         self._freed.set()
 
@@ -207,4 +237,4 @@ class Lists:
         now = time.monotonic()
         if self._unfinished() > self._under_way:
             self._others_at = now
-        return self._beside if now - self._others_at < OTHERS_STAY else self._alone
+        return self._beside if now - self._others_at < OTHERS_STAY else self._alone.limit

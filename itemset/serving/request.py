@@ -32,17 +32,22 @@ from itemset.text import Escape
 
 @dataclass(frozen=True)
 class ListOptions:
-    """What a request asks of a ranked list: `k` items, and see `itemset.ranking.search.Search`."""
+    """What a request asks of a ranked list: `k` items, and see `itemset.ranking.search.Search`.
+
+    without_end: scores are of the items' own tokens, without the end token after them.
+    """
 
     k: int
     width: int | None = None
     exact: bool = False
     renormalised: bool = False
     max_passes: int | None = None
+    without_end: bool = False
 
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
-        for name, flag in (("exact", self.exact), ("renormalised", self.renormalised)):
+        for name in ("exact", "renormalised", "without_end"):
+            flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise RefusedError("wrong type", f"{name} must be true or false, not {shown(flag)}", name)
         for name, number, unit in (
@@ -57,6 +62,10 @@ class ListOptions:
         if self.width is not None and self.width < self.k:
             message = f"width={self.width:,} finds no {self.k:,} items: set it to at least {self.k:,}"
             raise RefusedError("beam search", message, "width")
+
+    def counted(self, end_token: int) -> int | None:
+        """The end token that counts in the scores, if any does."""
+        return None if self.without_end else end_token
 
     @property
     def beam(self) -> int:

@@ -38,7 +38,7 @@ class Opened:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in an arena, at most."""
-        own = [array.nbytes + ROUNDING for item_set in self.sets.values() for array in item_set.own.values()]
+        own = [array.nbytes + ROUNDING for item_set in self.sets.values() for array in item_set.resident.values()]
         return sum(own) + ROUNDING * len(self.sets)
 
     def reference(self, name: str) -> str:

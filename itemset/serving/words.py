@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from itemset.errors import shown
+from itemset.inside.places import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
 from itemset.serving.catalogue import RefusedError
+from itemset.serving.declared import Fields, of_type
 
 REFERENCE = "item_set"
 """The name of a registered set; in the engine also an inline set's reference."""
@@ -23,7 +27,7 @@ ELSEWHERE = {"filter": FILTER, "where": FILTER, "exclude": EXCLUDE, "only": ONLY
 """What others call these. A server would drop such a field, and answer of all items."""
 BEAMS = "use_beam_search"
 """vLLM's word for a ranked list, on OpenAI endpoints of both engines."""
-OPTIONS = ("width", "exact", "renormalised", "max_passes")
+OPTIONS = ("width", "exact", "renormalised", "max_passes", "without_end")
 """What a request for a ranked list may give beside its set: see `itemset.serving.request.ListOptions`."""
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
@@ -50,70 +54,93 @@ EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
 """Keys of a body that are compared so; of those after them only the words themselves count. Requests have fewer."""
+LOOKED_AT = 2_000
+"""Values of what an endpoint drops that are looked at one by one; more are searched as one text."""
 OTHERS = frozenset({"items", "voice", "raw", "rows", "state", "slots", "date", "scale"})
 """Fields of OpenAI's and the engines' own that come as near."""
 
-PLACES: Mapping[str, tuple[str, ...]] = {
-    "": WORDS,
-    "extra_body": WORDS,  # the openai client's word, which it takes off
-    STRUCTURED: (REFERENCE, CHOICE, GUIDED, SLATE, DRAWS, DRAW, WEIGHT),
-    "sampling_params": WORDS,
-    f"sampling_params.{STRUCTURED}": (CHOICE, GUIDED),
-    "sampling_params.custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
-    "sampling_params.extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
-    "custom_params": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
-    "extra_args": (REFERENCE, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT),
-    "vllm_xargs": (REFERENCE, SLATE, DRAWS, DRAW, WEIGHT),
-    "instances": WORDS,
-    "parameters": WORDS,
+CUSTOM, PARAMS, XARGS = "custom_params", "sampling_params", "vllm_xargs"
+EXTRAS = frozenset(
+    {"extra_body", STRUCTURED, CUSTOM, "extra_args", XARGS, "instances", "parameters", "options", PARAMS}
+    | {f"{PARAMS}.{inner}" for inner in (CUSTOM, "extra_args", XARGS)}
+)
+"""Objects of a body, in any engine, that may hold any key, and in which people put our words."""
+
+CONTENTS = frozenset({"messages", "prompt", "input", "documents", "metadata", "stop", "chat_template_kwargs"})
+"""Fields that are what a user says, also where an endpoint does not know them."""
+
+SHAPES: Mapping[str, Fields] = {
+    "response_format": dict.fromkeys(("type", "json_schema", "format", "structures", "triggers")),
+    "response_format.json_schema": dict.fromkeys(("name", "description", "schema", "strict")),
 }
-"""Where people put our words, in any engine, and which are looked for there. Everything else of a body is free text,
-such as messages, tools and schemas, and may hold any key."""
+"""The fields of objects that an endpoint declares as anything, and reads so."""
 
 Read = Mapping[str, Collection[str]]
+"""By place, such as `""` for a body itself, the words that are read there, and constraints that are judged later."""
 
 
 @dataclass(frozen=True)
 class Surface:
     """Where one engine's endpoints read our words.
 
-    served: by path, the words that are read at each place. elsewhere: the same for all other endpoints, of which
-    `watched` words are looked for. mends: how a word is said right.
+    served: by path, what is read at each place. elsewhere: what all endpoints read that declare these places. dropped:
+    fields that endpoints declare and nothing reads. mends: how a word is said right. inside: where a constraint with
+    sets in it belongs.
     """
 
     served: Mapping[str, Read]
     elsewhere: Read
-    watched: Collection[str]
+    dropped: Collection[str]
     mends: Mapping[str, str]
+    inside: str
 
-    def check(self, path: str, body: Any, *, ours: bool) -> None:
-        """Raises RefusedError for a word of ours that would be lost.
+    def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
+        """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.
 
-        ours: whether this server has item sets; else `item_set` alone is looked for.
+        fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone is
+        looked for.
         """
-        read = self.served.get(path, self.elsewhere)
-        watched = (WORDS if path in self.served else self.watched) if ours else (REFERENCE,)
-        compared = 0
-        for place, words in PLACES.items():
-            if place and isinstance(body, dict) and place.partition(".")[0] not in body:
+        watched = WORDS if ours else (REFERENCE,)
+        fields = {name: inner for name, inner in fields.items() if name not in self.dropped}
+        loose: dict[str, Any] = {}
+        for number, (place, key, value, read) in enumerate(self._loose(self.served.get(path, {}), body, fields)):
+            word = nearest(key, watched) if number < COMPARED or key in watched else None
+            if key in read:
                 continue
-            here = read.get(place, ())
-            looked_for = tuple(word for word in WORDS if word in watched and (word in words or word in here))
-            for given in at(body, place):
-                keys = list(itertools.islice(given, COMPARED - compared))
-                compared += len(keys)
-                for key in (*looked_for, *keys):
-                    value = None if key in here else given.get(key)
-                    word = None if value is None else nearest(key, looked_for)
-                    if word is not None and (word != STRUCTURED or chooses(value)):
-                        raise self._lost(path, place, key, word)
+            if word is not None and (word != STRUCTURED or chooses(value)):
+                raise self._lost(path, place, key, word)
+            loose[f"{place}.{key}" if place else key] = value
+        if (where := set_in(loose)) is not None:
+            mend = self.inside if path in self.served else self._send
+            raise RefusedError("item set inside", f"{path:.60} does not read the item set at {where:.200}: {mend}")
+
+    def _loose(
+        self, read: Read, given: Any, fields: Fields, place: str = ""
+    ) -> Iterator[tuple[str, str, Any, Collection[str]]]:
+        """The members of a body that its endpoint does not declare: place, key, value, and what is read there."""
+        for one in _objects(given):
+            members = iter(one.items())
+            for key, value in itertools.islice(members, LOOKED_AT):
+                where, declared = f"{place}.{key}" if place else key, key in fields
+                inner = (of_type(fields[key]) or SHAPES.get(where, {})) if declared else {}
+                if not (value is None or declared or key in CONTENTS or (where in EXTRAS and _objects(value))):
+                    yield place, key, value, read.get(place, ())
+                if where in EXTRAS or inner:
+                    yield from self._loose({**read, **self.elsewhere} if declared else read, value, inner, where)
+            known = {*fields, *read.get(place, ())}
+            if rest := {key: value for key, value in members if key not in known}:
+                yield from ((place, key, rest[key], ()) for key in rest.keys() & WORDS)
+                yield place, "", rest, ()
 
     def _lost(self, path: str, place: str, key: str, word: str) -> RefusedError:
         if path not in self.served and word not in self.elsewhere.get(place, ()):
-            served = ", ".join(sorted(self.served))
-            return RefusedError("wrong endpoint", f"{path:.60} takes no {key}: send it to one of {served}")
+            return RefusedError("wrong endpoint", f"{path:.60} takes no {key}: {self._send}")
         where = f" in {place}" if place else ""
         return RefusedError("wrong type", f"there is no field {key}{where}: {self.mends[word]}")
+
+    @property
+    def _send(self) -> str:
+        return f"send it to one of {', '.join(sorted(self.served))}"
 
 
 def at(body: Any, place: str) -> Iterator[dict[str, Any]]:
@@ -127,6 +154,43 @@ def at(body: Any, place: str) -> Iterator[dict[str, Any]]:
 
 def _objects(value: Any) -> list[dict[str, Any]]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, dict)]
+
+
+def set_in(given: Mapping[str, Any]) -> str | None:
+    """Where an item set stands in JSON of any kind, rightly or nearly; None where none does.
+
+    In a schema a property may be called item_set, and constants and examples may hold what they like.
+    """
+    looked, level = 0, [(given, "", False)]
+    for value, where, names in level:
+        if isinstance(value, str):
+            if (says := _says(value)) and EBNF_SET.search(value):
+                return where
+            if (says or "\\u" in value) and value.lstrip()[:1] in ("{", "["):
+                with contextlib.suppress(ValueError):
+                    level.append((json.loads(value), where, False))
+        elif isinstance(value, list):
+            level += [(one, f"{where}[{i}]", False) for i, one in enumerate(value[:LOOKED_AT])]
+        elif isinstance(value, dict):
+            for key, inner in itertools.islice(value.items(), LOOKED_AT):
+                there = f"{where}.{key:.60}" if where else f"{key:.60}"
+                schema = names and isinstance(inner, dict | bool)
+                if inner is not None and not schema and (means_set(key) or key == GUIDED or _brings(key, inner)):
+                    return there
+                if names or key not in NO_SCHEMAS:
+                    level.append((inner, there, key in NAMED and not names))
+        looked += len(value) if isinstance(value, list | dict) else 1
+        if looked > LOOKED_AT:
+            return "one of its fields" if _says(json.dumps(given, ensure_ascii=False)) else None
+    return None
+
+
+def _says(text: str) -> bool:
+    return says_set(text) or GUIDED in text or STRUCTURED[:-1] in text
+
+
+def _brings(key: str, value: Any) -> bool:
+    return chooses(value) and nearest(key, (STRUCTURED,)) is not None
 
 
 def chooses(structured: Any) -> bool:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import items_at, numbers_of
 from itemset.trie.patches import patches_of
+from itemset.trie.pointers import bit, bits_from, first_edge, label, load32, put_bits, put_label, set_bit, store32
 from itemset.trie.positions import EDGE, ENDS, NODE, TAIL_AT, add_run
 from itemset.trie.rows import Distinct, Rows, sort_unique, token_dtype
 from itemset.trie.soundness import lengths
@@ -57,7 +58,7 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     Raises ValueError if the tables are not those of a trie: of a damaged file.
     """
     with ThreadPoolExecutor(1) as pool:
-        consistent = pool.submit(_consistent, trie.tables, trie.tail_tokens)
+        consistent = pool.submit(_consistent, trie.tables.pointers, trie.tail_tokens)
         same = numbers_of(trie.tables, terminal_rank, new.rows)  # this and the next walk safely whatever the tables are
         removed = gone.copy()
         removed[same[same >= 0]] = False
@@ -127,13 +128,13 @@ def _changed(
         return None
     tables, starts = allocate(per_level, trie.tables.token_bits, trie.tables.labels.dtype, due, length)
     members = np.empty(items, np.uint32)
-    _fill_all(trie.tables, patches, starts, tables, members, trie.items)
+    _fill_all(trie.tables.pointers, patches, starts, tables.pointers, members, trie.items)
     inner = np.flatnonzero(members >= trie.items)
     members[inner] = patches.sources[members[inner] - trie.items]
     built, sizes = finish(tables, per_level, len(members), trie.shortest, trie.longest), np.diff(patches.offsets)
     if not trie.shortest == trie.longest == sizes.min(initial=trie.longest) == sizes.max(initial=trie.longest):
         levels = np.array(built.level_nodes), np.array(built.level_edges)
-        shortest, longest = lengths(tables, built.tail_tokens, *levels)
+        shortest, longest = lengths(tables.pointers, built.tail_tokens, *levels)
         built = replace(built, shortest=int(shortest), longest=int(longest))
     return built, members
 
@@ -144,18 +145,18 @@ def _consistent(tables, tail_tokens):  # type: ignore[no-untyped-def]
 
     As `numbering.in_order`, but that it does not look into the tails, which takes five times as long.
     """
-    nodes = np.int64(len(tables.row_offsets) - 1)
+    nodes = tables.nodes
     node, position = np.int64(1), np.int64(0)
     for parent in range(nodes):
-        first, end = np.int64(tables.row_offsets[parent]), np.int64(tables.row_offsets[parent + 1])
+        first, end = first_edge(tables, parent), first_edge(tables, parent + 1)
         if parent >= node or first == end:
             return False
         for edge in range(first, end):
             if edge & 31 == 0:
-                if tables.node_base[edge >> 5] != node or tails_of(tables, edge >> 5) < position:
+                if load32(tables.node_base, edge >> 5) != node or tails_of(tables, edge >> 5) < position:
                     return False
                 position = tails_of(tables, edge >> 5)
-            if edge > first and tables.labels[edge] <= tables.labels[edge - 1]:
+            if edge > first and label(tables, edge) <= label(tables, edge - 1):
                 return False
             state = follow(tables, edge)
             if state == node:
@@ -164,14 +165,14 @@ def _consistent(tables, tail_tokens):  # type: ignore[no-untyped-def]
                 position = state - TAIL + 1
             elif state != END:
                 return False
-    last = tables.terminal[nodes >> 5] >> np.uint32(nodes & 31) if nodes & 31 else np.uint32(0)
-    return node == nodes and position <= tail_tokens and last == 0 and tables.terminal[0] & np.uint32(1) == 0
+    last = load32(tables.terminal, nodes >> 5) >> (nodes & 31) if nodes & 31 else np.int64(0)
+    return node == nodes and position <= tail_tokens and last == 0 and bit(tables.terminal, 0) == 0
 
 
 @compiled
 def _fill_all(tables, patches, cursor, out, members, items):  # type: ignore[no-untyped-def]
     """Fill the new tables. members: of rows in patches, `items` and the number of the row."""
-    out.row_offsets[0] = 0
+    store32(out.row_offsets, 0, 0)
     for patch in range(len(patches.first)):
         begin, end = patches.places[2 * patch], patches.places[2 * patch + 1]
         for level in range(begin.shape[1]):
@@ -191,16 +192,16 @@ def _copy_run(tables, begin, end, level, cursor, out, members):  # type: ignore[
     edges, nodes, tails = end[EDGE, level] - first, end[NODE, level] - node, end[TAIL_AT, level] - tail
     to, lone, position = cursor[EDGES, level], np.int64(-1), tail
     for k in range(edges):
-        out.labels[to + k] = tables.labels[first + k]
+        put_label(out, to + k, label(tables, first + k))
         if is_leaf(tables, first + k):
-            put_leaf(out.targets, to + k, 0)
+            put_leaf(out, to + k, 0)
             starts = tail_at(tables, first + k)
             if starts >= 0:  # a tail ends where the next one begins
                 if lone >= 0:
-                    put_leaf(out.targets, lone, starts - position)
+                    put_leaf(out, lone, starts - position)
                 lone, position = to + k, starts
     if lone >= 0:
-        put_leaf(out.targets, lone, tail + tails - position)
+        put_leaf(out, lone, tail + tails - position)
     width = tables.token_bits + 1
     _copy_bits(tables.tails, tail * width, out.tails, cursor[TAIL_TOKENS, level] * width, tails * width)
     number, to = first - node + 1, cursor[LEAVES, level]
@@ -210,29 +211,26 @@ def _copy_run(tables, begin, end, level, cursor, out, members):  # type: ignore[
         return
     shift, to = cursor[EDGES, level + 1] - begin[EDGE, level + 1], cursor[NODES, level + 1]
     for k in range(nodes):
-        out.row_offsets[to + k] = np.int64(tables.row_offsets[node + k]) + shift
+        store32(out.row_offsets, to + k, first_edge(tables, node + k) + shift)
     if ends == end[ENDS, level]:
         return
-    number, next_end = len(tables.labels) - (len(tables.row_offsets) - 2) + ends, cursor[TERMINALS, level + 1]
+    number, next_end = tables.edges - (tables.nodes - 1) + ends, cursor[TERMINALS, level + 1]
     for k in range(nodes):
-        if tables.terminal[(node + k) >> 5] >> np.uint32((node + k) & 31) & np.uint32(1):
-            out.terminal[(to + k) >> 5] |= np.uint32(1) << np.uint32((to + k) & 31)
+        if bit(tables.terminal, node + k):
+            set_bit(out.terminal, to + k)
             members[next_end] = number
             next_end, number = next_end + 1, number + 1
 
 
 @compiled
 def _copy_bits(source, at, target, to, bits):  # type: ignore[no-untyped-def]
-    """Copy so many bits into zeros. `source` has a word after the last bit's."""
-    while bits > 0:
-        shift, size = np.uint64(at & 31), min(32 - (to & 31), bits)
-        pair = np.uint64(source[at >> 5]) | (np.uint64(source[(at >> 5) + 1]) << np.uint64(32))
-        some = (pair >> shift) & np.uint64((1 << size) - 1)
-        target[to >> 5] |= np.uint32((some << np.uint64(to & 31)) & np.uint64(0xFFFFFFFF))
-        at, to, bits = at + size, to + size, bits - size
-        if bits >= 32:  # whole words
-            shift, word, ahead = np.uint64(at & 31), at >> 5, to >> 5
-            for k in range(bits >> 5):
-                pair = np.uint64(source[word + k]) | (np.uint64(source[word + k + 1]) << np.uint64(32))
-                target[ahead + k] = np.uint32((pair >> shift) & np.uint64(0xFFFFFFFF))
-            at, to, bits = at + (bits & ~31), to + (bits & ~31), bits & 31
+    """Copy so many bits into zeros, from one address to another. `source` has a word after the last bit's."""
+    if bits <= 0:
+        return
+    size = min(-to & 31, bits)
+    put_bits(target, to, bits_from(source, at, size))
+    at, to, bits = at + size, to + size, bits - size
+    for k in range(bits >> 5):  # whole words
+        store32(target, (to >> 5) + k, bits_from(source, at + 32 * k, 32))
+    if bits & 31:
+        put_bits(target, to + (bits & ~31), bits_from(source, at + (bits & ~31), bits & 31))

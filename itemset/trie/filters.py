@@ -37,7 +37,9 @@ from itemset.trie.attributes import BATCH_ROWS, is_list, kind_of
 
 MAX_DEPTH = 16  # of a query's objects
 MAX_CONDITIONS = 100
-MAX_VALUES = 10_000  # of a list
+MAX_VALUES = 10_000  # of a query, in all its conditions
+MAX_CHARACTERS = 500_000  # of its names, texts and digits
+_MAX_PARTS = 2 * MAX_CONDITIONS * MAX_DEPTH  # objects and lists: a query within the limits above has fewer
 _THREADS = 4
 _FEW = 32  # values of a list: to compare with each of them is faster than Arrow's hash table
 _TABLE = 1 << 20  # between the least and the greatest of more integers: then a table of all between is faster still
@@ -66,9 +68,44 @@ def passing(query: Mapping[str, Any], attributes: pa.Table) -> Rows:
     Raises ItemSetError, which names the attribute and its type: one that is not there (then those that are), an
     operator or a value that does not go with it, a malformed query, or one over the limits.
     """
-    test = _all(_Reader(attributes.schema).query(query, 0))
+    test = _all(_conditions(query, attributes))
     parts = _each(test, attributes)
     return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
+
+
+def _conditions(query: Any, attributes: pa.Table) -> list[_Condition]:
+    """Return what must all hold."""
+    check_size(query)
+    return _Reader(attributes.schema).query(query, 0)
+
+
+def check_size(query: Any) -> None:
+    """Raises ItemSetError for a query over the limits. Looks at no more of it than they allow."""
+    values = parts = characters = 0
+    waiting = [query]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Mapping | list | tuple):
+            values += 1
+            characters += len(node) if isinstance(node, str) else digits(node)
+        elif values + len(waiting) + len(node) <= _MAX_PARTS + MAX_VALUES:
+            parts += 1
+            waiting.extend(node.values() if isinstance(node, Mapping) else node)
+            names = node if isinstance(node, Mapping) else ()
+            characters += sum(len(name) for name in names if isinstance(name, str))
+        else:
+            values += len(node)
+        if values > MAX_VALUES:
+            what = f"{MAX_VALUES:,} values"
+        elif characters > MAX_CHARACTERS:
+            what = f"{MAX_CHARACTERS:,} characters"
+        elif parts > _MAX_PARTS:
+            what = f"{_MAX_PARTS:,} objects and lists"
+        else:
+            continue
+        raise ItemSetError(
+            f"the filter has more than {what}, the limit of all its conditions together: shorten it, or register a view"
+        )
 
 
 def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
@@ -77,7 +114,7 @@ def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
     def counted(test: Test) -> int:
         return sum(_each(lambda batch: int(np.count_nonzero(test(batch))), attributes))
 
-    conditions = _Reader(attributes.schema).query(query, 0)
+    conditions = _conditions(query, attributes)
     return ", ".join(f"{name} leaves {counted(test):,}" for name, test in conditions)
 
 
@@ -163,10 +200,6 @@ class _Reader:
         if positive == "$in":
             if not isinstance(value, list | tuple):
                 raise ItemSetError(f"{operator} of {self._named(index)} takes a list, not {_shown(value)}")
-            if len(value) > MAX_VALUES:
-                raise ItemSetError(
-                    f"{operator} of {self._named(index)} has {len(value):,} values, the limit is {MAX_VALUES:,}"
-                )
             values = list(value)
         compare = self._comparison(index, positive, values)
         test = lambda batch: _where(batch.column(index), compare)  # noqa: E731
@@ -370,10 +403,19 @@ def _not(test: Test) -> Test:
     return lambda batch: ~test(batch)
 
 
+def digits(value: Any) -> int:
+    """Return about how long a number is written, 0 if it is none."""
+    return value.bit_length() // 3 if isinstance(value, int) else 20 * isinstance(value, float)
+
+
 def _shown(value: Any) -> str:
-    """Return the value as JSON, cut to a message's length."""
+    """Return the value as JSON, cut to a message's length, and written no further."""
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+            text += part
+            if len(text) > _SHOWN:
+                break
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
     text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

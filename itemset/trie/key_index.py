@@ -37,11 +37,15 @@ class KeyIndex:
 
 
 def _columns(keys: Sections) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Return integers and no text, or offsets and text."""
+    """Return integers and no text, or offsets and text; read-only, as a mapped file's are, for loops of one kind."""
+    columns: tuple[NDArray[Any], NDArray[Any]]
     if "keys" in keys:
-        return keys["keys"], np.zeros(0, np.uint8)
-    # Without text, the offsets would be taken for integers.
-    return keys["key_offsets"], keys["key_text"] if len(keys["key_text"]) else np.zeros(1, np.uint8)
+        columns = keys["keys"], np.zeros(0, np.uint8)
+    else:  # without text, the offsets would be taken for integers
+        columns = keys["key_offsets"], keys["key_text"] if len(keys["key_text"]) else np.zeros(1, np.uint8)
+    numbers, text = (column.view() for column in columns)
+    numbers.flags.writeable = text.flags.writeable = False
+    return numbers, text
 
 
 @compiled

@@ -29,6 +29,9 @@ class Keys:
     values: pa.Array
     starts: NDArray[np.uint32] | None = None
 
+    own_bytes = 0
+    """What they take beside `values` and `starts`; an index that is made later is not counted."""
+
     @property
     def shared(self) -> int:
         """Items with several keys."""
@@ -188,7 +191,9 @@ def as_keys(keys: Iterable[int] | Iterable[str] | NDArray[Any], items: int) -> p
     """
     try:
         array = pa.array(keys if isinstance(keys, np.ndarray | list | pa.Array) else list(keys))
-    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:  # the last: half of a surrogate pair
+    except OverflowError as error:
+        raise ItemSetError("a key is an integer of more than 64 bits: give such keys as strings") from error
+    except (pa.ArrowException, UnicodeEncodeError) as error:  # the last: half of a surrogate pair
         raise ItemSetError(f"keys must be all integers or all strings: {error}") from error
     if len(array) != items:
         raise ItemSetError(f"{len(array)} keys for {items} items: give one key for each item")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import first_edge
 from itemset.trie.tables import Trie
 from itemset.trie.targets import is_leaf, tail_at
 
@@ -36,7 +37,7 @@ class LevelPlan:
         """Read the plan off a trie's tables: one pass over its edges, 4 ms for a million of them."""
         tables = trie.tables
         nodes, tails, tailed = (np.zeros(trie.longest + 1, np.int64) for _ in range(3))
-        _measure(tables, trie.tail_tokens, nodes, tails, tailed)
+        _measure(tables.pointers, trie.tail_tokens, nodes, tails, tailed)
         levels = int(np.count_nonzero(nodes))
         ends = np.cumsum(nodes[:levels])
         widest = []
@@ -82,13 +83,13 @@ def _measure(tables, tail_tokens, nodes, tails, tailed):  # type: ignore[no-unty
     Tails are in the order of their edges, so each ends where the next begins. Safe whatever the tables hold, but for
     `row_offsets`, as a walk is.
     """
-    all_nodes = np.int64(len(tables.row_offsets) - 1)
+    all_nodes = tables.nodes
     first, end, level = np.int64(0), np.int64(1), 0
     start, owner = np.int64(0), 0
     while first < end and level < len(nodes):
         nodes[level] = end - first
         branches = np.int64(0)
-        for edge in range(np.int64(tables.row_offsets[first]), np.int64(tables.row_offsets[end])):
+        for edge in range(first_edge(tables, first), first_edge(tables, end)):
             if not is_leaf(tables, edge):
                 branches += 1
                 continue

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import count_ones, first_edge, label, load32
 from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import Tables
 from itemset.trie.targets import is_leaf, nodes_before, tails_of
@@ -19,7 +20,7 @@ from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal
 def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
     """Return the item number of each row [N], -1 if it is no item of the set."""
     out = np.empty(len(rows), np.int64)
-    _numbers_of(tables, terminal_rank, rows.tokens, rows.offsets, out)
+    _numbers_of(tables.pointers, terminal_rank, rows.tokens, rows.offsets, out)
     return out
 
 
@@ -28,7 +29,7 @@ def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray
 
     Raises ItemSetError if one has more than `longest` tokens, which only a damaged index does.
     """
-    tokens, offsets = _items_at(tables, terminal_rank, numbers, longest)
+    tokens, offsets = _items_at(tables.pointers, terminal_rank, numbers, longest, np.zeros(0, tables.labels.dtype))
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > longest:
         raise ItemSetError(
@@ -51,17 +52,17 @@ def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
     Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
     follow without gaps, and each block's bases say how far both have come. So each item leads to its own number.
     """
-    nodes = len(tables.row_offsets) - 1
+    nodes = tables.nodes
     node, position = np.int64(1), np.int64(0)
     for parent in range(nodes):
-        first, end = np.int64(tables.row_offsets[parent]), np.int64(tables.row_offsets[parent + 1])
+        first, end = first_edge(tables, parent), first_edge(tables, parent + 1)
         if parent >= node or first == end:
             return False
         for edge in range(first, end):
             block = edge >> 5
-            if edge & 31 == 0 and (tables.node_base[block] != node or tails_of(tables, block) != position):
+            if edge & 31 == 0 and (load32(tables.node_base, block) != node or tails_of(tables, block) != position):
                 return False
-            if edge > first and tables.labels[edge] <= tables.labels[edge - 1]:
+            if edge > first and label(tables, edge) <= label(tables, edge - 1):
                 return False
             state = follow(tables, edge)
             if state == END:
@@ -86,15 +87,13 @@ def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-de
     if terminal_rank[-1] == 0:
         return np.int64(0)
     word = node >> 5
-    rank = np.int64(terminal_rank[word])
-    for bit in range(node & 31):
-        rank += (tables.terminal[word] >> np.uint32(bit)) & np.uint32(1)
-    return rank
+    before = load32(tables.terminal, word) & ((np.int64(1) << (node & 31)) - 1)
+    return np.int64(terminal_rank[word]) + count_ones(before)
 
 
 @compiled
 def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no-untyped-def]
-    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    leaves = tables.edges - (tables.nodes - 1)
     for i in range(len(offsets) - 1):
         state, edge = np.int64(0), np.int64(-1)
         for k in range(offsets[i], offsets[i + 1]):
@@ -118,19 +117,19 @@ def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no
 @compiled
 def nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
     """Return the nth edge, from 0, that leads to a node (leaf = 0) or does not (leaf = 1), or -1."""
-    low, high = np.int64(0), np.int64(len(tables.node_base))
+    low, high = np.int64(0), (tables.edges + 31) >> 5
     while high - low > 1:  # the last block with at most `nth` of them before it
         middle = (low + high) >> 1
-        before = np.int64(tables.node_base[middle]) - 1
+        before = load32(tables.node_base, middle) - 1
         if leaf:
             before = middle * 32 - before
         if before <= nth:
             low = middle
         else:
             high = middle
-    before = np.int64(tables.node_base[low]) - 1
+    before = load32(tables.node_base, low) - 1
     left = nth - (low * 32 - before if leaf else before)
-    end = min(low * 32 + 32, np.int64(len(tables.labels)))
+    end = min(low * 32 + 32, tables.edges)
     for edge in range(low * 32, end):
         if is_leaf(tables, edge) == leaf:
             if left == 0:
@@ -142,7 +141,14 @@ def nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
 @compiled
 def node_of(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node whose row holds `edge`."""
-    return _last_at_most(tables.row_offsets, edge)
+    low, high = np.int64(0), tables.nodes
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if first_edge(tables, middle) <= edge:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @compiled
@@ -161,7 +167,7 @@ def _last_at_most(counts, wanted):  # type: ignore[no-untyped-def]
 @compiled
 def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
     """Return the last edge of an item, -1 if there is none."""
-    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    leaves = tables.edges - (tables.nodes - 1)
     if number < leaves:
         return nth_edge(tables, number, 1)
     nth = number - leaves
@@ -174,15 +180,18 @@ def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _items_at(tables, terminal_rank, numbers, longest):  # type: ignore[no-untyped-def]
-    """Return the tokens and offsets of the items; of one that is too long, the last `longest` + 1 tokens."""
-    tokens, offsets = np.empty(8 * len(numbers), tables.labels.dtype), np.zeros(len(numbers) + 1, np.int64)
-    above = np.empty(longest + 1, tables.labels.dtype)  # the labels of an item's edges, the last one first
+def _items_at(tables, terminal_rank, numbers, longest, none):  # type: ignore[no-untyped-def]
+    """Return the tokens and offsets of the items; of one that is too long, the last `longest` + 1 tokens.
+
+    none: no tokens, of their type.
+    """
+    tokens, offsets = np.empty(8 * len(numbers), none.dtype), np.zeros(len(numbers) + 1, np.int64)
+    above = np.empty(longest + 1, none.dtype)  # the labels of an item's edges, the last one first
     for i in range(len(numbers)):
         edge, edges, to = last_edge(tables, terminal_rank, numbers[i]), 0, offsets[i]
         state = follow(tables, edge) if edge >= 0 else np.int64(END)
         while edge >= 0 and edges <= longest:
-            above[edges] = tables.labels[edge]
+            above[edges] = label(tables, edge)
             edges += 1
             node = node_of(tables, edge)
             parent = nth_edge(tables, node - 1, 0) if node > 0 else np.int64(-1)

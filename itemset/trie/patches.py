@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import terminals_before
+from itemset.trie.pointers import first_edge, label
 from itemset.trie.positions import add_run, next_edge, next_node, place_at
 from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import COUNTS, Trie, count
@@ -42,7 +43,7 @@ def patches_of(
     """Return the patches, and what `tables.count` counts of the changed trie."""
     deepest = max(trie.longest, events.longest, len(trie.level_edges))
     per_level = np.zeros((COUNTS, deepest + 2), np.int64)
-    about = trie.tables, terminal_rank, trie.tail_tokens, len(trie.level_edges), trie.longest
+    about = trie.tables.pointers, terminal_rank, trie.tail_tokens, len(trie.level_edges), trie.longest
     found = _find_patches(*about, events.tokens, events.offsets, sources, whole, per_level)
     if not len(found[3]):
         raise ValueError("its tables are no trie")
@@ -130,7 +131,7 @@ def _find_patches(  # type: ignore[no-untyped-def]
         count(out_offsets[begun : rows + 1], 0, lcp[begun + patches : rows + patches + 1], per_level)
         patches += 1
         first[patches] = rows
-    edge[0] = tables.row_offsets[1]
+    edge[0] = first_edge(tables, 1)
     place_at(tables, terminal_rank, tail_tokens, edge, 0, places[2 * patches + 1])
     add_run(places[2 * patches], places[2 * patches + 1], per_level)
     return (
@@ -170,16 +171,16 @@ def _item_before(tables, levels, tokens, start, end, found):  # type: ignore[no-
     depth, best, deep, edge = np.int64(0), np.int64(-1), False, np.int64(-1)
     node = np.int64(0)
     while True:
-        first, last = np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])
+        first, last = first_edge(tables, node), first_edge(tables, node + 1)
         if depth > 0 and start + depth < end and is_terminal(tables, node):
             best, edge, deep = depth - 1, found[depth - 1], False
         if start + depth == end:
             break
         token = tokens[start + depth]
-        low = first_from(tables.labels, first, last, token)
+        low = first_from(tables, first, last, token)
         if low > first:
             best, edge, deep = depth, low - 1, True
-        if low == last or tables.labels[low] != token:
+        if low == last or label(tables, low) != token:
             break
         found[depth] = low
         state = follow(tables, low)
@@ -192,10 +193,10 @@ def _item_before(tables, levels, tokens, start, end, found):  # type: ignore[no-
             entry = tail_entry(tables, position)
             if entry < 0:
                 break
-            label = entry & ((1 << tables.token_bits) - 1)
+            here = entry & ((1 << tables.token_bits) - 1)
             k, position = k + 1, position + 1
-            if label != tokens[k - 1]:
-                less = label < tokens[k - 1]
+            if here != tokens[k - 1]:
+                less = here < tokens[k - 1]
                 break
             if entry >> tables.token_bits:
                 less = k < end
@@ -210,7 +211,7 @@ def _item_before(tables, levels, tokens, start, end, found):  # type: ignore[no-
             if state >= DEAD:
                 break
             best += 1
-            found[best] = np.int64(tables.row_offsets[state + 1]) - 1
+            found[best] = first_edge(tables, state + 1) - 1
     return best
 
 
@@ -221,14 +222,14 @@ def _enter(tables, found, last, edge, end, path, at):  # type: ignore[no-untyped
     last: depth of its last edge; -1 for the first item of all.
     """
     at[0] = max(last, 0)
-    edge[0], end[0] = 0, tables.row_offsets[1]
+    edge[0], end[0] = 0, first_edge(tables, 1)
     shared, node = np.int64(0), np.int64(0)
     for depth in range(last + 1):
-        first = np.int64(tables.row_offsets[node])
+        first = first_edge(tables, node)
         if found[depth] > first or (depth > 0 and is_terminal(tables, node)):
             shared = np.int64(depth)
-        edge[depth], end[depth] = found[depth] + (1 if depth < last else 0), tables.row_offsets[node + 1]
-        path[depth] = tables.labels[found[depth]]
+        edge[depth], end[depth] = found[depth] + (1 if depth < last else 0), first_edge(tables, node + 1)
+        path[depth] = label(tables, found[depth])
         if depth < last:
             node = follow(tables, found[depth])
     return shared
@@ -246,11 +247,11 @@ def _next_item(tables, terminal_rank, levels, longest, edge, end, path, at):  # 
     at[0] = depth
     if depth < 0:
         return np.int64(-1), np.int64(0)
-    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    leaves = tables.edges - (tables.nodes - 1)
     while depth < levels and depth < longest and edge[depth] < end[depth]:
         taken = edge[depth]
         edge[depth] += 1
-        path[depth] = tables.labels[taken]
+        path[depth] = label(tables, taken)
         state = follow(tables, taken)
         if state >= END:
             at[0], length, position = depth, depth + 1, state - TAIL
@@ -267,7 +268,7 @@ def _next_item(tables, terminal_rank, levels, longest, edge, end, path, at):  # 
         if state >= DEAD or depth >= levels:
             break
         at[0] = depth
-        edge[depth], end[depth] = tables.row_offsets[state], tables.row_offsets[state + 1]
+        edge[depth], end[depth] = first_edge(tables, state), first_edge(tables, state + 1)
         if is_terminal(tables, state):
             return leaves + terminals_before(tables, terminal_rank, state), np.int64(depth)
     return np.int64(-1), np.int64(-1)

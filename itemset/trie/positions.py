@@ -6,10 +6,9 @@ leads to. So few entries say it all.
 
 from __future__ import annotations
 
-import numpy as np
-
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import terminals_before
+from itemset.trie.pointers import first_edge
 from itemset.trie.tables import EDGES, LEAVES, NODES, TAIL_TOKENS, TERMINALS
 from itemset.trie.targets import next_tail, nodes_before
 
@@ -21,8 +20,8 @@ nodes that come next from that edge on."""
 @compiled
 def next_node(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node that the first edge to a node leads to, from `edge` on."""
-    if edge >= len(tables.labels):
-        return np.int64(len(tables.row_offsets) - 1)
+    if edge >= tables.edges:
+        return tables.nodes
     return nodes_before(tables, edge) + 1
 
 
@@ -31,7 +30,7 @@ def next_edge(tables, edge, depth, level):  # type: ignore[no-untyped-def]
     """Return the next edge of a level, at a position whose first entries, to `depth`, are in `edge`."""
     found = edge[min(depth, level)]
     for _ in range(depth, level):
-        found = np.int64(tables.row_offsets[next_node(tables, found)])
+        found = first_edge(tables, next_node(tables, found))
     return found
 
 
@@ -43,7 +42,7 @@ def place_at(tables, terminal_rank, tail_tokens, first, depth, place):  # type: 
     that node.
     """
     for level in range(place.shape[1]):
-        edge = first[level] if level <= depth else np.int64(tables.row_offsets[place[NODE, level - 1]])
+        edge = first[level] if level <= depth else first_edge(tables, place[NODE, level - 1])
         node = next_node(tables, edge)
         place[EDGE, level], place[NODE, level] = edge, node
         place[TAIL_AT, level] = next_tail(tables, edge, tail_tokens)

@@ -10,6 +10,7 @@ import numpy as np
 from itemset.trie.file import pieces
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import in_order
+from itemset.trie.pointers import bit, first_edge
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import Tables, Trie
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, is_leaf, set_levels, sizes, tail_at, type_of_targets
@@ -80,13 +81,14 @@ def check_items(trie: Trie) -> None:
     Reads every tail once, and every edge twice. Each item then leads to its number, and back.
     """
     tables = trie.tables
-    if not in_order(tables, trie.tail_tokens):
+    if not in_order(tables.pointers, trie.tail_tokens):
         raise ValueError("its tables are no trie")
     nodes = len(tables.row_offsets) - 1
     ends = np.unpackbits(tables.terminal.view(np.uint8), bitorder="little")
     if ends[0] or ends[nodes:].any():
         raise ValueError("items end where there is no node")
-    shortest, longest = lengths(tables, trie.tail_tokens, np.array(trie.level_nodes), np.array(trie.level_edges))
+    levels = np.array(trie.level_nodes), np.array(trie.level_edges)
+    shortest, longest = lengths(tables.pointers, trie.tail_tokens, *levels)
     if not longest:
         raise ValueError("its levels do not fit its tables")
     if (shortest, longest) != (trie.shortest, trie.longest):
@@ -115,11 +117,11 @@ def lengths(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-u
                 continue
             if not leaf:
                 node += 1
-                if not tables.terminal[(node - 1) >> 5] >> np.uint32((node - 1) & 31) & np.uint32(1):
+                if not bit(tables.terminal, node - 1):
                     continue
             shortest, longest = min(shortest, length), max(longest, length)
         below = level_nodes[depth + 1] if depth + 1 < len(level_nodes) else 0
-        if node - first != below or tables.row_offsets[first] != edge:
+        if node - first != below or first_edge(tables, first) != edge:
             return 0, 0
     if tail >= 0:
         shortest, longest = min(shortest, above + tail_tokens - tail), max(longest, above + tail_tokens - tail)

@@ -7,8 +7,8 @@ If an item stands alone after its edge, the rest of it is a *tail*: plain tokens
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.trie import targets
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import Pointers, put_bits, put_label, set_bit, store32
 from itemset.trie.rows import Rows, bounds
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 
@@ -24,7 +25,8 @@ Room = Callable[[int, Any], NDArray[Any]]  # so many zeros of a type
 MAX_INDEX = 2**31 - 5  # nodes and edges, each: a node's state is its number, and four marks come after the nodes
 
 
-class Tables(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Tables:
     """What a walk reads: all of it goes to the device as it is. Arrays are read-only.
 
     If all items have one length, `targets` are counted. Edge e, of block b = e // 32, then is a leaf, which leads to no
@@ -52,6 +54,8 @@ class Tables(NamedTuple):
     far_block: the first block whose tails start at 2^32 or after it, NO_BLOCK if none do. Not in a file: there
         `tail_base` descends.
 
+    pointers: where the arrays lie: what compiled code takes.
+
     `alive` and `dead` are what a view has and a whole set has not (`trie.view`); a file holds neither.
     """
 
@@ -66,6 +70,30 @@ class Tables(NamedTuple):
     dead: NDArray[np.uint32]
     token_bits: int
     far_block: int
+    pointers: Pointers = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        arrays = [getattr(self, name) for name in (*SECTIONS, "alive", "dead")]
+        place = dict(zip(Pointers._fields, (array.__array_interface__["data"][0] for array in arrays), strict=False))
+        if not len(self.alive):
+            place["alive"] = 0
+        pointers = Pointers(
+            **place,
+            nodes=len(self.row_offsets) - 1,
+            edges=len(self.labels),
+            level_words=len(self.tail_base),
+            tail_words=len(self.tails),
+            dead_count=len(self.dead),
+            token_bits=self.token_bits,
+            far_block=self.far_block,
+            label_bytes=self.labels.itemsize,
+            target_bytes=self.targets.itemsize,
+        )
+        object.__setattr__(self, "pointers", pointers)
+
+    def __reduce__(self) -> Any:
+        """Without the pointers: a copy's arrays lie elsewhere."""
+        return Tables, tuple(getattr(self, one.name) for one in fields(self) if one.init)
 
     @property
     def whole(self) -> bool:
@@ -83,7 +111,7 @@ class Tables(NamedTuple):
         return {name: getattr(self, name) for name in SECTIONS}
 
 
-SECTIONS = Tables._fields[: Tables._fields.index("alive")]
+SECTIONS = ("row_offsets", "terminal", "labels", "targets", "node_base", "tail_base", "tails")
 TERMINAL = 1 << 31  # in `dead`: a node follows, not an edge
 NONE = np.zeros(0, np.uint32)
 NONE.flags.writeable = False
@@ -126,7 +154,7 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
     tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, target_type, length, room)
     members = room(len(rows), np.uint32)
-    fill(rows.tokens, *rows.layout, lcp, starts, tables, members, 0)
+    fill(rows.tokens, *rows.layout, lcp, starts, tables.pointers, members, 0)
     return finish(tables, per_level, len(rows), rows.shortest, longest), members
 
 
@@ -181,8 +209,7 @@ def allocate(
 
 def finish(tables: Tables, per_level: NDArray[np.int64], items: int, shortest: int, longest: int) -> Trie:
     """Return the trie of tables that `fill` has filled."""
-    far_block = set_bases(tables.targets, tables.node_base, tables.tail_base, len(tables.labels))
-    tables = tables._replace(far_block=int(far_block))
+    tables = replace(tables, far_block=int(set_bases(tables.pointers)))
     for array in tables.sections.values():
         array.flags.writeable = False
     levels = levels_of(per_level)
@@ -227,8 +254,8 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # t
     number: of the first item. `targets` holds afterwards what `set_bases` takes.
     """
     width = tables.token_bits + 1
-    last_bit = np.uint64(1) << np.uint64(tables.token_bits)
-    tables.row_offsets[0] = 0
+    last_bit = np.int64(1) << tables.token_bits
+    store32(tables.row_offsets, 0, 0)
     for i in range(len(lcp) - 1):
         item, end = bounds(offsets, row_width, i)
         length = end - item
@@ -237,28 +264,23 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # t
         for depth in range(left + 1, right + 1):
             node = cursor[NODES, depth]
             cursor[NODES, depth] += 1
-            tables.row_offsets[node] = cursor[EDGES, depth]
+            store32(tables.row_offsets, node, cursor[EDGES, depth])
         for depth in range(left, min(alone, length - 1) + 1):
             edge = cursor[EDGES, depth]
             cursor[EDGES, depth] += 1
-            tables.labels[edge] = tokens[item + depth]
+            put_label(tables, edge, np.int64(tokens[item + depth]))
         if alone == length:
             node = cursor[NODES, length] - 1
-            tables.terminal[node >> 5] |= np.uint32(1) << np.uint32(node & 31)
+            set_bit(tables.terminal, node)
             members[cursor[TERMINALS, length]] = number + i
             cursor[TERMINALS, length] += 1
             continue
         tail = length - alone - 1
-        put_leaf(tables.targets, cursor[EDGES, alone] - 1, tail)
+        put_leaf(tables, cursor[EDGES, alone] - 1, tail)
         members[cursor[LEAVES, alone]] = number + i
         cursor[LEAVES, alone] += 1
         position = cursor[TAIL_TOKENS, alone]
         cursor[TAIL_TOKENS, alone] += tail
         for k in range(tail):
-            bits = np.uint64(tokens[item + alone + 1 + k])
-            if k == tail - 1:
-                bits |= last_bit
-            at = (position + k) * width
-            bits <<= np.uint64(at & 31)
-            tables.tails[at >> 5] |= np.uint32(bits & np.uint64(0xFFFFFFFF))
-            tables.tails[(at >> 5) + 1] |= np.uint32(bits >> np.uint64(32))
+            entry = np.int64(tokens[item + alone + 1 + k])
+            put_bits(tables.tails, (position + k) * width, entry | last_bit if k == tail - 1 else entry)

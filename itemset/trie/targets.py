@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import bit, count_ones, element, load32, put_element, set_bit, store32
 
 BLOCK = 32  # edges that share a base
 FAR = 1 << 32  # tail tokens that 32 bits tell apart
@@ -54,86 +53,80 @@ def far_block_of(targets: NDArray[Any], tail_base: NDArray[np.uint32], tail_toke
     return int(descends[0]) + 1 if len(descends) else NO_BLOCK
 
 
-@intrinsic
-def count_ones(_typing: Any, _word: Any) -> Any:
-    """Return how many bits of a uint32 are set."""
-    return types.uint32(types.uint32), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
-
-
 @compiled
 def is_leaf(tables, edge):  # type: ignore[no-untyped-def]
     """Return whether an edge leads to no node."""
-    if tables.targets.itemsize == 8:
-        return (tables.targets[edge >> 6] >> np.uint64(edge & 63)) & np.uint64(1) != 0
-    return np.int64(tables.targets[edge]) >> (tables.targets.itemsize * 8 - 1) != 0
+    if tables.target_bytes == 8:
+        return bit(tables.targets, edge) != 0
+    return _stored(tables, edge) >> (tables.target_bytes * 8 - 1) != 0
+
+
+@compiled
+def _stored(tables, edge):  # type: ignore[no-untyped-def]
+    """Return a stored target."""
+    return element(tables.targets, tables.target_bytes, edge)
 
 
 @compiled
 def node_at(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node that an edge leads to, which is no leaf."""
-    if tables.targets.itemsize == 8:
+    if tables.target_bytes == 8:
         return nodes_before(tables, edge) + 1
-    return np.int64(tables.node_base[edge >> 5]) + np.int64(tables.targets[edge])
+    return load32(tables.node_base, edge >> 5) + _stored(tables, edge)
 
 
 @compiled
 def tail_at(tables, edge):  # type: ignore[no-untyped-def]
     """Return where the tail of a leaf starts, -1 if it has none: the item ends with its edge."""
-    if tables.targets.itemsize == 8:
-        at = level_of(tables.tail_base, edge)
-        return _counted_tail(tables, at, edge) if tables.tail_base[at + LENGTH] else np.int64(-1)
-    leaf = np.int64(1) << np.int64(tables.targets.itemsize * 8 - 1)
-    target = np.int64(tables.targets[edge])
+    if tables.target_bytes == 8:
+        at = _level_of(tables, edge)
+        return _counted_tail(tables, at, edge) if load32(tables.tail_base, at + LENGTH) else np.int64(-1)
+    leaf = np.int64(1) << (tables.target_bytes * 8 - 1)
+    target = _stored(tables, edge)
     return np.int64(-1) if target == 2 * leaf - 1 else tails_of(tables, edge >> 5) + (target - leaf)
 
 
 @compiled
 def tails_of(tables, block):  # type: ignore[no-untyped-def]
     """Return where the tails of a block of edges begin."""
-    if tables.targets.itemsize == 8:
-        return _counted_tail(tables, level_of(tables.tail_base, block << 5), block << 5)
-    begins = np.int64(tables.tail_base[block])
+    if tables.target_bytes == 8:
+        return _counted_tail(tables, _level_of(tables, block << 5), block << 5)
+    begins = load32(tables.tail_base, block)
     return begins + FAR if block >= tables.far_block else begins
 
 
 @compiled
 def next_tail(tables, edge, tail_tokens):  # type: ignore[no-untyped-def]
     """Return where the first tail starts of the edges from `edge` on."""
-    block, edges = edge >> 5, len(tables.labels)
-    if tables.targets.itemsize == 8:
-        if edge >= edges:
+    block = edge >> 5
+    if tables.target_bytes == 8:
+        if edge >= tables.edges:
             return np.int64(tail_tokens)
-        return _counted_tail(tables, level_of(tables.tail_base, edge), edge)
-    for e in range(edge, min((block + 1) * 32, edges)):
+        return _counted_tail(tables, _level_of(tables, edge), edge)
+    for e in range(edge, min((block + 1) * 32, tables.edges)):
         position = tail_at(tables, e) if is_leaf(tables, e) else np.int64(-1)
         if position >= 0:
             return position
-    return tails_of(tables, block + 1) if block + 1 < len(tables.node_base) else np.int64(tail_tokens)
+    return tails_of(tables, block + 1) if (block + 1) * 32 < tables.edges else np.int64(tail_tokens)
 
 
 @compiled
 def nodes_before(tables, edge):  # type: ignore[no-untyped-def]
     """Count the edges before `edge` that lead to a node."""
-    count = np.int64(tables.node_base[edge >> 5]) - 1
-    if tables.targets.itemsize == 8:
-        before = _leaves(tables.targets, edge >> 5) & ((np.uint32(1) << np.uint32(edge & 31)) - np.uint32(1))
-        return count + (edge & 31) - np.int64(count_ones(np.uint32(before)))
+    count = load32(tables.node_base, edge >> 5) - 1
+    if tables.target_bytes == 8:
+        before = load32(tables.targets, edge >> 5) & ((np.int64(1) << (edge & 31)) - 1)
+        return count + (edge & 31) - count_ones(before)
     for e in range(edge & ~31, edge):
         count += 0 if is_leaf(tables, e) else 1
     return count
 
 
 @compiled
-def _leaves(targets, block):  # type: ignore[no-untyped-def]
-    """Return the bits of a block's edges, of counted targets."""
-    return np.uint32(targets[block >> 1] >> np.uint64((block & 1) << 5) & np.uint64(0xFFFFFFFF))
-
-
-@compiled
-def level_of(tail_base, edge):  # type: ignore[no-untyped-def]
+def _level_of(tables, edge):  # type: ignore[no-untyped-def]
     """Return where the words of an edge's level begin in `tail_base`, of counted targets."""
-    at = 0
-    while at + OF_A_LEVEL < len(tail_base) and edge >= tail_base[at + OF_A_LEVEL + FIRST_EDGE]:
+    at = np.int64(0)
+    while at + OF_A_LEVEL < tables.level_words and edge >= load32(tables.tail_base, at + OF_A_LEVEL + FIRST_EDGE):
         at += OF_A_LEVEL
     return at
 
@@ -144,45 +137,53 @@ def _counted_tail(tables, at, edge):  # type: ignore[no-untyped-def]
 
     What a damaged file makes of it is still no less than 0, and compared with the tails' size where they are read.
     """
-    start = np.int64(tables.tail_base[at + START]) | np.int64(tables.tail_base[at + START_HIGH]) << 32
+    start = load32(tables.tail_base, at + START) | load32(tables.tail_base, at + START_HIGH) << 32
     leaves = edge - nodes_before(tables, edge)
-    return (start + leaves * np.int64(tables.tail_base[at + LENGTH])) & np.int64(2 * MAX_TAIL_TOKENS - 1)
+    return (start + leaves * load32(tables.tail_base, at + LENGTH)) & (2 * MAX_TAIL_TOKENS - 1)
 
 
 @compiled
-def put_leaf(targets, edge, tail):  # type: ignore[no-untyped-def]
+def put_leaf(tables, edge, tail):  # type: ignore[no-untyped-def]
     """Make an edge a leaf, with so many tokens in its tail, in targets that began as zeros: for `set_bases`."""
-    if targets.itemsize == 8:
-        targets[edge >> 6] |= np.uint64(1) << np.uint64(edge & 63)
+    if tables.target_bytes == 8:
+        set_bit(tables.targets, edge)
     else:
-        targets[edge] = (np.int64(1) << np.int64(targets.itemsize * 8 - 1)) | tail
+        _store(tables, edge, (np.int64(1) << (tables.target_bytes * 8 - 1)) | tail)
 
 
 @compiled
-def set_bases(targets, node_base, tail_base, edges):  # type: ignore[no-untyped-def]
+def _store(tables, edge, target):  # type: ignore[no-untyped-def]
+    """Set a stored target."""
+    put_element(tables.targets, tables.target_bytes, edge, target)
+
+
+@compiled
+def set_bases(tables):  # type: ignore[no-untyped-def]
     """Finish what `put_leaf` began, all but the levels' words of counted targets. Return `Tables.far_block`."""
     node, tail, base, far_block = np.int64(1), np.int64(0), np.int64(0), NO_BLOCK
-    if targets.itemsize == 8:
-        for block in range(len(node_base)):
-            node_base[block] = node
-            node += min(32, edges - block * 32) - np.int64(count_ones(_leaves(targets, block)))
+    if tables.target_bytes == 8:
+        for block in range((tables.edges + 31) >> 5):
+            store32(tables.node_base, block, node)
+            node += min(32, tables.edges - block * 32) - count_ones(load32(tables.targets, block))
         return far_block
-    leaf = np.int64(1) << np.int64(targets.itemsize * 8 - 1)
-    for edge in range(edges):
+    leaf = np.int64(1) << (tables.target_bytes * 8 - 1)
+    first = np.int64(0)
+    for edge in range(tables.edges):
         block = edge >> 5
         if edge & 31 == 0:
-            node_base[block], base = node, tail
-            tail_base[block] = tail & (FAR - 1)
+            first, base = node, tail
+            store32(tables.node_base, block, node)
+            store32(tables.tail_base, block, tail)
             if tail >= FAR:
                 far_block = min(far_block, block)
-        mark = np.int64(targets[edge])
+        mark = _stored(tables, edge)
         if mark & leaf == 0:
-            targets[edge] = node - node_base[block]
+            _store(tables, edge, node - first)
             node += 1
         elif mark == leaf:
-            targets[edge] = 2 * leaf - 1
+            _store(tables, edge, 2 * leaf - 1)
         else:
-            targets[edge] = leaf | (tail - base)
+            _store(tables, edge, leaf | (tail - base))
             tail += mark - leaf
     return far_block
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
 from itemset.trie.numbering import last_edge, node_of, nth_edge
+from itemset.trie.pointers import array_at, bit, first_edge, load32, store32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf
 from itemset.trie.walk import END, TAIL, advance, first_dead, follow, is_alive, is_terminal
@@ -25,7 +26,8 @@ def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32
     """
     alive = np.zeros(-(-len(tables.labels) // 32), np.uint32)
     terminal = np.zeros(len(tables.terminal), np.uint32)
-    _mark(tables, lives.view(np.uint8), alive, terminal, np.empty(len(tables.row_offsets) - 1, np.uint8))
+    node_lives = np.empty(tables.pointers.nodes, np.uint8)
+    _mark(tables.pointers, lives.view(np.uint8), alive.ctypes.data, terminal.ctypes.data, node_lives)
     return alive, terminal
 
 
@@ -37,14 +39,14 @@ def dead_of(
     tables: of the set or the view; the items are among its own. whole, terminal_rank: of the whole set. With no item
     left, the answer holds all edges of the root. It takes a time in proportion to the numbers.
     """
-    found = np.array(_climb(tables, whole, terminal_rank, numbers), np.int64)
+    found = np.array(_climb(tables.pointers, whole.pointers, terminal_rank, numbers), np.int64)
     return np.union1d(tables.dead, found.astype(np.uint32))
 
 
 def takes(tables: Tables, tokens: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return whether each row of tokens is an item of the set or view. offsets: as of `rows.Rows`."""
     taken = np.empty(len(offsets) - 1, np.bool_)
-    _takes(tables, tokens, offsets, taken)
+    _takes(tables.pointers, tokens, offsets, taken)
     return taken
 
 
@@ -52,19 +54,19 @@ def takes(tables: Tables, tokens: NDArray[np.int64], offsets: NDArray[np.int64])
 def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untyped-def]
     """From the last edge to the first: what an edge leads to comes after it.
 
-    lives, node_lives: 0 or 1. No branch depends on them: half of them would be foreseen wrongly. Safe whatever the
-    tables hold, but for `row_offsets`, as a walk is.
+    alive, terminal: addresses of zeros. lives, node_lives: 0 or 1. No branch depends on them: half of them would be
+    foreseen wrongly. Safe whatever the tables hold, but for `row_offsets`, as a walk is.
     """
-    nodes, edges = len(tables.row_offsets) - 1, len(tables.labels)
+    nodes, edges = tables.nodes, tables.edges
     leaf, ends_at = edges - (nodes - 1), len(lives)  # numbers of the items that are still to come
-    child, first, word = nodes, np.int64(edges), np.uint32(0)
+    child, first, word = nodes, edges, np.int64(0)
     for node in range(nodes - 1, -1, -1):
         lives_on = np.uint8(0)
-        if tables.terminal[node >> 5] >> np.uint32(node & 31) & np.uint32(1):
+        if bit(tables.terminal, node):
             ends_at = max(ends_at - 1, 0)
             lives_on = lives[ends_at]
-            terminal[node >> 5] |= np.uint32(lives_on) << np.uint32(node & 31)
-        end, first = first, np.int64(tables.row_offsets[node])
+            store32(terminal, node >> 5, load32(terminal, node >> 5) | np.int64(lives_on) << (node & 31))
+        end, first = first, first_edge(tables, node)
         for edge in range(end - 1, first - 1, -1):
             if is_leaf(tables, edge):
                 leaf = max(leaf - 1, 0)  # only a damaged file's are more
@@ -73,17 +75,17 @@ def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untype
                 child = max(child - 1, 0)
                 here = node_lives[child]
             lives_on |= here
-            word |= np.uint32(here) << np.uint32(edge & 31)
+            word |= np.int64(here) << (edge & 31)
             if edge & 31 == 0:
-                alive[edge >> 5] = word
-                word = np.uint32(0)
+                store32(alive, edge >> 5, word)
+                word = np.int64(0)
         node_lives[node] = lives_on
 
 
 @compiled
 def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-def]
     """Return, ascending, the highest entries of `dead` that leave out these items."""
-    leaves = len(tables.labels) - (len(tables.row_offsets) - 2)
+    leaves = tables.edges - (tables.nodes - 1)
     # -(node << 32 | entry in its row): nodes come after those that lead to them. Tuples would take twice the time.
     waiting = [np.int64(0)]
     waiting.clear()
@@ -104,7 +106,7 @@ def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-de
         while len(waiting) and -waiting[0] >> 32 == node:
             row.append(-heappop(waiting) & 0xFFFFFFFF)
         left = np.int64(is_terminal(tables, node)) - len(row)
-        for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
             left += is_alive(tables, edge)
             if left > 0:
                 break
@@ -128,15 +130,15 @@ def leave_out(tables, path, depth):  # type: ignore[no-untyped-def]
     for level in range(depth - 1, -1, -1):
         node, entry = path[level, 0], path[level, 1]
         left = np.int64(is_terminal(tables, node)) - 1
-        for edge in range(np.int64(tables.row_offsets[node]), np.int64(tables.row_offsets[node + 1])):
+        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
             left += is_alive(tables, edge)
             if left > 0:
                 break
         if left > 0 or level == 0:
             break
-    at = first_dead(tables.dead, entry)
-    dead = np.empty(len(tables.dead) + 1, np.uint32)
-    dead[:at], dead[at], dead[at + 1 :] = tables.dead[:at], entry, tables.dead[at:]
+    at, listed = first_dead(tables, entry), array_at(tables.dead, tables.dead_count, np.uint32)
+    dead = np.empty(len(listed) + 1, np.uint32)
+    dead[:at], dead[at], dead[at + 1 :] = listed[:at], entry, listed[at:]
     return dead
 
 

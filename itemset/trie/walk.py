@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
+from itemset.trie.pointers import bit, bits_from, first_edge, label, load32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf, node_at, tail_at
 
@@ -29,13 +30,6 @@ NO_TOKEN = -1
 @compiled
 def advance(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the state after one more token; END and DEAD lead to DEAD, FREE to FREE."""
-    after = begin_step(tables, state, token)
-    return follow(tables, -1 - after) if after < 0 else after
-
-
-@compiled
-def begin_step(tables, state, token):  # type: ignore[no-untyped-def]
-    """Do `advance` but for following an edge: return -1 - edge where one is to be followed. Reads no targets."""
     if state >= TAIL:
         entry = tail_entry(tables, state - TAIL)
         if entry < 0 or entry & ((1 << tables.token_bits) - 1) != token:
@@ -44,7 +38,7 @@ def begin_step(tables, state, token):  # type: ignore[no-untyped-def]
     edge = find_edge(tables, state, token)
     if edge < 0:
         return np.int64(FREE) if state == FREE else np.int64(DEAD)
-    return -1 - edge
+    return follow(tables, edge)
 
 
 @compiled
@@ -54,15 +48,15 @@ def follow(tables, edge):  # type: ignore[no-untyped-def]
         position = tail_at(tables, edge)
         return np.int64(END) if position < 0 else TAIL + position
     node = node_at(tables, edge)
-    return node if node < len(tables.row_offsets) - 1 else np.int64(DEAD)
+    return node if node < tables.nodes else np.int64(DEAD)
 
 
 @compiled
-def first_from(labels, low, high, token):  # type: ignore[no-untyped-def]
-    """Return the first of these ascending labels, low .. high - 1, that is no less than `token`; `high` if none is."""
+def first_from(tables, low, high, token):  # type: ignore[no-untyped-def]
+    """Return the first of these edges of a row, low .. high - 1, whose label is no less than `token`; else `high`."""
     while low < high:
         middle = (low + high) >> 1
-        if labels[middle] < token:
+        if label(tables, middle) < token:
             low = middle + 1
         else:
             high = middle
@@ -72,36 +66,35 @@ def first_from(labels, low, high, token):  # type: ignore[no-untyped-def]
 @compiled
 def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the edge of node `state` that carries `token`, or -1."""
-    if state < 0 or state >= len(tables.row_offsets) - 1:
+    if state < 0 or state >= tables.nodes:
         return np.int64(-1)
-    first, end = np.int64(tables.row_offsets[state]), np.int64(tables.row_offsets[state + 1])
-    end = min(end, np.int64(len(tables.labels)))
-    edge = first_from(tables.labels, first, end, token)
-    return edge if edge < end and tables.labels[edge] == token and is_alive(tables, edge) else np.int64(-1)
+    end = min(first_edge(tables, state + 1), tables.edges)
+    edge = first_from(tables, first_edge(tables, state), end, token)
+    return edge if edge < end and label(tables, edge) == token and is_alive(tables, edge) else np.int64(-1)
 
 
 @compiled
 def is_alive(tables, edge):  # type: ignore[no-untyped-def]
     """Return whether a walk may take this edge."""
-    if len(tables.alive) and not tables.alive[edge >> 5] >> np.uint32(edge & 31) & np.uint32(1):
+    if tables.alive and not bit(tables.alive, edge):
         return False
-    return not len(tables.dead) or not is_dead(tables.dead, edge)
+    return not tables.dead_count or not is_dead(tables, edge)
 
 
 @compiled
-def is_dead(dead, entry):  # type: ignore[no-untyped-def]
+def is_dead(tables, entry):  # type: ignore[no-untyped-def]
     """Return whether an entry is among the ascending ones of `dead`."""
-    at = first_dead(dead, entry)
-    return at < len(dead) and np.int64(dead[at]) == entry
+    at = first_dead(tables, entry)
+    return at < tables.dead_count and load32(tables.dead, at) == entry
 
 
 @compiled
-def first_dead(dead, entry):  # type: ignore[no-untyped-def]
+def first_dead(tables, entry):  # type: ignore[no-untyped-def]
     """Return how many entries of `dead` come before this one."""
-    low, high = np.int64(0), np.int64(len(dead))
+    low, high = np.int64(0), tables.dead_count
     while low < high:
         middle = (low + high) >> 1
-        if np.int64(dead[middle]) < entry:
+        if load32(tables.dead, middle) < entry:
             low = middle + 1
         else:
             high = middle
@@ -113,11 +106,9 @@ def is_terminal(tables, state):  # type: ignore[no-untyped-def]
     """Return whether an item may end here."""
     if state == END:
         return True
-    if state < 0 or state >> 5 >= len(tables.terminal):
+    if state < 0 or state >= tables.nodes or not bit(tables.terminal, state):
         return False
-    if (tables.terminal[state >> 5] >> np.uint32(state & 31)) & np.uint32(1) == 0:
-        return False
-    return not len(tables.dead) or not is_dead(tables.dead, TERMINAL + state)
+    return not tables.dead_count or not is_dead(tables, TERMINAL + state)
 
 
 @compiled
@@ -131,21 +122,17 @@ def tail_token(tables, state):  # type: ignore[no-untyped-def]
 def tail_entry(tables, position):  # type: ignore[no-untyped-def]
     """Return token `position` of the tails with its last-of-tail bit on top, or -1 outside the tails."""
     width = tables.token_bits + 1
-    word, shift = (position * width) >> 5, (position * width) & 31
-    if position < 0 or word + 1 >= len(tables.tails):
+    at = position * width
+    if position < 0 or (at >> 5) + 1 >= tables.tail_words:
         return np.int64(-1)
-    pair = np.uint64(tables.tails[word]) | (np.uint64(tables.tails[word + 1]) << np.uint64(32))
-    return np.int64((pair >> np.uint64(shift)) & np.uint64((1 << width) - 1))
+    return bits_from(tables.tails, at, width)
 
 
 @compiled
 def _read_tails(tables, position, tokens):  # type: ignore[no-untyped-def]
     """Fill in the tokens of the tails from a position on, all of which are there."""
-    width, ids = tables.token_bits + 1, (np.uint64(1) << np.uint64(tables.token_bits)) - np.uint64(1)
     for i in range(len(tokens)):
-        at = (position + i) * width
-        pair = np.uint64(tables.tails[at >> 5]) | (np.uint64(tables.tails[(at >> 5) + 1]) << np.uint64(32))
-        tokens[i] = (pair >> np.uint64(at & 31)) & ids
+        tokens[i] = tail_token(tables, TAIL + position + i)
 
 
 @compiled
@@ -161,19 +148,19 @@ def token_runs(tables: Tables, tail_tokens: int) -> Iterator[NDArray[Any]]:
     yield tables.labels
     for position in range(0, tail_tokens, 1 << 20):
         run = np.empty(min(tail_tokens - position, 1 << 20), np.uint32)
-        _read_tails(tables, position, run)
+        _read_tails(tables.pointers, position, run)
         yield run
 
 
 def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:
     """Return the tokens that may follow, ascending, and whether an item may end here: none, False if DEAD or FREE."""
     if state >= TAIL:
-        token = tail_token(tables, state)
+        token = tail_token(tables.pointers, state)
         return np.array([token] if token >= 0 else [], tables.labels.dtype), False
     if state >= WAITING:
         return tables.labels[:0], state == END
     edges = np.arange(int(tables.row_offsets[state]), int(tables.row_offsets[state + 1]))
-    return tables.labels[edges[alive_at(tables, edges)]], bool(is_terminal(tables, state))
+    return tables.labels[edges[alive_at(tables, edges)]], bool(is_terminal(tables.pointers, state))
 
 
 def alive_at(tables: Tables, edges: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -14,11 +14,29 @@ import numpy as np
 
 def make_quick(interpreter: Any) -> None:
     """interpreter: the module `triton.runtime.interpreter`."""
+    _let_loops_count_in_numbers_with_a_type(interpreter)
     _patch_language_once(interpreter)
     _launch_without_copies(interpreter)
     _make_handles_light(interpreter)
     _know_types(interpreter)
     _skip_checks_of_equal_types(interpreter)
+
+
+def _let_loops_count_in_numbers_with_a_type(interpreter: Any) -> None:
+    """A loop's variable is a Python number to the interpreter, and to a compiled kernel a scalar, which has `to`."""
+
+    class Counted(int):
+        def to(self, dtype: Any) -> Any:
+            return interpreter.interpreter_semantic.to_tensor(int(self)).to(dtype)
+
+    patch_core = interpreter._patch_lang_core
+
+    def patch_core_and_loops(lang: Any, scope: Any) -> None:
+        patch_core(lang, scope)
+        numbers = lang.range
+        lang.range = lambda *args, **kwargs: map(Counted, numbers(*args, **kwargs))
+
+    interpreter._patch_lang_core = patch_core_and_loops
 
 
 class _Patched:

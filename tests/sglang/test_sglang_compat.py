@@ -30,6 +30,14 @@ def test_an_unsupported_version_is_named(monkeypatch, version):
         plugin.register()
 
 
+def test_a_process_of_an_engine_that_has_our_backend_does_not_go_on_without_it(monkeypatch):
+    """SGLang logs a plugin's exception and goes on: its answers would be free."""
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.6.0")
+    monkeypatch.setenv(compat.VARIABLE, "{}")
+    with pytest.raises(SystemExit, match=r"static-backend supports SGLang 0\.5\.23"):
+        plugin.register()
+
+
 def test_a_missing_hook_ends_the_process_that_would_have_needed_it():
     """Nothing is masked in silence: the import of the module fails."""
     code = """if True:

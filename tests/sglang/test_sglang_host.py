@@ -35,7 +35,10 @@ def compiled():
 def test_the_rows_of_sets_are_filled_by_one_call(monkeypatch, compiled, first):
     """Whichever grammar is the first of its batch; each row as its grammar alone fills it, and free rows stay free."""
     monkeypatch.setattr(BaseGrammarObject, "fill_vocab_mask_batched", BaseGrammarObject.__dict__[FILL.split(".")[-1]])
-    hooks.wrap(FILL, plugin._fill_rows)
+    hook = hooks.Hooks(hooks.START)
+    hook(FILL, why="as the plugin")(plugin._fill_rows)
+    hook.choose(True)
+    hook.install("SGLang", hooks.START)
     items = np.random.default_rng(5).integers(0, VOCABULARY, (3_000, 4)).tolist()
     item_set, grammars = itemset.build(items), []
     for i in range(16):

@@ -6,8 +6,10 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cell_asking
+import demo_checks
 import pytest
-from inside import BAD, BAD_SLATES, CASES, SCHEMAS, SLATE, TITLES, check_slates, check_stream, sets
+from inside_cases import BAD, BAD_SLATES, CASES, CHAT, SCHEMAS, SLATE, TAG, TITLES, check_refused_beside_slates
 from models import tiny_tokenizer
 from sglang_engines import NGRAM
 
@@ -17,7 +19,7 @@ COMPACT = {"constrained_json_disable_any_whitespace": True}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return {"item_sets": sets(tmp_path_factory.mktemp("inside"), tiny_tokenizer())}
+    return cell_asking.options(tmp_path_factory.mktemp("inside"), tiny_tokenizer())
 
 
 @pytest.fixture
@@ -44,6 +46,12 @@ def check(names: list[str], outputs: list[Any]) -> None:
 def test_answers_hold_items(engine):
     names = [name for name in CASES for _ in range(4)]
     check(names, engine.generate([f"p {i}" for i in range(len(names))], [asking(name) for name in names]))
+
+
+@pytest.mark.parametrize("name", cell_asking.asks("sglang", offline=True))
+def test_every_cell_of_the_docs_offline(engine, name):
+    cell = cell_asking.asks("sglang", offline=True)[name].cell
+    cell.check(engine.call(cell_asking.offline_sglang, cell.words))
 
 
 def test_beside_sets_and_other_grammars(engine):
@@ -102,9 +110,17 @@ def test_with_speculation_the_answers_are_the_same(engines, tiny_model, files):
 
 @pytest.fixture
 def server(servers, tiny_model, files):
-    flags = [f"{name}={path}" for name, path in files["item_sets"].items()]
-    compact = "--constrained-json-disable-any-whitespace"
-    return servers(tiny_model, arguments=("--grammar-backend", "static", compact, "--item-set", *flags))
+    flags = ("--grammar-backend", "static", "--constrained-json-disable-any-whitespace", *cell_asking.flags(files))
+    return servers(tiny_model, arguments=flags, context_length=1024)  # as much as the demo's questions need
+
+
+@pytest.mark.parametrize("name", cell_asking.asks("sglang"))
+def test_every_cell_of_the_docs_over_http(server, name):
+    cell_asking.check(server, "sglang", name)
+
+
+def test_the_demos_questions(server, files, monkeypatch):
+    demo_checks.check(server, "sglang", files["item_sets"]["films"], monkeypatch)
 
 
 def test_over_http(server):
@@ -126,13 +142,14 @@ def test_over_http(server):
     assert sum(choice["finish_reason"] == "stop" for choice in choices) > len(choices) / 2
 
 
-def test_chat_tools_and_streams(server):
-    check_slates(server)
-    chat = check_stream(server)
+def test_tools(server):
+    check_refused_beside_slates(server)
+    status, answer = server.post("/v1/chat/completions", CHAT | {"response_format": TAG, "use_beam_search": True})
+    assert (status, "a beam search takes no item_set inside a grammar" in str(answer)) == (400, True), answer
     parameters = {"type": "object", "properties": {"films": SLATE}, "required": ["films"]}
     tool = {"type": "function", "function": {"name": "show", "parameters": parameters}}
     named = {"type": "function", "function": {"name": "show"}}
-    status, answer = server.post("/v1/chat/completions", chat | {"tools": [tool], "tool_choice": named})
+    status, answer = server.post("/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": named})
     assert status == 200, answer
     items = answer["choices"][0]["items"]
     films = [(item.get("path", "").rpartition("[")[0], item["text"]) for item in items]  # of each call its own slate

@@ -145,7 +145,7 @@ def test_no_field_of_sglangs_own_is_taken_for_a_misspelled_word():
     fields = fields_of("sglang.srt.entrypoints") | fields_of("sglang.srt.managers")
     assert {"custom_params", "sampling_params", "temperature", "messages", "items"} <= fields
     for path in (*SURFACE.served, "/v1/score"):
-        SURFACE.check(path, dict.fromkeys(fields, 1), ours=True)
-        SURFACE.check(path, {"sampling_params": dict.fromkeys(fields, 1)}, ours=True)
+        SURFACE.check(path, dict.fromkeys(fields, 1), {}, ours=True)
+        SURFACE.check(path, {"sampling_params": dict.fromkeys(fields, 1)}, {}, ours=True)
     for field in fields:
         assert nearest(field, (*OPTIONS, BEAMS, *DRAWN)) is None, field

@@ -12,12 +12,13 @@ from typing import Any
 
 import changes
 import hostile
+import lost_words
 import playground_checks
 import pytest
 import zstandard
 from request_fields import BAD_SELECTIONS
 from servers import wait_for
-from sets import named_flags, tagged_keys
+from sets import named_flags
 from sglang_servers import start_expecting_failure
 from stores import web_server
 
@@ -25,6 +26,7 @@ import itemset
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 COLOURS = ["red", "green", "blue"]
+IN_A_TAG = {"response_format": {"type": "structural_tag", "format": {"type": "item_set", "item_set": "films"}}}
 ENCODING = "an inline set is encoded"  # cpu/sitecustomize.py
 
 
@@ -99,35 +101,6 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
                 "regex": len(text) == 4 and set(text) <= set("abc"),
                 "ebnf": text[:1] == "x" and text[-1:] == "y",
             }[kind], body
-
-
-def test_every_endpoint_and_every_way_to_say_it(server, named_sets):
-    ragged = named_sets["ragged"].items
-    assert item_of(chat(server, item_set="ragged")) in ragged
-    assert chat(server, choice=COLOURS)["message"]["content"] in COLOURS
-    assert item_of(generate(server, item_set="ragged")) in ragged
-    assert item_of(generate(server, sampling_params={"item_set": "ragged"})) in ragged
-    assert item_of(generate(server, sampling_params={"custom_params": {"item_set": "ragged"}})) in ragged
-    assert generate(server, choice=COLOURS)["text"] in COLOURS
-    assert item_of(complete(server, custom_params={"item_set": "ragged"})) in ragged
-    status, answers = server.post("/generate", {"text": ["p", "q"], "sampling_params": {"n": 2}, "item_set": "ragged"})
-    assert status == 200
-    assert {item_of(answer) for answer in answers} <= ragged
-    assert len(answers) == 4
-    status, answer = server.post("/v1/responses", {"model": "tiny", "input": "p", "item_set": "labels"})
-    assert status == 200, answer
-    assert answer["usage"]["output_tokens"] == 2
-
-
-def test_streaming(server):
-    pieces = server.client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "p"}], stream=True, extra_body={"choice": COLOURS}
-    )
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) in COLOURS
-    pieces = server.client.completions.create(
-        model="tiny", prompt="p", stream=True, max_tokens=40, extra_body={"choice": COLOURS}
-    )
-    assert "".join(piece.choices[0].text for piece in pieces) in COLOURS
 
 
 def test_a_body_of_no_declared_type_loses_nothing(server, named_sets):
@@ -222,24 +195,6 @@ def test_a_bad_selection_on_sglangs_own_endpoint(server, body, message):
             assert any(message.partition(":")[0] in text.replace("\\'", "'") for text in texts_in(answer)), answer
 
 
-def test_requests_choose_among_the_items(server):
-    """Also in a list, and in the fields of each endpoint; only keys that pass are named."""
-    words = {"item_set": "tagged", "item_filter": {"tag": {"$gt": 0}}, "exclude_keys": tagged_keys()[:100]}
-    left = {tagged_keys()[i] for i in range(100, 400) if i % 3}
-    assert {complete(server, **words)["item"]["key"] for _ in range(4)} <= left
-    status, answer = server.post("/generate", {"text": "p", "sampling_params": {"max_new_tokens": 20, **words}})
-    assert status == 200, answer
-    assert answer["meta_info"]["item"]["key"] in left
-    body = {"model": "tiny", "prompt": "p", "max_tokens": 20, "use_beam_search": True, "n": 20, **words}
-    status, answer = server.post("/v1/completions", body)
-    assert status == 200, answer
-    keys = [key for choice in answer["choices"] for key in choice["item"]["keys"]]
-    assert len(keys) >= 20
-    assert set(keys) <= left
-    (only,) = tagged_keys()[7:8]
-    assert complete(server, item_set="tagged", only_keys=[only])["item"]["key"] == only
-
-
 def test_encoding_stops_when_the_client_leaves(server):
     texts = [f"a label of many words, whose encoding takes its time {i}" for i in range(100_000)]
     begun, stopped = (server.log().count(what) for what in (ENCODING, "its encoding stops"))
@@ -281,11 +236,9 @@ def test_an_endpoint_that_would_ignore_the_field_refuses_it(server):
         assert "there is no field item_set in custom_params" in json.dumps(answer)
 
 
-def test_the_older_word_for_an_inline_list(server):
-    assert complete(server, guided_choice=COLOURS)["text"] in COLOURS
-    assert chat(server, guided_choice=COLOURS)["message"]["content"] in COLOURS
-    assert generate(server, guided_choice=COLOURS)["text"] in COLOURS
-    assert generate(server, sampling_params={"guided_choice": COLOURS})["text"] in COLOURS
+def test_no_body_loses_its_set(server):
+    assert not lost_words.lost(server.post, lost_words.SGLANGS)
+    assert not lost_words.unread(server.post, lost_words.SGLANGS, lost_words.SGLANG_APPLIES)
 
 
 def test_a_forced_tool_is_no_item(server):
@@ -428,6 +381,7 @@ def test_another_backend_refuses_item_sets(tiny_model, servers):
     for path, body in (
         ("/v1/completions", {"model": "tiny", "prompt": "p", "item_set": "films"}),
         ("/generate", {"text": "p", "sampling_params": {"custom_params": {"item_set": "films"}}}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "p"}], **IN_A_TAG}),
     ):
         status, answer = server.post(path, body)
         assert status == 400, answer

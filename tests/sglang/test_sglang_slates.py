@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from inside import KEYS, TITLES, sets
+from inside_cases import KEYS, TITLES, sets
 from models import tiny_tokenizer
 
 DELAYED = "a sampling was delayed"  # cpu/sitecustomize.py

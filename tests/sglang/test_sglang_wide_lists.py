@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,9 @@ ASKED = {
     "narrow": named("prefixes", beam_width=2),
     "one": named("one", beam_width=3),
     "shares": named("ragged", beam_width=20, custom_params={"renormalised": True}),
+    "ragged without ends": named("ragged", beam_width=20, custom_params={"without_end": True}),
+    "prefixes without ends": named("prefixes", beam_width=5, custom_params={"without_end": True}),
+    "labels without ends": named("labels", beam_width=40, custom_params={"without_end": True}),
     "inline": inline(CITIES, beam_width=9),
     "view": named("seen", beam_width=30),
     "filtered": named("tagged", beam_width=30, custom_params={"item_filter": {"tag": 2}}),
@@ -144,16 +148,19 @@ def draws_in(output: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 def together(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], leave_after: float | None = None) -> list[Any]:
     """The answers to requests at the same time. With `leave_after`, every second client goes, the first at once, others
-    after so many seconds and more: None where the answer did not come before."""
+    after so many seconds and more: None where the answer did not come before. "finished" says which was the first."""
     return engine.call(_together, asked, leave_after)
 
 
 def _together(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], leave_after: float | None) -> list[Any]:
+    finished = count()
+
     async def one(i: int, ids: list[int], params: dict[str, Any]) -> Any:
         # No answer can come before the event loop has been round once: so soon goes the first.
         waits = None if leave_after is None or i % 2 else max(1e-9, leave_after * (i % 7))
         try:
-            return await asyncio.wait_for(engine.async_generate(input_ids=ids, sampling_params=params), waits)
+            output = await asyncio.wait_for(engine.async_generate(input_ids=ids, sampling_params=params), waits)
+            return output | {"finished": next(finished)}
         except TimeoutError:
             return None
 
@@ -182,6 +189,22 @@ def test_lists_beside_other_requests(either):
         np.testing.assert_allclose(scores(found), scores(wanted), atol=1e-4)
 
 
+def test_others_wait_neither_for_lists_that_wait_nor_for_long_steps(either):
+    """Each list has most of the rows, so that the others wait for it. It sits out steps of the ordinary requests."""
+    greedy, begin = {"temperature": 0, "max_new_tokens": 12}, len(either.log())
+    long = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}  # there when the lists' steps begin
+    small = [([200 + i, 300], params) for i, params in enumerate((greedy, greedy | {"regex": "[0-9]{9}"}, long))]
+    alone = together(either, small)
+    lists = [([7, 8, i], named("fixed", beam_width=300)) for i in range(4)]
+    *found, first, second, third = together(either, [*lists, *small])
+    assert [one["output_ids"] for one in (first, second, third)] == [one["output_ids"] for one in alone]
+    assert max(first["finished"], second["finished"]) < max(output["finished"] for output in found)
+    assert "lists sit out a step of" in either.log()[begin:]
+    for (ids, params), output in zip(lists, found, strict=True):
+        expected = with_rounds(either, None, params, ids)
+        assert [one[:3] for one in items(output)] == [one[:3] for one in items(expected)]
+
+
 def test_nothing_is_left_of_lists_whose_clients_go(either):
     """Neither a KV slot nor a row. SGLang itself ends the engine if one is missing or freed twice."""
     lists = [([7, 8, i], params) for i, params in enumerate(BOTH * 6)]
@@ -192,6 +215,19 @@ def test_nothing_is_left_of_lists_whose_clients_go(either):
     assert either.generate(input_ids=[7, 8, 1], sampling_params=LISTS[1])["output_ids"] == outputs[1]["output_ids"]
     either.call(lambda engine: engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)))
     assert set(re.findall("left: .*", either.log())) == {"left: 0 rows, 0 slots"}
+    assert set(re.findall("moved slots were reclaimed .*", either.log())) == {"moved slots were reclaimed read"}
+
+
+def test_a_list_that_ends_early_leaves_no_step_behind(either):
+    """The overlap scheduler has launched a step when it reads that the list is over."""
+    for ids in ([7, 8], [9], [20, 21, 22]):
+        begin = len(either.log())
+        params = named("ragged", beam_width=20, n=1)
+        found = together(either, [(ids, params)])[0]
+        said = either.log()[begin:]
+        assert "moved slots were reclaimed read" in said
+        assert "UNREAD" not in said
+        assert items(found) == items(with_rounds(either, None, params, ids))
 
 
 def test_choosing_beams_waits_for_nothing_and_leaves_rows_out(either, named_sets):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
@@ -124,6 +125,7 @@ def report_delays(module: ModuleType) -> None:
     """Write to the log each time sampling waits for the host, as it does for grammars."""
     forward = module.TpModelWorker.forward_batch_generation
 
+    @functools.wraps(forward)
     def forward_and_report(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
         if result.delay_sample_func is not None:
@@ -209,6 +211,51 @@ def report_left(module: ModuleType) -> None:
     module.Scheduler.flush_cache = report_and_flush
 
 
+def report_reclaimed(module: ModuleType) -> None:
+    """Write to the log whether the KV slots that a beam search moves are reclaimed once their step was read, or the
+    stream has waited for it. On a GPU they are garbage before."""
+    import torch
+
+    coordinator, stream = module.BeamCoordinator, torch.cpu.Stream
+    apply, commit, collect = coordinator._apply_survivors, coordinator.commit_decode, module.collect_orphan_slots
+    wait, ahead, launched_on = stream.wait_stream, dict[int, int](), list[Any]()
+
+    def launched(self: Any, group: Any, tokens: Any, parents: Any, tick: int) -> None:
+        apply(self, group, tokens, parents, tick)
+        if parents is not None:
+            ahead[id(group.pending_orphans[-1].new_mapping)] = tick
+            launched_on[:] = [torch.cpu.current_stream()]
+
+    def read(self: Any, batch: Any) -> Any:
+        for key in [key for key, tick in ahead.items() if tick <= batch.forward_iter]:
+            del ahead[key]
+        return commit(self, batch)
+
+    def waited(self: Any, other: Any) -> None:
+        if self is torch.cpu.current_stream() and other in launched_on:
+            ahead.clear()
+        wait(self, other)
+
+    def collected(old: Any, new: Any) -> Any:
+        print("moved slots were reclaimed", "UNREAD" if ahead.pop(id(new), None) else "read", flush=True)
+        return collect(old, new)
+
+    coordinator._apply_survivors, coordinator.commit_decode, stream.wait_stream = launched, read, waited
+    module.collect_orphan_slots = collected
+
+
+def report_turns(module: ModuleType) -> None:
+    """Write to the log which steps lists sit out."""
+    parted = module._parted
+
+    def report(batch: Any, which: Any) -> Any:
+        part = parted(batch, which)
+        print(f"lists sit out a step of {len(part.reqs)} requests", flush=True)
+        return part
+
+    module._parted = report
+
+
 def report_fills(module: ModuleType) -> None:
     """Write to the log how many rows of a bitmask each compiled call fills."""
     fill = module._fill_rows
@@ -236,13 +283,22 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.speculative.eagle_utils": patch_eagle_utils,
 }
 
+
+def give_further_arguments(hooks: ModuleType) -> None:
+    """Let hooks be given an argument that they do not know."""
+    runpy.run_path(str(Path(__file__).parents[2] / "further.py"))
+
+
 REPORTS: dict[str, Callable[[ModuleType], None]] = {
+    "itemset.serving.hooks": give_further_arguments,
     "itemset.masking.host": report_fills,
     "itemset.serving.inline": report_encoding,
+    "sglang.srt.beam_search.coordinator": report_reclaimed,
     "sglang.srt.managers.scheduler": report_left,
     "sglang.srt.managers.tp_worker": report_delays,
     "sglang_static.lists": report_reads,
     "sglang_static.processor": report_unnamed_reads,
+    "sglang_static.turns": report_turns,
 }
 if os.environ.get("TESTS_SGLANG_REPORTS") == "1":
     AFTER |= REPORTS

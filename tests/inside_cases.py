@@ -67,7 +67,10 @@ BAD = {
     "minItems=20": SLATE | {"minItems": 20, "maxItems": 20},
     "its type cannot be": {"type": "integer", "item_set": "titles"},
     "must be a list of keys": FILM | {"exclude_keys": 5},
-    "cannot be used": {"type": "object", "properties": {"film": FILM, "other": {"$ref": "#/nowhere"}}},
+    "used: Cannot find field nowhere": {
+        "type": "object",
+        "properties": {"film": FILM, "other": {"$ref": "#/nowhere"}},
+    },
 }
 """Refused, each with a sentence that holds its key."""
 BAD_SLATES: dict[str, dict[str, Any]] = {
@@ -88,7 +91,8 @@ BAD_SLATES: dict[str, dict[str, Any]] = {
 
 def sets(directory: Path, tokenizer: Any) -> dict[str, str]:
     """Files of the sets `titles` and `quoted`, by name."""
-    itemset.build_text(TITLES, tokenizer, keys=KEYS).save(directory / "titles.itemset")
+    places = {"place": range(len(TITLES))}
+    itemset.build_text(TITLES, tokenizer, keys=KEYS, attributes=places).save(directory / "titles.itemset")
     itemset.build_text(QUOTED, tokenizer, escape="json").save(directory / "quoted.itemset")
     return {name: str(directory / f"{name}.itemset") for name in ("titles", "quoted")}
 
@@ -129,40 +133,14 @@ def check_ebnf(text: str, items: Sequence[dict[str, Any]]) -> None:
     assert items[0]["text"] in TITLES
 
 
-def check_stream(server: Any) -> dict[str, Any]:
-    """Ask a server for a chat that streams an object, and check what it holds. Returns what all chats ask with."""
-    messages = [{"role": "user", "content": "a film"}]
-    chat = {"model": "tiny", "messages": messages, "max_tokens": 150, "temperature": 1}
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
-    events = server.events("/v1/chat/completions", chat | {"stream": True, "response_format": schema})
-    choices = [choice for event in events if isinstance(event, dict) for choice in event["choices"]]
-    text = "".join(choice["delta"].get("content") or "" for choice in choices)
-    (last,) = [choice for choice in choices if choice.get("finish_reason")]
-    if last["finish_reason"] == "stop":
-        check_json("object", text, last["items"])
-    assert isinstance(last["items"], list)
-    return chat
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "films"}], "max_tokens": 150, "temperature": 1}
 
 
-def check_slates(server: Any) -> None:
-    """Ask a server for slates by all its endpoints, whole and streamed."""
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "films"}], "max_tokens": 150, "temperature": 1}
-    status, answer = server.post("/v1/chat/completions", chat | {"slate": ALONE})
-    assert status == 200, answer
-    choice = answer["choices"][0]
-    check_slate(choice["message"]["content"], choice["items"])
-    events = server.events("/v1/chat/completions", chat | {"slate": ALONE, "stream": True})
-    choices = [choice for event in events if isinstance(event, dict) for choice in event["choices"]]
-    (last,) = [choice for choice in choices if choice.get("finish_reason")]
-    check_slate("".join(choice["delta"].get("content") or "" for choice in choices), last["items"])
-    body = {"model": "tiny", "input": "films", "max_output_tokens": 150, "slate": ALONE}
-    status, answer = server.post("/v1/responses", body)
-    assert status == 200, answer
-    text = answer["output"][-1]["content"][0]["text"]
-    assert len({*text.split("\n")} & set(TITLES)) == ALONE["n"]
+def check_refused_beside_slates(server: Any) -> None:
+    """A forced tool, and a ranked list."""
     tools = [{"type": "function", "function": {"name": "show", "parameters": {"type": "object"}}}]
     for beside in ({"tools": tools, "tool_choice": "required"}, {"use_beam_search": True, "n": 2}):
-        status, answer = server.post("/v1/chat/completions", chat | {"slate": ALONE} | beside)
+        status, answer = server.post("/v1/chat/completions", CHAT | {"slate": ALONE} | beside)
         assert (status, "slate" in str(answer) or "item set" in str(answer)) == (400, True), answer
 
 

@@ -1,0 +1,135 @@
+"""Part `micro` of `gpu.py`: what the tables leave out. Wide rows on their own, logits whose rows are padded or
+unaligned, mask and sampling together with and without a copy to float32, and a race of draws beside a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_peers import Step, allowed_by
+from gpu_steps import Bench, Emit
+from torch import Tensor
+
+import itemset
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.host import HostState, fill_bitmasks
+from itemset.masking.slots import kernels_for
+from itemset.ranking.beams import Beams
+from itemset.ranking.races import Races
+from itemset.trie.walk import STATE_BITS
+from itemset.views import without
+
+VOCABULARY, ROWS, ITEMS = 151_936, 512, 1_000_000
+WIDTHS = (256, 512)
+
+
+def micro(bench: Bench, emit: Emit) -> None:
+    """Emit a row for each measurement, in microseconds of a step."""
+    rows = ROWS if bench.cuda else 4
+    sets = {"codes": codes(2_048), "words": codes(30_000, VOCABULARY)}
+    for name, items in sets.items():
+        item_set = itemset.build(items)
+        for kind, one in (("whole", item_set), ("with exclusions", without(item_set, np.arange(0, ITEMS, 9_973)))):
+            arena = Arena(room_for(one), bench.device)
+            number = arena.acquire(one)
+            for level in range(3):
+                if bench.is_late("micro", f"{name}, {kind}, level {level}", emit):
+                    return
+                given = {"set": name, "kind": kind, "level": level}
+                emit("micro", given | mask_row(bench, arena, number, one, items, level, rows))
+    for vocabulary in (VOCABULARY, VOCABULARY - 3):
+        for padded in (True, False):
+            for copied in (True, False):
+                emit("micro", sampled(bench, itemset.build(codes(2_048)), vocabulary, padded, copied, rows))
+    lists(bench, emit)
+
+
+def codes(most: int, of: int = 2_048) -> Any:
+    """Items of four tokens. The tokens of words are spread over the vocabulary, codes stand at its end."""
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, most, (ITEMS, 4))
+    return draw.permutation(of)[:most][tokens].astype(np.uint32) if of > most else tokens + VOCABULARY - 3 - most
+
+
+def mask_row(
+    bench: Bench, arena: Arena, number: int, item_set: itemset.ItemSet, items: Any, level: int, rows: int
+) -> dict[str, Any]:
+    """All rows at one level, beside one write of the logits and xgrammar's kernel."""
+    draw = np.random.default_rng(level)
+    hosts: list[HostState] = []
+    while len(hosts) < rows:
+        host = HostState(item_set, [0])
+        if host.accept(items[draw.integers(len(items))][:level].tolist()):
+            hosts.append(host)
+    states = torch.tensor([host.state | number << STATE_BITS for host in hosts], device=bench.device)
+    marks = torch.tensor([[-1, 0]] * rows, dtype=torch.int32, device=bench.device)
+    slots = torch.arange(rows, device=bench.device)
+    logits = torch.randn(rows, VOCABULARY, device=bench.device).bfloat16()
+    bitmask = torch.zeros(rows, -(-VOCABULARY // 32), dtype=torch.int32)
+    fill_bitmasks(hosts, [host.state for host in hosts], list(range(rows)), bitmask.numpy())
+    kernels = kernels_for(bench.device, bench.kernels)
+    expected = logits.masked_fill(~allowed_by(bitmask.to(bench.device), VOCABULARY), -torch.inf)
+    assert torch.equal(kernels.mask(arena, logits, states, marks, slots), expected)
+    result = {
+        "rows": rows,
+        "ours": bench.step([partial(kernels.mask, arena, logits, states, marks, slots)] * 8),
+        "one write": bench.step([partial(logits.fill_, 1.0)] * 8),
+    }
+    if bench.xgrammar is not None:
+        result["xgrammar"] = bench.step([partial(bench.xgrammar, logits, bitmask.to(bench.device))] * 8)
+    return result
+
+
+def sampled(
+    bench: Bench, item_set: itemset.ItemSet, vocabulary: int, padded: bool, copied: bool, rows: int
+) -> dict[str, Any]:
+    """Mask and take the best token: of the model's logits, or of a copy in float32, as a processor of vLLM gets it."""
+    arena = Arena(room_for(item_set), bench.device)
+    states = torch.full((rows,), arena.acquire(item_set) << STATE_BITS, device=bench.device)
+    marks = torch.tensor([[-1, 0]] * rows, dtype=torch.int32, device=bench.device)
+    slots, stride = torch.arange(rows, device=bench.device), vocabulary + (-vocabulary % 64 if padded else 0)
+    logits = torch.randn(rows, stride, device=bench.device).bfloat16()[:, :vocabulary]
+    best = torch.empty(rows, dtype=torch.int64, device=bench.device)
+    kernels = kernels_for(bench.device, bench.kernels)
+
+    def step(mask: bool) -> None:
+        seen = logits.float() if mask and copied else logits
+        if mask:
+            kernels.mask(arena, seen, states, marks, slots)
+        torch.argmax(seen, 1, out=best)
+
+    return {
+        "vocabulary": vocabulary, "padded": padded, "copied": copied, "rows": rows,
+        "mask and sample": bench.step([partial(step, True)] * 4), "sample": bench.step([partial(step, False)] * 4),
+    }  # fmt: skip
+
+
+def lists(bench: Bench, emit: Emit) -> None:
+    """The rounds of a list and of a race over given logits, in one graph."""
+    item_set = itemset.build(codes(2_048))
+    arena = Arena(room_for(item_set), bench.device)
+    number, keys = arena.acquire(item_set), torch.arange(1, device=bench.device)
+    for width in WIDTHS if bench.cuda else (8,):
+        if bench.is_late("micro", f"rounds of width {width}", emit):
+            return
+        logits = torch.randn(1, width, VOCABULARY, device=bench.device).bfloat16()
+        given: dict[str, Any] = {"width": width, "k": width, "stepwise": True, "kernels": bench.kernels}
+        ways: dict[str, Callable[[], Beams]] = {
+            "list": lambda given=given: Beams(arena, [number], item_set.level_plan, end_token=None, **given),
+            "race": lambda given=given: Races(arena, [number], item_set.level_plan, keys, end_token=0, **given),
+        }
+        for name, make in ways.items():
+            emit("micro", {"rounds of a": name, "width": width, "ours": bench.step([rounds(make, logits)])})
+
+
+def rounds(make: Callable[[], Beams], logits: Tensor) -> Step:
+    def search() -> None:
+        beams = make()
+        beams.round(logits[0, :1, None])
+        while beams.passes_left:
+            beams.round(logits[0, :, None])
+
+    return search

@@ -1,0 +1,175 @@
+"""Where a set's tables lie in memory, as all compiled loops take them: plain integers.
+
+Numba counts references of arrays, and of a tuple of arrays that goes through helper functions it counts them at every
+edge: whole tables were read up to 93 times slower than so. Integers also are of one type, whatever the arrays are of
+and whether they are mapped from a file, so each loop is compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from itemset.trie.jit import compiled
+
+
+class Pointers(NamedTuple):
+    """Addresses and lengths of the arrays of `Tables`, which must live as long as compiled code reads there.
+
+    row_offsets .. dead: the arrays' addresses; `alive` is 0 if there is none. nodes, edges, dead_count: how many there
+    are. level_words, tail_words: the lengths of `tail_base` and of `tails`. label_bytes, target_bytes: of an element.
+    """
+
+    row_offsets: int
+    terminal: int
+    labels: int
+    targets: int
+    node_base: int
+    tail_base: int
+    tails: int
+    alive: int
+    dead: int
+    nodes: int
+    edges: int
+    level_words: int
+    tail_words: int
+    dead_count: int
+    token_bits: int
+    far_block: int
+    label_bytes: int
+    target_bytes: int
+
+
+def _place(builder: Any, arguments: Any, bits: int) -> Any:
+    address, index = arguments[:2]
+    return builder.gep(builder.inttoptr(address, ir.IntType(bits).as_pointer()), [index])
+
+
+def _load(bits: int) -> Any:
+    def load(_typing: Any, address: Any, index: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            value = builder.load(_place(builder, arguments, bits), align=bits // 8)
+            return value if bits == 64 else builder.zext(value, ir.IntType(64))
+
+        return types.int64(types.int64, types.int64), generate
+
+    return intrinsic(load)
+
+
+def _store(bits: int) -> Any:
+    def store(_typing: Any, address: Any, index: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            value = arguments[2] if bits == 64 else builder.trunc(arguments[2], ir.IntType(bits))
+            builder.store(value, _place(builder, arguments, bits), align=bits // 8)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return intrinsic(store)
+
+
+_Load = Callable[[Any, Any], Any]
+load16: _Load = _load(16)
+load32: _Load = _load(32)
+load64: _Load = _load(64)
+"""Element `index` of an array of such words at an address, as an integer of 64 bits; and stores of its lowest bits."""
+store16, store32, store64 = _store(16), _store(32), _store(64)
+
+
+@intrinsic
+def count_ones(_typing: Any, _word: Any) -> Any:
+    """Return how many bits of an integer are set."""
+    return types.int64(types.int64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
+
+
+@intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:
+    """Return the address as the pointer that `carray` takes."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@compiled
+def array_at(address, length, dtype):  # type: ignore[no-untyped-def]
+    """Return the array that lies at an address."""
+    return carray(_pointer(address), length, dtype)
+
+
+@compiled
+def pointers_at(address):  # type: ignore[no-untyped-def]
+    """Return the pointers that lie at an address, int64 each."""
+    return Pointers(
+        load64(address, 0), load64(address, 1), load64(address, 2), load64(address, 3), load64(address, 4),
+        load64(address, 5), load64(address, 6), load64(address, 7), load64(address, 8), load64(address, 9),
+        load64(address, 10), load64(address, 11), load64(address, 12), load64(address, 13), load64(address, 14),
+        load64(address, 15), load64(address, 16), load64(address, 17),
+    )  # fmt: skip
+
+
+@compiled
+def element(address, size, index):  # type: ignore[no-untyped-def]
+    """Return an element of an array at an address, of 2 or 4 bytes each."""
+    return load16(address, index) if size == 2 else load32(address, index)
+
+
+@compiled
+def put_element(address, size, index, value):  # type: ignore[no-untyped-def]
+    """Set an element of an array at an address, of 2 or 4 bytes each."""
+    if size == 2:
+        store16(address, index, value)
+    else:
+        store32(address, index, value)
+
+
+@compiled
+def label(tables, edge):  # type: ignore[no-untyped-def]
+    """Return the token of an edge."""
+    return element(tables.labels, tables.label_bytes, edge)
+
+
+@compiled
+def put_label(tables, edge, token):  # type: ignore[no-untyped-def]
+    """Set the token of an edge."""
+    put_element(tables.labels, tables.label_bytes, edge, token)
+
+
+@compiled
+def first_edge(tables, node):  # type: ignore[no-untyped-def]
+    """Return the first edge of a node; of the number of nodes, the number of edges."""
+    return load32(tables.row_offsets, node)
+
+
+@compiled
+def bit(address, place):  # type: ignore[no-untyped-def]
+    """Return a bit of a bitmap of 32-bit words."""
+    return load32(address, place >> 5) >> (place & 31) & 1
+
+
+@compiled
+def set_bit(address, place):  # type: ignore[no-untyped-def]
+    """Set a bit of a bitmap of 32-bit words."""
+    store32(address, place >> 5, load32(address, place >> 5) | np.int64(1) << (place & 31))
+
+
+@compiled
+def bits_from(address, at, count):  # type: ignore[no-untyped-def]
+    """Return `count` bits, 32 at most, from bit `at` of 32-bit words on, of which there is one after the last bit's."""
+    pair = np.uint64(load32(address, at >> 5)) | np.uint64(load32(address, (at >> 5) + 1)) << np.uint64(32)
+    return np.int64((pair >> np.uint64(at & 31)) & ((np.uint64(1) << np.uint64(count)) - np.uint64(1)))
+
+
+@compiled
+def put_bits(address, at, bits):  # type: ignore[no-untyped-def]
+    """Set those of 32 bits, from bit `at` of 32-bit words on, that are set in `bits`."""
+    pair = np.uint64(bits) << np.uint64(at & 31)
+    store32(address, at >> 5, load32(address, at >> 5) | np.int64(pair & np.uint64(0xFFFFFFFF)))
+    store32(address, (at >> 5) + 1, load32(address, (at >> 5) + 1) | np.int64(pair >> np.uint64(32)))

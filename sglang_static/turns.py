@@ -1,0 +1,143 @@
+"""Ranked lists beside SGLang's other requests: which lists wait to be admitted, and which steps they sit out.
+
+A list has hundreds of rows, so that a step with it may take many times as long as one without. Two rules keep both
+sides going. Lists together have at most half of the rows and KV slots, or one list more than that alone: what waits for
+these waits outside the queue, where it would stop all others. And steps are taken in turns, a row for a row: after a
+step with lists the other requests have steps of their own, until these have had as many rows.
+
+All ranks decide alike: by rows, never by time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang_static.beams import admitted_lists, is_list
+from sglang_static.compat import hook
+
+SHARE = 2  # lists have one part of so many of the rows and KV slots
+MOST_ROWS = 1024  # of lists in a step: more make it longer, and no list sooner
+SMALL_STEP = 256  # rows of a step that takes no longer with fewer, because it waits for the weights
+SMALL_STEP_ON_CPU = 64
+
+_TURNS = "static_turns"
+
+
+class Turns:
+    """The turns of one scheduler's lists and other requests.
+
+    apart: the batch of the step that is under way, if it is one that lists sit out.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.apart: Any = None
+        self._small = SMALL_STEP_ON_CPU if device == "cpu" else SMALL_STEP
+        self._owed = 0  # rows that the other requests have had less than lists
+
+    def others(self, batch: Any) -> list[int] | None:
+        """Whose turn the next decoding step is: which requests of the batch it has, None for all of them."""
+        lists = [request.beam_group for request in batch.reqs if is_list(request.beam_group)]
+        others = [i for i, request in enumerate(batch.reqs) if not is_list(request.beam_group)]
+        rows = sum(1 + group.num_member_rows for group in lists if not group.retired)
+        long = rows > self._small
+        if long and others and self._owed > 0 and _can_part(batch):
+            self._owed -= max(self._small, len(others))
+            return others
+        self._owed = rows if long else max(0, self._owed - max(self._small, len(others)))
+        return None
+
+    def rejoin(self, running: Any) -> Any:
+        """Bring the requests of the last step back to those that sat it out. Returns the batch of both."""
+        apart, self.apart = self.apart, None
+        if apart is None:
+            return running
+        if running.is_empty():
+            apart.batch_is_full = running.batch_is_full
+            return apart
+        running.merge_batch(apart)
+        return running
+
+
+def _can_part(batch: Any) -> bool:
+    """Whether some requests of a batch may run alone: penalties count in tensors of the whole batch, and where memory
+    is short SGLang decides who goes."""
+    return not batch.sampling_info.penalizer_orchestrator.is_required and batch.check_decode_mem()
+
+
+def _parted(batch: Any, which: Sequence[int]) -> Any:
+    """Take these requests out of a batch, into one of their own."""
+    part = copy.copy(batch)
+    part.sampling_info = copy.copy(batch.sampling_info)
+    counts = batch.sampling_info.penalizer_orchestrator
+    part.sampling_info.penalizer_orchestrator = type(counts)(counts.vocab_size, part, set(counts.penalizers))
+    part.filter_batch(keep_indices=list(which))
+    batch.filter_batch(keep_indices=sorted(set(range(len(batch.reqs))) - set(which)))
+    return part
+
+
+def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
+    """Return the queue's lists that wait for others to end, first come first served. rows, slots: what lists may have
+    together of the requests' rows and of the KV cache."""
+    queued = [request for request in queue if is_list(request.beam_group)]
+    away = {id(request.beam_group) for request in queued}  # one that gave way to others was admitted before
+    admitted, late = [group for group in admitted_lists() if id(group) not in away], list[Any]()
+    for request in queued:
+        admitted.append(request.beam_group)
+        over = sum(one.beam_width for one in admitted) > rows or sum(one.slots for one in admitted) > slots
+        if late or (over and len(admitted) > 1):
+            late.append(request)
+    return late
+
+
+@hook(
+    "sglang.srt.managers.scheduler:Scheduler.get_next_batch_to_run",
+    why="lists that wait for other lists do not stop the queue; requests come back from a step that lists sat out",
+)
+def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
+    if not self.beam_coordinator._num_live_groups and not hasattr(self, _TURNS):
+        return original()
+    running_batch = _turns(self).rejoin(running_batch)
+    rows = min(self.req_to_token_pool.size // SHARE, MOST_ROWS)
+    late = waiting(self.waiting_queue, rows, self.token_to_kv_pool_allocator.size // SHARE)
+    if not late:
+        return original(running_batch=running_batch)
+    away = set(map(id, late))
+    self.waiting_queue = [request for request in self.waiting_queue if id(request) not in away]
+    try:
+        return original(running_batch=running_batch)
+    finally:
+        self.waiting_queue = [*late, *self.waiting_queue]
+
+
+@hook(
+    "sglang.srt.managers.scheduler:Scheduler.update_running_batch", why="lists sit out some steps of their neighbours"
+)
+def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+    which = _turns(self).others(batch) if self.beam_coordinator._num_live_groups else None
+    if which is None:
+        return original()
+    part = _parted(batch, which)
+    step = original(batch=part)
+    if step is not None and not step.is_empty():
+        _turns(self).apart = part
+        return step
+    if not part.is_empty():  # its requests are about to end
+        batch.merge_batch(part)
+        return None
+    return original()
+
+
+@hook("sglang.srt.managers.scheduler:Scheduler.pause_generation", why="a pause knows of one batch that decodes")
+def pause_generation(original: Callable[..., Any], self: Any) -> Any:
+    if hasattr(self, _TURNS):
+        self.running_batch = _turns(self).rejoin(self.running_batch)
+    return original()
+
+
+def _turns(scheduler: Any) -> Turns:
+    if not hasattr(scheduler, _TURNS):
+        setattr(scheduler, _TURNS, Turns(scheduler.device))
+    turns: Turns = getattr(scheduler, _TURNS)
+    return turns

@@ -1,0 +1,35 @@
+"""Masks the logits of a step on the device path as the model gave them, in the model's dtype.
+
+A processor that asks to change one request's logits makes model runner V2 copy those of the whole batch to float32,
+whatever the processor does with them. So ours does not ask. Where a request of the batch asks for something else, such
+as a temperature, a bias or a penalty, vLLM makes its copy and calls `ItemSetProcessor.apply` on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from itemset.serving.hooks import IMPORTED
+from vllm_static.compat import hook
+
+
+@hook(
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params",
+    why="masks logits as the model gave them: for a processor, vLLM copies the whole batch's to float32",
+    when=IMPORTED,
+)
+def apply_sampling_params(
+    original: Callable[..., Tensor], self: Any, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any,
+    pos: Tensor, input_ids: Tensor, expanded_local_pos: Tensor,
+) -> Tensor:  # fmt: skip
+    """Around what both samplers of model runner V2 call first. Where nobody asks for a change it returns the logits."""
+    if not self.needs_logits_processing[idx_mapping_np].any():
+        raw = self.logprobs_mode.startswith("raw") and self.get_logprobs_dims(idx_mapping_np) is not None
+        layout = {"above": expanded_local_pos, "tokens": input_ids, "positions": pos}
+        for processor in self.logits_processors:
+            if hasattr(processor, "mask_rows"):
+                logits = processor.mask_rows(logits, expanded_idx_mapping, idx_mapping_np, raw=raw, **layout)
+    return original(logits=logits)

@@ -12,10 +12,13 @@ from itemset.serving import metrics
 from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.asgi import while_connected
+from itemset.serving.body_constraints import refuse_lost
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.constraint import Constraint
+from itemset.serving.embedded_answer import ExpectedItems
 from itemset.serving.following import Follower
-from itemset.serving.inside import Constraint, Constraints, ExpectedItems, refuse_lost
+from itemset.serving.inside import Constraints
 from itemset.serving.lists import Lists
 from itemset.serving.travel import carried
 from itemset.serving.words import BEAMS, HOLES, LIST, WEIGHT

@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import asgi, declared, drawing, inside, words
+from itemset.serving import asgi, declared, drawing, words
+from itemset.serving.body_constraints import constraints_of, refuse_loose_tools
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.inside import refuse_loose_tools
 from itemset.serving.request import check_options
 from itemset.serving.words import (
     BEAMS,
@@ -136,7 +136,7 @@ def _judged(scope: Any, body: Any) -> None:
     if isinstance(tools := body.get("tools"), list) and body.get("tool_choice") != "none":
         forced = body.get("tool_choice") not in (None, "auto")
         refuse_loose_tools(tools, body.get("tool_choice"), lambda strict: path in SERVED and (forced or strict))
-    _stated.set(inside.stated(body, fields))
+    _stated.set(constraints_of(body, fields))
     if path not in SERVED:
         return
     given = body.get("response_format")

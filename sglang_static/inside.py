@@ -12,9 +12,9 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset.inside.marks import mentions
-from itemset.serving import inside
+from itemset.serving.body_constraints import holds_sets
+from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
 from itemset.serving.grammars import SharedGrammar
-from itemset.serving.inside import EBNF, JSON, TAG, Constraint, holds_sets
 from itemset.serving.words import HOLES, REFERENCE, SLATE
 from sglang_static.request import places, without_words_anywhere
 
@@ -65,7 +65,7 @@ def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple
     """
     for place in places(params, fields):
         if place.get(SLATE) is not None:
-            return inside.SLATE, place[SLATE]
+            return SLATE, place[SLATE]
     given = next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
     return (TAG, _undisguised(given[1])) if given is not None and given[0] == TAG else given
 

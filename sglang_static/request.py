@@ -8,8 +8,8 @@ from typing import Any
 
 from itemset import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
+from itemset.serving.constraint import Constraint
 from itemset.serving.drawing import refuse_beside, wants_draws
-from itemset.serving.inside import Constraint
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import Carried, arrived
 from itemset.serving.words import BEAMS, CHOICE, CUSTOM, FILTERED, HOLES, INDEX, REFERENCE, SELECTION, SLATE, WEIGHT

@@ -24,10 +24,11 @@ import itemset
 from itemset import ItemSetError
 from itemset.inside.composite import Composite, Found
 from itemset.inside.holes import Hole, Items
-from itemset.inside.marks import PLACES, Marker
+from itemset.inside.marks import Marker
+from itemset.inside.survey import PLACES
 from itemset.inside.vocabulary import HOLES, Vocabulary
+from itemset.serving.constraint import ENVELOPE
 from itemset.serving.grammars import Grammars
-from itemset.serving.inside import ENVELOPE
 
 SEEN, SHORT = ({"type": "string", "item_set": name} for name in ("seen", "short"))
 

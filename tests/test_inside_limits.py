@@ -15,12 +15,15 @@ from models import tiny_tokenizer
 
 from itemset import ItemSetError
 from itemset.inside import marks
-from itemset.inside.marks import PLACES, TEXT, Marker
+from itemset.inside.marks import Marker
+from itemset.inside.survey import PLACES, TEXT
 from itemset.serving.admission import Checks, Words
+from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint
 from itemset.serving.grammars import Grammars
-from itemset.serving.inside import EBNF, ENVELOPE, JSON, SMALL, Constraint, Constraints, holds_sets
+from itemset.serving.inside import Constraints
 
 FILM = {"type": "string", "item_set": "films"}
 INLINE = {"type": "string", "item_set": ["red", "green"]}

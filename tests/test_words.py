@@ -15,8 +15,9 @@ from pydantic import BaseModel, Field
 from itemset.errors import ItemSetError
 from itemset.inside.marks import Marker, mentions
 from itemset.serving import declared, words
+from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_loose_tools
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.inside import JSON, TAG, holds_sets, refuse_loose_tools, stated
+from itemset.serving.constraint import JSON, TAG
 
 
 class Format(BaseModel):
@@ -179,17 +180,17 @@ def test_constraints_are_found_where_a_body_states_them():
         {"sampling_params": {"structured_outputs": {"json": given}}},
         {"sampling_params": [{"json_schema": given}]},
     ):
-        assert stated(body, body) == [(JSON, given)]
+        assert constraints_of(body, body) == [(JSON, given)]
     assert (
-        stated(
+        constraints_of(
             {"text": "item_set", "response_format": lost_words.response_format({"type": "string"})},
             ["text", "response_format"],
         )
         == []
     )
-    assert stated({"json_schema": given}, []) == []
+    assert constraints_of({"json_schema": given}, []) == []
     tag = lost_words.TAG
-    assert stated({"response_format": {**tag, "type": "text"}}, ["response_format"]) == [(TAG, tag)]
+    assert constraints_of({"response_format": {**tag, "type": "text"}}, ["response_format"]) == [(TAG, tag)]
 
 
 def test_tools_of_every_form():

@@ -27,8 +27,8 @@ from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
+from itemset.serving.constraint import ENVELOPE
 from itemset.serving.grammars import Grammars
-from itemset.serving.inside import ENVELOPE
 from itemset.serving.metrics import label
 from itemset.serving.travel import arrived, tables
 from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE, SLATED

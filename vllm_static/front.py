@@ -18,8 +18,10 @@ from itemset.serving.admission import Checks, Words
 from itemset.serving.answer import Expected
 from itemset.serving.catalogue import INLINE, RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.constraint import Constraint
+from itemset.serving.embedded_answer import ExpectedItems
 from itemset.serving.following import Follower
-from itemset.serving.inside import Constraint, Constraints, ExpectedItems
+from itemset.serving.inside import Constraints
 from itemset.serving.lists import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import carried

@@ -11,9 +11,10 @@ from vllm.sampling_params import SamplingParams
 
 from itemset.errors import ItemSetError, shown
 from itemset.inside.marks import mentions
-from itemset.serving import asgi, declared, drawing, inside, metrics, words
+from itemset.serving import asgi, declared, drawing, metrics, words
+from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.inside import JSON, TAG, holds_sets, refuse_loose_tools, refuse_lost, stated
+from itemset.serving.constraint import JSON, TAG
 from itemset.serving.request import ItemRequest
 from itemset.serving.words import (
     BEAMS,
@@ -99,7 +100,7 @@ def _judge(scope: Any, body: Any) -> None:
     try:
         fields = declared.of_route(scope, body)
         SURFACE.check(asgi.path_of(scope), body, fields, ours=ours)
-        _stated.set(stated(body, fields))
+        _stated.set(constraints_of(body, fields))
         if ours and isinstance(body, dict):
             _take_choice(body)
             if drawing.wants_draws(body) and asgi.path_of(scope) in _DRAWING:
@@ -202,7 +203,7 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
     if asked or (request.model_extra or {}).get(SLATE) is not None:
         params.extra_args = _carried(request, params.extra_args)
     given = constraint_of(params)
-    refuse_lost(_stated.get(), reached=given is not None and (given[0] == inside.SLATE or mentions(given[1])))
+    refuse_lost(_stated.get(), reached=given is not None and (given[0] == SLATE or mentions(given[1])))
     return params
 
 

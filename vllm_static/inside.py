@@ -12,8 +12,8 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from itemset.inside.vocabulary import Vocabulary
 from itemset.serving import words
+from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
 from itemset.serving.grammars import SharedGrammar
-from itemset.serving.inside import EBNF, JSON, LARK, SLATE, TAG, Constraint
 from itemset.serving.words import STRUCTURED
 from vllm_static import compat
 

@@ -192,7 +192,8 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     always=True,
 )
 def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: Any) -> None:
-    from itemset.serving.inside import TAG, holds_sets
+    from itemset.serving.body_constraints import holds_sets
+    from itemset.serving.constraint import TAG
     from vllm_static.inside import constraint_of
 
     given = constraint_of(sampling_params)

@@ -50,7 +50,7 @@ def asked_by(
 
 def names_sets(params: SamplingParams) -> bool:
     """Whether a request names a set, or one stands in its constraint."""
-    from itemset.serving.inside import holds_sets
+    from itemset.serving.body_constraints import holds_sets
     from vllm_static.inside import constraint_of
 
     given = constraint_of(params)

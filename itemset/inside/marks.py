@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,10 @@ from typing import Any
 import xgrammar
 
 from itemset.errors import ItemSetError, shown
-from itemset.inside.places import NAMED, NO_SCHEMAS, SELECTION, WORD, Marked, Place, means_set, says_set
+from itemset.inside import slates
+from itemset.inside.places import NAMED, NO_SPACE, SELECTION, WORD, Marked, Place, means_set, says_set
+from itemset.inside.survey import ANY, PLACES, REFERENCES, REFERRING, SETS, Survey, check_characters, objects, parse
 from itemset.inside.vocabulary import HOLES
-from itemset.trie.filters import digits
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
 _ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
@@ -36,25 +36,13 @@ _IGNORED = (
     "dependencies",
     "contentSchema",
 )
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_DEEPEST = 128
-"""Levels of a constraint with item sets: what is deeper would end in a stack that overflows, xgrammar's or Python's."""
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
 
 
 _SPACES = re.compile(r"\s*")
-PLACES = 1_000
-"""Places of one constraint, each reference counted as one; each takes its time."""
-TEXT = 1 << 20
-"""Characters of one constraint, lists of texts and keys among them."""
 GRAMMAR = 1 << 18
 """Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
-_SETS, _REFERRING, _ANY = 1, 2, 3
-_SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
-_NO_SPACE = (
-    "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
-)
 
 
 def mentions(spec: Any) -> bool:
@@ -75,8 +63,7 @@ class Marker:
         self._nonce = secrets.token_hex(8)
         self._seen = set[str]()  # paths of sets that stand where they hold
         self._unheld = list[str]()  # paths of references where nothing holds
-        self._characters = self._references = 0
-        self._holding = dict[int, int]()  # what each object and list of the constraint holds, by its id
+        self._survey = Survey()
 
     def finds(self, kind: str, given: Any) -> bool:
         """Whether item sets stand in a schema, tag or grammar: without xgrammar. Raises as these do."""
@@ -127,39 +114,14 @@ class Marker:
 
     def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
         """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
-        _check_characters(len(given))
+        check_characters(len(given))
         marked = "".join(self._elements(given))
         return self._placed(marked, parse(marked), None) if self._places else None
 
     def slate(self, given: Any) -> Marked:
-        """Mark a slate, an object or its text: {"item_set": "films", "n": 5, "separator": "\\n"}, n distinct items.
-
-        What chooses among the items may stand in it, too.
-        """
+        """Mark a slate, an object or its text: see `slates.read`."""
         is_json = not isinstance(given, str) or given.lstrip().startswith("{")
-        slate = self._parsed(given) if is_json else given
-        if not isinstance(slate, dict):
-            raise ItemSetError(f"slate must be an object of {WORD}, n and separator, {_SLATE}, not {shown(slate)}")
-        if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):
-            raise ItemSetError(
-                f"slate: there is no {shown(others[0])}, only {WORD}, n, separator, {', '.join(SELECTION)}"
-            )
-        for word, meaning in ((WORD, "the set's name"), ("n", "how many items")):
-            if slate.get(word) is None:
-                raise ItemSetError(f"slate has no {word}, which is {meaning}: state it, {_SLATE}")
-        n, separator = slate["n"], slate.get("separator", "\n")
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= PLACES:
-            raise ItemSetError(f"slate.n must be a number of items, 1 to {PLACES:,}, not {shown(n)}")
-        if not isinstance(separator, str):
-            raise ItemSetError(f"slate.separator must be a text, not {shown(separator)}")
-        for character in separator:
-            if unicodedata.category(character).startswith("C") and character not in "\n\r\t":
-                raise ItemSetError(
-                    f"slate.separator has the character U+{ord(character):04X}, which is invisible and no space: of "
-                    "such, only the line feed, the carriage return and the tab may stand in it"
-                )
-        if separator.endswith(" "):
-            raise ItemSetError(f"slate.separator {_NO_SPACE}")
+        slate, n, separator = slates.read(self._parsed(given) if is_json else given)
         place = replace(self._place(slate, "slate"), closers=separator[:1], group=0)
         if n > (size := self._size_of(place)):
             raise ItemSetError(f"slate.n is {n:,}, but there are {size:,} distinct items: ask for fewer")
@@ -172,47 +134,12 @@ class Marker:
         return replace(marked, slate=(n, separator))
 
     def _parsed(self, given: Any) -> Any:
-        """Raises ItemSetError: no JSON, too long or too deep."""
-        try:
-            _check_characters(len(given) if isinstance(given, str) else 0)
-            parsed = json.loads(given) if isinstance(given, str) else given
-        except ValueError as error:
-            raise ItemSetError(f"the constraint is no JSON: {error}") from error
-        except RecursionError:
-            parsed = None
-        if parsed is None:
-            raise _too_deep()
-        self._survey(parsed, 1)
+        parsed = parse(given)
+        self._survey.add(parsed)
         return parsed
 
-    def _survey(self, node: Any, depth: int) -> int:
-        """Return, and remember, whether sets and references stand in it, whatever they mean there. One pass."""
-        self._characters += 1 + (len(node) if isinstance(node, str) else digits(node))
-        if not isinstance(node, dict | list):
-            return 0
-        if depth > _DEEPEST:
-            raise _too_deep()
-        found = 0
-        for value in node if isinstance(node, list) else ():
-            found |= self._survey(value, depth + 1)
-        for key, value in node.items() if isinstance(node, dict) else ():
-            self._characters += len(str(key))
-            below = self._survey(value, depth + 1)
-            found |= 0 if key in NO_SCHEMAS else below
-        _check_characters(self._characters)
-        if isinstance(node, dict):
-            refers = sum(word in node for word in _REFERENCES)
-            self._references += refers
-            found |= _SETS * (WORD in node) | _REFERRING * (refers > 0)
-        self._holding[id(node)] = found
-        return found
-
-    def _has(self, node: Any, what: int) -> bool:
-        """Whether sets or references stand anywhere in it."""
-        return bool(self._holding.get(id(node), 0) & what)
-
     def _mark(self, place: Place) -> str:
-        if len(self._places) + self._references >= PLACES:
+        if len(self._places) + self._survey.references >= PLACES:
             raise ItemSetError(
                 f"item sets stand in more than {PLACES:,} places of the constraint, each $ref counted: state fewer"
             )
@@ -244,9 +171,9 @@ class Marker:
             if key in SELECTION or means_set(key):
                 raise ItemSetError(f"{path} has {key}, but no {WORD}: name a set as {WORD}, or omit it")
         for key in _IGNORED:
-            self._unheld += [f"{path}.{key}"] if self._has(node.get(key), _REFERRING) else []
-        self._unheld += [f"{path}.{key}" for key in _REFERENCES[1:] if key in node]
-        if isinstance(several := node.get("allOf"), list) and len(several) > 1 and self._has(several, _ANY):
+            self._unheld += [f"{path}.{key}"] if self._survey.holds(node.get(key), REFERRING) else []
+        self._unheld += [f"{path}.{key}" for key in REFERENCES[1:] if key in node]
+        if isinstance(several := node.get("allOf"), list) and len(several) > 1 and self._survey.holds(several, ANY):
             self._unheld.append(f"{path}.allOf")
         out = dict(node)
         distinct = self._distinct(node, path)
@@ -266,7 +193,7 @@ class Marker:
         marked = self._schema(given, path)
         unheld = [
             one
-            for one, node in _nodes(given, path)
+            for one, node in objects(given, path)
             if any(means_set(key) and isinstance(value, str | list) for key, value in node.items())
         ]
         unheld = [one for one in unheld if one not in self._seen] + (self._unheld if self._places else [])
@@ -288,11 +215,11 @@ class Marker:
 
     def _distinct(self, node: dict[str, Any], path: str) -> bool:
         """Whether this is an array of distinct items of a set."""
-        if node.get("uniqueItems") is not True or not self._has(node.get("items"), _ANY):
+        if node.get("uniqueItems") is not True or not self._survey.holds(node.get("items"), ANY):
             return False
         items = node["items"]
         if "prefixItems" in node or not isinstance(items, dict) or WORD not in items or items.get("type") == "null":
-            if not self._has(node, _SETS):
+            if not self._survey.holds(node, SETS):
                 return False  # vLLM or SGLang will say that it knows no uniqueItems
             raise ItemSetError(
                 f"{path}: uniqueItems holds for items that are an item_set, stated right there without a $ref, anyOf "
@@ -331,12 +258,12 @@ class Marker:
             if WORD not in node:
                 raise ItemSetError(f'{path}: name the set, as {{"type": "item_set", "item_set": "films"}}')
             return {"type": "const_string", "value": self._mark(replace(self._place(node, path), closers=closers))}
-        if node.get("excludes") and self._has(node.get("json_schema"), _SETS):
+        if node.get("excludes") and self._survey.holds(node.get("json_schema"), SETS):
             raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
         begin, ends = node.get("begin"), node.get("end")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
         if isinstance(begin, str) and begin.endswith(" ") and _begins_with_item(node.get("content")):
-            raise ItemSetError(f"{path}.begin {_NO_SPACE}")
+            raise ItemSetError(f"{path}.begin {NO_SPACE}")
         out: dict[str, Any] = {}
         for key, value in node.items():
             if key == "json_schema":
@@ -368,7 +295,7 @@ class Marker:
                 raise ItemSetError(f"{where}: there is no {others[0]}")
             before = text[at : match.start()]
             if text[max(0, match.start() - 100) : match.start()].rstrip().endswith(' "'):
-                raise ItemSetError(f"the text before the {where} {_NO_SPACE}")
+                raise ItemSetError(f"the text before the {where} {NO_SPACE}")
             yield before
             yield f'"{self._mark(self._place(node, where))}"'
             at = close.end()
@@ -385,7 +312,7 @@ class Marker:
                 "state fewer properties, references, tags or rules"
             )
         printed, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
-        named = {str(node.get("$ref")).rpartition("/")[2] for _, node in _nodes(given, "$")}
+        named = {str(node.get("$ref")).rpartition("/")[2] for _, node in objects(given, "$")}
         numbers: dict[Any, int] = {}
         for number, place in enumerate(self._places):
             if number not in printed:
@@ -405,30 +332,6 @@ class Marker:
         if len(holes) > HOLES:
             raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
         return Marked(spec, text, re.compile(mark), holes, hole_of) if holes else None
-
-
-def _nodes(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object in a constraint, whatever it means there, but for constants."""
-    if isinstance(given, dict):
-        yield path, given
-        for key, value in given.items():
-            if key not in NO_SCHEMAS:
-                yield from _nodes(value, f"{path}.{key}")
-    elif isinstance(given, list):
-        for i, value in enumerate(given):
-            yield from _nodes(value, f"{path}[{i}]")
-
-
-def _too_deep() -> ItemSetError:
-    return ItemSetError(f"the constraint is nested more than {_DEEPEST} levels deep: make it flatter")
-
-
-def _check_characters(found: int) -> None:
-    """Raises ItemSetError."""
-    if found > TEXT:
-        raise ItemSetError(
-            f"the constraint has more than {TEXT:,} characters: register long lists as item sets, and state less"
-        )
 
 
 def _begins_with_item(node: Any) -> bool:

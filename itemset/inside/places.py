@@ -18,6 +18,9 @@ NO_SCHEMAS = {"const", "enum", "default", "examples"}
 """Keywords under which anything may stand."""
 EBNF_SET = re.compile(r"(?<![\w.-])[Ii]tem_?[Ss]ets?\s*\(")
 """A set in a grammar, rightly or nearly."""
+NO_SPACE = (
+    "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
+)
 _WRITTEN = re.compile(r"items?[-_ ]?sets?")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,3 +100,18 @@ class Vocabulary:
                     if text[at:] in ids:
                         found.alone[text[at:]] = ids[text[at:]][0]
         return found
+
+
+class OverVocabulary:
+    """What stands on a model's vocabulary, which is made once it is asked for. Safe for threads."""
+
+    def __init__(self, make: Callable[[], Vocabulary]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make()
+            return self._vocabulary

@@ -12,9 +12,9 @@ import xgrammar
 
 from itemset.inside.composite import Composite
 from itemset.inside.holes import Hole, Items
-from itemset.inside.vocabulary import Vocabulary
+from itemset.inside.vocabulary import OverVocabulary, Vocabulary
 from itemset.item_set import ItemSet
-from itemset.serving.inside import ENVELOPE, SMALL, OverVocabulary
+from itemset.serving.constraint import ENVELOPE, SMALL
 
 Sets = Callable[[str], ItemSet]
 """Returns a set by its reference."""

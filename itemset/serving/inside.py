@@ -1,135 +1,35 @@
-"""Item sets inside other grammars: found in a request's constraint, looked up, checked, and carried to the engine."""
+"""Constraints with item sets in them, in one front end: sets are found, looked up and checked, grammars compiled."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError, shown
-from itemset.inside.answer import items_of, json_paths, text_of
-from itemset.inside.composite import Composite, Found
-from itemset.inside.holes import Hole, Items
-from itemset.inside.marks import Marker, mentions
+from itemset.errors import ItemSetError
+from itemset.inside.marks import Marker
 from itemset.inside.places import Marked, Place
-from itemset.inside.vocabulary import Vocabulary
+from itemset.inside.vocabulary import OverVocabulary, Vocabulary
 from itemset.item_set import ItemSet
-from itemset.serving import words
 from itemset.serving.admission import Checks
-from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
+from itemset.serving.body_constraints import is_small, may_hold
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import Carried, carried
-from itemset.serving.words import at
 from itemset.text import Escape, continues, encode
 from itemset.trie.walk import NO_TOKEN
-
-ENVELOPE = "\0item_set_holes:"
-"""Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
-
-JSON, TAG, EBNF, LARK, SLATE = KINDS = ("json", "structural_tag", "ebnf", "lark", "slate")
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _THREADS = 2
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
-_STATED = (("json", JSON), ("json_schema", JSON), ("structural_tag", TAG), ("grammar", EBNF), ("ebnf", EBNF))
-SMALL = 20_000
-"""Characters of a constraint, and of its grammar, that xgrammar compiles within about a tenth of a second."""
-
-
-def holds_sets(kind: str, spec: Any) -> bool:
-    """Whether item sets stand in a constraint, rightly or not."""
-    if kind == SLATE or not _may_hold(kind, spec):
-        return kind == SLATE
-    if not is_small(spec):
-        return True  # this may be asked on an event loop
-    try:
-        return Marker(lambda place: 1 << 30).finds({JSON: "schema", TAG: "tag"}.get(kind, "ebnf"), spec)
-    except ItemSetError:
-        return True
-    except Exception:  # no constraint, as its engine will say
-        return False
-
-
-def _may_hold(kind: str, spec: Any) -> bool:
-    return kind == SLATE or mentions(spec)
-
-
-def is_small(spec: Any) -> bool:
-    """Whether a constraint has few characters. Looks at no more of it than that."""
-    waiting, characters = [spec], 0
-    while waiting and characters <= SMALL:
-        node = waiting.pop()
-        characters += 4 + (len(node) if isinstance(node, str | list | dict) else 0)  # quotes, and what parts them
-        if isinstance(node, list | dict) and characters <= SMALL:
-            waiting += node
-            waiting += node.values() if isinstance(node, dict) else ()
-    return characters <= SMALL
-
-
-def stated(body: Any, fields: Collection[str]) -> list[tuple[str, Any]]:
-    """The constraints of a body, by any engine's words, that may hold item sets: kinds and texts.
-
-    fields: those that its endpoint declares.
-    """
-    found: list[tuple[str, Any]] = []
-    for given in at(body, ""):
-        one = {name: value for name, value in given.items() if name in fields or name == words.SLATE}
-        if one.get(words.SLATE) is not None:
-            found.append((SLATE, one[words.SLATE]))
-        for place in ("response_format", "text.format", "output_config.format"):
-            for given in at(one, place):
-                if given.get("type") == TAG or "format" in given:
-                    found.append((TAG, {**given, "type": TAG}))
-                else:
-                    found += [(JSON, inner.get("schema")) for inner in (given, *at(given, "json_schema"))]
-        for place in ("", words.STRUCTURED, words.PARAMS, f"{words.PARAMS}.{words.STRUCTURED}"):
-            found += [(kind, inner.get(name)) for inner in at(one, place) for name, kind in _STATED]
-    return [one for one in found if one[0] == SLATE or (isinstance(one[1], str | dict) and mentions(one[1]))]
-
-
-def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
-    """Raises RefusedError if sets stand in more constraints of a body than have reached its requests."""
-    if len(stated) > reached and sum(holds_sets(*one) for one in stated) > reached:
-        raise RefusedError(
-            "two constraints",
-            "an item set inside a constraint would be lost: a beam search, a tool or another constraint of this body "
-            "takes the place of that one; omit it",
-        )
-
-
-def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool], bool]) -> None:
-    """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
-
-    tools, choice: as a body has them, of OpenAI's or Anthropic's form. held: whether the engine constrains a tool's
-    parameters, given whether it is strict.
-    """
-    chosen = choice if isinstance(choice, dict) else {}
-    named = (chosen["function"] if isinstance(chosen.get("function"), dict) else chosen).get("name")
-    for tool in tools:
-        given = tool if isinstance(tool, dict) else {}
-        if isinstance(given.get("tools"), list):  # a namespace of several
-            refuse_loose_tools(given["tools"], choice, held)
-        function = given["function"] if isinstance(given.get("function"), dict) else given
-        parameters = function.get("parameters", function.get("input_schema"))
-        if isinstance(parameters, dict) and not held(function.get("strict") is True) and holds_sets(JSON, parameters):
-            mends = ['add "strict": true to the function'] if function.get("strict") is not True else []
-            mends += ["name it in tool_choice"] if named is None or named != function.get("name") else []
-            raise RefusedError(
-                "item set inside",
-                f"the parameters of the tool {shown(function.get('name'))} hold an item_set, but this engine leaves "
-                f"them free: {', or '.join(mends) or 'give them as a JSON schema of the answer'}",
-                "tools",
-            )
 
 
 def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) -> Marked | None:
@@ -142,74 +42,9 @@ def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) ->
     return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
 
 
-@dataclass(frozen=True, eq=False)
-class SetHole:
-    """A hole and the set in it.
-
-    kept: the set that came with the request or was chosen for it, held as long as the request needs it.
-    """
-
-    place: Place
-    closers: bytes
-    reference: str
-    item_set: ItemSet = field(repr=False)
-    kept: InlineSet | None = field(repr=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Constraint:
-    """A request's constraint with holes. In the request it stands in place of what it was made of.
-
-    kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
-    slate: of a slate that a device can make, how many items come after the first, and the token between two, or
-        NO_TOKEN. least: of a slate, tokens that none has fewer of.
-    """
-
-    kind: str
-    grammar: str
-    holes: Sequence[SetHole]
-    compiled: xgrammar.CompiledGrammar = field(repr=False)
-    slate: tuple[int, int] | None = None
-    least: int = 0
-
-    def __deepcopy__(self, memo: Any) -> Constraint:
-        """Engines copy a request's parameters; this is immutable."""
-        return self
-
-    @property
-    def references(self) -> list[str]:
-        return list(dict.fromkeys(hole.reference for hole in self.holes))
-
-    def spec(self) -> str:
-        """Return what `grammars.Grammars` reads in the engine."""
-        holes = [
-            [hole.reference, hole.closers.decode("latin-1"), hole.place.group, hole.place.begins] for hole in self.holes
-        ]
-        return ENVELOPE + json.dumps([self.grammar, holes])
-
-    def carried(self, catalogue: Catalogue) -> list[Carried]:
-        """Return what the request carries of its sets."""
-        return [carried(catalogue, reference) for reference in self.references]
-
-
 def _characters(key: str, marked: Marked) -> int:
     """What is kept of a constraint: its text with the lists of its places, twice, and its grammar."""
     return 2 * len(key) + len(marked.spec) + len(marked.grammar)
-
-
-class OverVocabulary:
-    """What stands on a model's vocabulary, which is made once it is asked for. Safe for threads."""
-
-    def __init__(self, make: Callable[[], Vocabulary]) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._make()
-            return self._vocabulary
 
 
 class Constraints(OverVocabulary):
@@ -241,13 +76,13 @@ class Constraints(OverVocabulary):
 
         Raises RefusedError for what cannot hold, and as `Checks.reference` does.
         """
-        if not _may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
+        if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
         return self._assembled(kind, marked, [self._checks.reference(self._asked(place)) for place in marked.holes])
 
     async def prepare(self, kind: str, spec: Any) -> Constraint | None:
         """Do `get` beside the event loop."""
-        if not _may_hold(kind, spec):
+        if not may_hold(kind, spec):
             return None
         loop = asyncio.get_running_loop()
         marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
@@ -413,47 +248,3 @@ class Constraints(OverVocabulary):
     @property
     def _continues(self) -> bool:
         return continues(self._tokenizer)
-
-
-@dataclass(frozen=True)
-class ExpectedItems:
-    """What a front end keeps of a request whose constraint has holes, and reads the answer's tokens with.
-
-    The rest is as for `answer.Expected`.
-    """
-
-    constraint: Constraint
-    vocabulary: Vocabulary
-    catalogue: Catalogue
-    stop_tokens: frozenset[int]
-    content: Callable[[Sequence[int]], Sequence[int]] | None = None
-
-    weighed = False
-
-    def told(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
-        """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
-        tokens = tokens if self.content is None else self.content(tokens)
-        bridges = self.vocabulary.bridges
-        holes = [
-            Hole(Items(hole.item_set), bridges(hole.closers) if hole.closers else None, *_group(hole))
-            for hole in self.constraint.holes
-        ]
-        composite = Composite(self.vocabulary, self.constraint.compiled, holes, self.stop_tokens)
-        found, text = items_of(composite, tokens), text_of(self.vocabulary, tokens)
-        paths = json_paths(text) if self.constraint.kind == JSON else {}
-        return {"items": [self._item(one, text, paths.get(one.begin)) for one in found]}
-
-    def _item(self, found: Found, text: bytes, path: str | None) -> dict[str, Any]:
-        hole = self.constraint.holes[found.hole]
-        keys = hole.item_set.keys_of([found.tokens])[0]
-        shown = text[found.begin : found.end].decode("utf-8", "replace")
-        if hole.place.quoted:
-            shown = json.loads(f'"{shown}"', strict=False)
-        where = {} if path is None else {"path": path}
-        named = {} if hole.reference.startswith(INLINE) else {"set": name_of(hole.reference)}
-        told = self.catalogue.told(hole.reference)
-        return {**where, "text": shown, **named, "key": keys[0], "keys": keys, **told}
-
-
-def _group(hole: SetHole) -> tuple[int | None, bool]:
-    return hole.place.group, hole.place.begins

@@ -17,14 +17,14 @@ from itemset.text import Escape, TokenizerId, encode, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
-from itemset.trie.changes import change
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys, as_keys, changed_places, in_item_order
 from itemset.trie.levels import LevelPlan
 from itemset.trie.ready import ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
-from itemset.trie.soundness import digest_of
+from itemset.trie.soundness import digest_of, item_lengths
 from itemset.trie.tables import Trie, build_trie
+from itemset.trie.update import change
 
 AGAIN = "build it again with `itemset build`"
 
@@ -111,7 +111,7 @@ class ItemSet:
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether the tables are a trie in the order of the items: an index file may hold anything."""
-        return bool(numbering.in_order(self.trie.tables.pointers, self.trie.tail_tokens))
+        return item_lengths(self.trie, tails=True)[1] > 0
 
     @property
     def shared(self) -> int:
@@ -125,10 +125,7 @@ class ItemSet:
 
     @property
     def digest(self) -> str:
-        """Hex digest of the tables: equal for two sets of the same items, whatever their keys.
-
-        A set whose items have one length has another one in a file of a release that did not count its targets.
-        """
+        """Hex digest of the tables: equal for two sets of the same items, whatever their keys."""
         if self._digest is None:
             self._digest = digest_of(self.trie.tables)
         return self._digest

@@ -157,7 +157,7 @@ def changed_places(
 ) -> tuple[NDArray[Any], NDArray[np.uint32] | None]:
     """Return the places of a changed set's keys, as `in_item_order` does, among the old keys and then the new ones.
 
-    starts: of the old keys; gone: which of them do not stay. members, same: as in `changes.Changed`.
+    starts: of the old keys; gone: which of them do not stay. members, same: as in `update.Changed`.
     """
     old = len(gone) if starts is None else len(starts) - 1
     order = np.arange(len(new.rows), dtype=np.uint32) if new.order is None else new.order

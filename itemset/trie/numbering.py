@@ -13,8 +13,8 @@ from itemset.trie.jit import compiled
 from itemset.trie.pointers import count_ones, first_edge, label, load32
 from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import Tables
-from itemset.trie.targets import is_leaf, nodes_before, tails_of
-from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_entry, tail_token
+from itemset.trie.targets import is_leaf, nodes_before
+from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_token
 
 
 def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
@@ -43,42 +43,6 @@ def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Count the terminal nodes before each word of the bitmap, and in all: [words + 1]."""
     counts = np.unpackbits(terminal.view(np.uint8)).reshape(len(terminal), 32).sum(axis=1, dtype=np.uint32)
     return np.concatenate((np.zeros(1, np.uint32), np.cumsum(counts, dtype=np.uint32)))
-
-
-@compiled
-def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
-    """Return whether the tables are a trie as `build_trie` makes it.
-
-    Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
-    follow without gaps, and each block's bases say how far both have come. So each item leads to its own number.
-    """
-    nodes = tables.nodes
-    node, position = np.int64(1), np.int64(0)
-    for parent in range(nodes):
-        first, end = first_edge(tables, parent), first_edge(tables, parent + 1)
-        if parent >= node or first == end:
-            return False
-        for edge in range(first, end):
-            block = edge >> 5
-            if edge & 31 == 0 and (load32(tables.node_base, block) != node or tails_of(tables, block) != position):
-                return False
-            if edge > first and label(tables, edge) <= label(tables, edge - 1):
-                return False
-            state = follow(tables, edge)
-            if state == END:
-                continue
-            if state == node:
-                node += 1
-                continue
-            if state != TAIL + position:
-                return False
-            entry = np.int64(0)
-            while entry >> tables.token_bits == 0:
-                entry = tail_entry(tables, position)
-                position += 1
-            if position > tail_tokens:
-                return False
-    return node == nodes and position == tail_tokens
 
 
 @compiled

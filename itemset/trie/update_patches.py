@@ -198,7 +198,7 @@ def _set_position(tables, terminal_rank, tail_tokens, edges, depth, position):  
 
 @compiled
 def _item_before(tables, levels, tokens, start, end, near):  # type: ignore[no-untyped-def]
-    """Set `near` to the edges of the last item before a row; return the last one's depth, -1 if there is no such item."""
+    """Set `near` to the edges of the last item before a row; return the depth of the last, -1 if there is none."""
     depth, best, deep, edge = np.int64(0), np.int64(-1), False, np.int64(-1)
     node = np.int64(0)
     while True:

@@ -43,9 +43,9 @@ class End:
 def end_builds(folder: Path, times: int, seed: int, *, items: int = 200_000) -> Counter[str]:
     """Start `times` builds and end each at a moment drawn evenly from the length of a whole build.
 
-    Before every second one there is another index at the output. Raises AssertionError where a build leaves anything but
-    the index before it or the new one whole, where an interrupted one does not say how to go on, or where one leaves
-    litter that the next does not remove. Returns how often each end was seen.
+    Before every second one there is another index at the output. Raises AssertionError where a build leaves neither
+    that nor the new one whole, where an interrupted one does not say how to go on, or where one leaves litter that the
+    next does not remove. Returns how often each end was seen.
     """
     chosen = random.Random(seed)
     source, output = folder / "items.npy", folder / "index" / "items.itemset"

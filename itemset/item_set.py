@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset import notices
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 from itemset.text import Escape, TokenizerId, encode, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
@@ -25,8 +25,6 @@ from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, s
 from itemset.trie.soundness import digest_of, item_lengths
 from itemset.trie.tables import Trie, build_trie
 from itemset.trie.update import change
-
-AGAIN = "build it again with `itemset build`"
 
 
 class ItemSet:
@@ -46,6 +44,8 @@ class ItemSet:
         attributes: NDArray[np.uint8] | None = None,
     ) -> None:
         self.trie = trie
+        self.shortest, self.longest = trie.shortest, trie.longest
+        """Tokens of the shortest and of the longest item."""
         self.base: ItemSet | None = None
         """Of a view: the set, or the view, whose tables it shares."""
         self.own: Mapping[str, NDArray[Any]] = trie.tables.sections
@@ -68,16 +68,6 @@ class ItemSet:
 
     def __repr__(self) -> str:
         return f"ItemSet({len(self):,} items of {self.shortest} to {self.longest} tokens, {self.nbytes:,} bytes)"
-
-    @property
-    def shortest(self) -> int:
-        """Tokens of the shortest item."""
-        return self.trie.shortest
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest item."""
-        return self.trie.longest
 
     @property
     def nbytes(self) -> int:
@@ -146,8 +136,8 @@ class ItemSet:
     @property
     def resident(self) -> dict[str, NDArray[Any]]:
         """What an arena holds of it and of no base, by name: `own`, and ready masks."""
-        masks = {"ready": self.ready} if self.base is None or "alive" in self.own else {}
-        return {**self.own, **{name: array for name, array in masks.items() if len(array)}}
+        has_masks = (self.base is None or "alive" in self.own) and len(self.ready)
+        return {**self.own, **({"ready": self.ready} if has_masks else {})}
 
     @functools.cached_property
     def token_ids(self) -> NDArray[np.int64]:
@@ -165,9 +155,9 @@ class ItemSet:
 
     def occurring(self, token_ids: Iterable[int]) -> list[int]:
         """Return those of `token_ids` that occur in an item, ascending."""
-        asked = np.array(sorted(token_ids), np.int64)
-        first, after = (np.searchsorted(self.token_ids, asked, side) for side in ("left", "right"))
-        return [int(token) for token in asked[first < after]]
+        given = np.array(sorted(token_ids), np.int64)
+        first, after = (np.searchsorted(self.token_ids, given, side) for side in ("left", "right"))
+        return given[first < after].tolist()
 
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
         """Return the tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
@@ -188,23 +178,22 @@ class ItemSet:
 
         items: as for `build`. Raises ItemSetError for the first that is no item of the set.
         """
-        return self._keys.first(self._known(items))
+        return self._keys.first(self._numbered(items))
 
     def keys_of(self, items: Any) -> list[list[int | str]]:
         """Return all keys of each item, in the order in which they were given to `build`.
 
         items: as for `build`. Raises ItemSetError for the first that is no item of the set.
         """
-        return self._keys.every(self._known(items))
+        return self._keys.every(self._numbered(items))
 
-    def _known(self, items: Any) -> NDArray[np.int64]:
+    def _numbered(self, items: Any) -> NDArray[np.int64]:
         """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""
         if not len(items):
             return np.zeros(0, np.int64)
         rows = as_rows(items)
         numbers = self._numbers_of(rows)
-        if (missing := np.flatnonzero(numbers < 0)).size:
-            i = int(missing[0])
+        if numbers[i := int(numbers.argmin())] < 0:
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
         return numbers
@@ -230,8 +219,7 @@ class ItemSet:
         self.check_tokenizer(tokenizer)
         rows = Rows(*encode(texts, tokenizer, prefix=self.prefix, escape=self.escape))
         numbers = self._numbers_of(rows)
-        if (missing := np.flatnonzero(numbers < 0)).size:
-            i = int(missing[0])
+        if len(numbers) and numbers[i := int(numbers.argmin())] < 0:
             raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
         return self._keys.first(numbers)
 
@@ -314,13 +302,13 @@ class ItemSet:
             trie,
             changed_places(starts, gone, new, members, same),
             pa.concat_arrays(values),
-            columns if columns.column_names else None,
+            columns,
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             prefix=self.prefix,
             escape=self.escape,
         )
-        notices.of_build(item_set, tokenizer)
+        notices.of_build(item_set.occurring, tokenizer)
         return item_set
 
     @functools.cached_property
@@ -390,7 +378,7 @@ def build(
         prefix=prefix,
         escape=escape,
     )
-    notices.of_build(item_set, tokenizer)
+    notices.of_build(item_set.occurring, tokenizer)
     return item_set
 
 
@@ -407,9 +395,9 @@ def _assembled(
     """
     places, key_starts = of_keys
     values = pa.array(places.astype(np.int64)) if keys is None else keys.take(pa.array(places))
-    section = None if attributes is None else attribute_columns.to_section(attributes, places)
-    duplicates = len(places) - trie.items
-    return ItemSet(trie, Keys(values, key_starts), duplicates=duplicates, attributes=section, **about)
+    named = attributes is not None and attributes.column_names
+    section = attribute_columns.to_section(attributes, places) if named else None
+    return ItemSet(trie, Keys(values, key_starts), duplicates=len(places) - trie.items, attributes=section, **about)
 
 
 def build_text(

@@ -162,7 +162,9 @@ def _json_types(source: SourceFile, attributes: Sequence[str]) -> dict[str, Any]
 def _attribute_kind(value: object) -> Any:
     if isinstance(value, list):
         return pa.list_(pa.string()) if all(isinstance(one, str) for one in value) else None
-    return {bool: pa.bool_(), float: pa.float64()}.get(type(value)) or _kind(value)
+    if isinstance(value, bool):
+        return pa.bool_()
+    return pa.float64() if isinstance(value, float) else _kind(value)
 
 
 def _json_object(source: SourceFile, line: bytes, row: int) -> dict[str, Any]:

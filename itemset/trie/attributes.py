@@ -15,12 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 
 BATCH_ROWS = 1 << 20  # of the stream
 MAX_DICTIONARY = 1 << 15  # distinct texts that are stored as numbers
 KINDS = "bools, integers, floats, strings, dates, timestamps or lists of strings"
-_AGAIN = "build it again with `itemset build`"
 _TEXT = pa.large_string()
 
 
@@ -322,7 +321,5 @@ def from_section(section: NDArray[np.uint8] | None, rows: int) -> pa.Table:
         _names(table)
     except (pa.ArrowException, ValueError, TypeError, KeyError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise ItemSetError(
-            f"the index is corrupted, its attributes cannot be read ({reason:.200}): {_AGAIN}"
-        ) from error
+        raise ItemSetError(f"the index is corrupted, its attributes cannot be read ({reason:.200}): {AGAIN}") from error
     return table

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 from itemset.storage import fetch, fetched, file_at, is_uri
 from itemset.text import Escape, TokenizerId
 
@@ -34,7 +34,6 @@ _PRELUDE = struct.Struct("<8sIIQII")
 _ALIGN = 64
 _PIECE = 1 << 25  # bytes that are read between two looks at the time
 _DTYPES = {"uint8", "uint16", "uint32", "uint64", "int64"}
-_AGAIN = "build it again with `itemset build`"
 
 
 @dataclass(frozen=True)
@@ -265,16 +264,16 @@ def _parse_header(start: bytes, length: int, name: str) -> Header:
     if start[: len(_MAGIC)] != _MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
     if len(start) < _PRELUDE.size:
-        raise ItemSetError(f"{name} is truncated, it has {length} bytes: {_AGAIN}")
+        raise ItemSetError(f"{name} is truncated, it has {length} bytes: {AGAIN}")
     _, format_version, _, size, crc, _ = _PRELUDE.unpack_from(start)
     if format_version != FORMAT:
-        age, mend = ("newer", "upgrade static-backend") if format_version > FORMAT else ("older", _AGAIN)
+        age, mend = ("newer", "upgrade static-backend") if format_version > FORMAT else ("older", AGAIN)
         raise ItemSetError(f"{name} has the {age} format version {format_version}, this is version {FORMAT}: {mend}")
     if length < size:
-        raise ItemSetError(f"{name} is truncated, it has {length:,} of {size:,} bytes: {_AGAIN}")
+        raise ItemSetError(f"{name} is truncated, it has {length:,} of {size:,} bytes: {AGAIN}")
     body = start[_PRELUDE.size :]
     if length != size or len(start) % _ALIGN or zlib.crc32(body, zlib.crc32(start[:24])) != crc:
-        raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {_AGAIN}")
+        raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {AGAIN}")
     try:
         header = msgspec.json.decode(body, type=Header)
         for section in header.sections:
@@ -283,7 +282,7 @@ def _parse_header(start: bytes, length: int, name: str) -> Header:
             if not 0 <= section.count * np.dtype(section.dtype).itemsize <= length - len(start) - section.offset:
                 raise ValueError(f"section {section.name} has no room")
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ItemSetError(f"{name} is corrupted, its header is not valid ({error}): {_AGAIN}") from error
+        raise ItemSetError(f"{name} is corrupted, its header is not valid ({error}): {AGAIN}") from error
     return header
 
 
@@ -311,4 +310,4 @@ def check(
 
 
 def _damaged(name: str, section: Section) -> ItemSetError:
-    return ItemSetError(f"{name} is corrupted, section {section.name} does not match its checksum: {_AGAIN}")
+    return ItemSetError(f"{name} is corrupted, section {section.name} does not match its checksum: {AGAIN}")

@@ -91,10 +91,9 @@ class ItemSet:
 
     @functools.cached_property
     def attributes(self) -> pa.Table:
-        """The attributes, a row for each of `keys`, over the file's own memory; texts may be dictionary-encoded.
+        """The attributes, a row for each of `keys`; texts may be dictionary-encoded. No columns if there are none.
 
-        A table without columns if there are none. The first time, all of them are read and checked: raises ItemSetError
-        if they are damaged.
+        The first time, all of them are read and checked: raises ItemSetError if they are damaged.
         """
         return attribute_columns.from_section(self._attributes, len(self.keys))
 
@@ -113,12 +112,10 @@ class ItemSet:
         """Bytes of each array in the file."""
         return {name: array.nbytes for name, array in self._arrays().items()}
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Hex digest of the tables: equal for two sets of the same items, whatever their keys."""
-        if self._digest is None:
-            self._digest = digest_of(self.trie.tables)
-        return self._digest
+        return self._digest or digest_of(self.trie.tables)
 
     @functools.cached_property
     def level_plan(self) -> LevelPlan:
@@ -127,8 +124,7 @@ class ItemSet:
 
     @functools.cached_property
     def ready(self) -> NDArray[np.uint32]:
-        """Masks of the first levels' nodes (`trie.ready`), read off the tables once. A list of exclusions has none of
-        its own: its base's let through what it leaves out."""
+        """Masks of the first levels' nodes (`trie.ready`). Exclusions have their base's, which let more through."""
         if self.base is not None and "alive" not in self.own:
             return self.base.ready
         return ready_masks(self.trie)
@@ -142,16 +138,7 @@ class ItemSet:
     @functools.cached_property
     def token_ids(self) -> NDArray[np.int64]:
         """Every token id that occurs in an item, ascending. Read off the tables once."""
-        if self.base is not None:
-            return self.base.token_ids
-        tables, tail_tokens = self.trie.tables, self.trie.tail_tokens
-        runs, ids = walk.token_runs(tables, tail_tokens), 1 << tables.token_bits
-        if ids > max(1 << 16, 8 * (len(tables.labels) + tail_tokens)):  # few tokens, some with high ids
-            return np.unique(np.concatenate(list(runs))).astype(np.int64)
-        seen = np.zeros(ids, np.bool_)
-        for run in runs:
-            walk.mark(seen, run)
-        return np.flatnonzero(seen)
+        return numbering.token_ids(self.trie) if self.base is None else self.base.token_ids
 
     def occurring(self, token_ids: Iterable[int]) -> list[int]:
         """Return those of `token_ids` that occur in an item, ascending."""
@@ -193,7 +180,8 @@ class ItemSet:
             return np.zeros(0, np.int64)
         rows = as_rows(items)
         numbers = self._numbers_of(rows)
-        if numbers[i := int(numbers.argmin())] < 0:
+        if (numbers < 0).any():
+            i = int(numbers.argmin())
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
         return numbers
@@ -216,12 +204,16 @@ class ItemSet:
         tokenizer: the one that the set was built with. Raises ItemSetError: another tokenizer, a text that cannot be
         encoded (see `text.encode`), or the first that is no item of the set.
         """
-        self.check_tokenizer(tokenizer)
-        rows = Rows(*encode(texts, tokenizer, prefix=self.prefix, escape=self.escape))
+        rows = self._encode(texts, tokenizer)
         numbers = self._numbers_of(rows)
-        if len(numbers) and numbers[i := int(numbers.argmin())] < 0:
+        if (numbers < 0).any():
+            i = int(numbers.argmin())
             raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
         return self._keys.first(numbers)
+
+    def _encode(self, texts: Iterable[str], tokenizer: Any) -> Rows:
+        self.check_tokenizer(tokenizer)
+        return Rows(*encode(texts, tokenizer, prefix=self.prefix, escape=self.escape))
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ItemSetError if the set was built with another tokenizer."""
@@ -282,8 +274,7 @@ class ItemSet:
             raise ItemSetError("a view cannot be updated: update its set, and make the view again")
         gone = self._keys.gone(remove, missing_ok=missing_ok)
         if tokenizer is not None and add is not None:
-            self.check_tokenizer(tokenizer)
-            add = Rows(*encode(add, tokenizer, prefix=self.prefix, escape=self.escape))
+            add = self._encode(add, tokenizer)
         given = None if add is None else as_rows(add, self.vocab_size)
         added = 0 if given is None else len(given)
         values = [self.keys] if given is None else [self.keys, self._keys.added(keys, added, gone)]
@@ -298,16 +289,8 @@ class ItemSet:
             trie, members, same = change(self.trie, self._terminal_rank, items_gone, new)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        item_set = _assembled(
-            trie,
-            changed_places(starts, gone, new, members, same),
-            pa.concat_arrays(values),
-            columns,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
-            prefix=self.prefix,
-            escape=self.escape,
-        )
+        places = changed_places(starts, gone, new, members, same)
+        item_set = _assembled(trie, places, pa.concat_arrays(values), columns, **self._origin)
         notices.of_build(item_set.occurring, tokenizer)
         return item_set
 
@@ -320,21 +303,19 @@ class ItemSet:
         return self.trie.tables.sections | self._keys.to_sections() | attributes
 
     def _header(self) -> Header:
+        counts = ("items", "shortest", "longest", "level_nodes", "level_edges", "tail_tokens")
         return Header(
-            items=self.trie.items,
-            duplicates=self.duplicates,
-            shortest=self.shortest,
-            longest=self.longest,
-            level_nodes=self.trie.level_nodes,
-            level_edges=self.trie.level_edges,
-            tail_tokens=self.trie.tail_tokens,
+            **{name: getattr(self.trie, name) for name in counts},
             token_bits=self.trie.tables.token_bits,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
-            prefix=self.prefix,
-            escape=self.escape,
+            duplicates=self.duplicates,
             digest=self.digest,
+            **self._origin,
         )
+
+    @property
+    def _origin(self) -> dict[str, Any]:
+        """What the items were made with, as `__init__` takes it."""
+        return {name: getattr(self, name) for name in ("vocab_size", "tokenizer", "prefix", "escape")}
 
 
 def build(
@@ -360,9 +341,8 @@ def build(
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
     given = as_rows(items, vocab_size)
-    total = len(given)
-    item_keys = None if keys is None else as_keys(keys, total)
-    columns = None if attributes is None else attribute_columns.as_attributes(attributes, total)
+    item_keys = None if keys is None else as_keys(keys, len(given))
+    columns = None if attributes is None else attribute_columns.as_attributes(attributes, len(given))
     rows, order, starts, lcp = sort_unique(given)
     del given
     trie, members = build_trie(rows, lcp)

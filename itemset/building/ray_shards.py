@@ -1,10 +1,8 @@
 """Sorting on a Ray cluster: Ray Data reads, sorts and writes, its workers encode. What comes back is sorted shards.
 
-A shard is a Parquet file of token ids, keys and attributes, and is named by its place in the order. Ray sorts integers
-of 64 bits that hold as many tokens as fit (`codecs`), then the row's number in the input: so equal items keep the order
-of the input, and no two rows are equal. Strings of bytes would do, but Ray Data's sort makes a Python object of each.
-
-When a node dies, Ray runs again what is lost. A shard that is written twice has the same name and the same rows.
+A shard is a Parquet file of token ids, keys and attributes, named by its place in the order. Ray sorts by the integers
+of `codecs`, then by the row's number in the input: equal items keep their order. When a node dies, Ray runs again what
+is lost: a shard that is written twice has the same name and the same rows.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import socket
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -68,7 +66,7 @@ class _Source:
                 if items.keys is not None:
                     columns[_KEY] = items.keys
                 if items.attributes is not None:
-                    columns |= _columns(items.attributes)
+                    columns |= {name: items.attributes[name] for name in items.attributes.column_names}
                 yield pa.table(columns)
                 row += len(items)
 
@@ -111,7 +109,8 @@ class _Order:
         """Return a shard: token ids, keys, by default the rows' numbers, and attributes."""
         words = {name: table[f"${name}"].combine_chunks() for name, _ in self.codec.fields}
         columns = {_TOKENS: _lists(self.codec.decode(pa.record_batch(words))), _KEY: table[_ROW]}
-        return pa.table(columns | _columns(table.drop_columns(self.columns)))
+        rest = [name for name in table.column_names if name not in self.columns]
+        return pa.table(columns | {name: table[name] for name in rest})
 
 
 class _Shards(Datasink[str]):
@@ -156,11 +155,11 @@ def write_shards(
     source = _Source(files, named, first, encoding)
     if _names(folder):
         raise ItemSetError(f"{folder} is not empty: give the shards a new folder")
-    try:
-        if not storage.is_uri(folder):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ItemSetError(f"{folder} cannot be made: {error.strerror}: choose another folder") from error
+    if not storage.is_uri(folder):
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ItemSetError(f"{folder} cannot be made: {error.strerror}: choose another folder") from error
     with _cluster(), DataContext.current(_context(files)):
         encoded = (
             ray.data.range(len(files), override_num_blocks=len(files))
@@ -208,10 +207,6 @@ def _survey(table: pa.Table) -> pa.Table:
     rows, parts = _rows(table), pc.value_counts(table[_PART])
     extent = {"highest": int(rows.tokens.max()), "longest": rows.longest, "shortest": rows.shortest}
     return pa.Table.from_pylist([{"part": n["values"], "rows": n["counts"], **extent} for n in parts.to_pylist()])
-
-
-def _columns(table: pa.Table) -> dict[str, Any]:
-    return dict(zip(table.column_names, table.columns, strict=True))
 
 
 def _lists(rows: Rows) -> pa.Array:

@@ -88,14 +88,14 @@ def read_keys(path: str | os.PathLike[str], key: str | None = None) -> pa.Array:
             raise ItemSetError(f"{file}: keys are lines of a .txt file, or a column (--key) of a table")
         with _opened(file, None, None, ()):
             if file.suffix in _PLAIN:
-                texts = chain.from_iterable(part.texts or () for part in _read_txt(file))
-                parts.append(pa.array(list(texts), pa.large_string()))
+                parts += [pa.array(part.texts, pa.large_string()) for part in _read_txt(file)]
             else:
                 before = 0
                 for part in _TABLES[file.suffix](file, key, key, ()):
                     parts.append(_keys(file, str(key), part.keys, before))
                     before += len(part.keys)
-        _check_alike(file, "keys", parts[0].type if parts else None, parts[-1].type if parts else None)
+        for part in parts[-1:]:
+            _check_alike(file, "keys", parts[0].type, part.type)
     return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
 
 

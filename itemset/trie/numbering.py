@@ -12,9 +12,9 @@ from itemset.errors import ItemSetError
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import count_ones, first_edge, label, load32
 from itemset.trie.rows import Rows, grown
-from itemset.trie.tables import Tables
+from itemset.trie.tables import Tables, Trie
 from itemset.trie.targets import is_leaf, nodes_before
-from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_token
+from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, mark, tail_token, token_runs
 
 
 def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
@@ -43,6 +43,18 @@ def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Count the terminal nodes before each word of the bitmap, and in all: [words + 1]."""
     counts = np.unpackbits(terminal.view(np.uint8)).reshape(len(terminal), 32).sum(axis=1, dtype=np.uint32)
     return np.concatenate((np.zeros(1, np.uint32), np.cumsum(counts, dtype=np.uint32)))
+
+
+def token_ids(trie: Trie) -> NDArray[np.int64]:
+    """Return every token id that occurs in an item, ascending."""
+    ids = 1 << trie.tables.token_bits
+    runs = token_runs(trie.tables, trie.tail_tokens)
+    if ids > max(1 << 16, 8 * (len(trie.tables.labels) + trie.tail_tokens)):  # few tokens, some with high ids
+        return np.unique(np.concatenate(list(runs))).astype(np.int64)
+    seen = np.zeros(ids, np.bool_)
+    for run in runs:
+        mark(seen, run)
+    return np.flatnonzero(seen)
 
 
 @compiled

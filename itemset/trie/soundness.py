@@ -118,11 +118,9 @@ def _item_lengths(tables, tail_tokens, level_nodes, level_edges, tails):  # type
             for edge in range(first, end):
                 if edge & 31 == 0:
                     begins = tails_of(tables, edge >> 5)
-                    if (
-                        load32(tables.node_base, edge >> 5) != node
-                        or begins < position
-                        or (tails and begins > position)
-                    ):
+                    if load32(tables.node_base, edge >> 5) != node or begins < position:
+                        return nothing
+                    if tails and begins > position:
                         return nothing
                     position = begins
                 if edge > first and label(tables, edge) <= label(tables, edge - 1):

@@ -18,7 +18,7 @@ from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
 from itemset.trie.file import Header
-from itemset.trie.keys import Keys, as_keys, changed_places, in_item_order
+from itemset.trie.keys import KeyList, Keys, as_keys, changed_places, in_item_order
 from itemset.trie.levels import LevelPlan
 from itemset.trie.ready import ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
@@ -231,7 +231,7 @@ class ItemSet:
         numbers[numbers >= len(self)] = -1  # of a damaged file
         return numbers
 
-    def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
+    def tokens(self, item_keys: KeyList) -> list[list[int]]:
         """Return the tokens of each key's first item. Raises ItemSetError for an unknown key."""
         return self._items_at(self._keys.numbers_of(item_keys))
 
@@ -255,10 +255,10 @@ class ItemSet:
         self,
         add: Any = None,
         *,
-        keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+        keys: KeyList | None = None,
         attributes: Any = None,
         tokenizer: Any = None,
-        remove: Iterable[int] | Iterable[str] | NDArray[Any] = (),
+        remove: KeyList = (),
         missing_ok: bool = False,
     ) -> ItemSet:
         """Return a new set: without the keys `remove` and the items that have no other, and with the items `add`.
@@ -321,7 +321,7 @@ class ItemSet:
 def build(
     items: Any,
     *,
-    keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+    keys: KeyList | None = None,
     vocab_size: int | None = None,
     tokenizer: Any = None,
     prefix: str = "",
@@ -384,7 +384,7 @@ def build_text(
     texts: Iterable[str],
     tokenizer: Any,
     *,
-    keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+    keys: KeyList | None = None,
     prefix: str = "",
     escape: Escape | None = None,
     attributes: Any = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import count_ones, first_edge, label, load32
 from itemset.trie.rows import Rows, grown
@@ -33,8 +33,7 @@ def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > longest:
         raise ItemSetError(
-            f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: "
-            "build it again with `itemset build`"
+            f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: {AGAIN}"
         )
     return Rows(tokens, offsets)
 

@@ -1,4 +1,4 @@
-"""An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, changed, asked."""
+"""An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, updated, looked up."""
 
 from __future__ import annotations
 

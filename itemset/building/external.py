@@ -156,7 +156,7 @@ def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
             return future.result()
         except KeyboardInterrupt:
             while not future.done():
-                with suppress(_duckdb().Error):  # the connection may be busy; then it is asked again
+                with suppress(_duckdb().Error):  # the connection may be busy; then try again
                     connection.interrupt()
                 wait([future], 0.1)
             raise

@@ -35,7 +35,7 @@ from itemset.trie.rows import MAX_ITEMS, Rows, as_rows
 
 _PART, _ROW, _TEXT, _TOKENS, _KEY = "$part", "$row", "$text", "$tokens", "$key"  # no attribute's name begins with $
 _BLOCK = 1 << 20, 1 << 27  # bytes of what a task takes at a time, at least and at most
-_WAVES = 2  # in between: so many tasks for each core
+_WAVES = 2  # tasks for each core, within these bounds
 _MEMORY = 1 << 28  # bytes that a task takes to encode a block
 _PATIENCE = 10  # seconds until a cluster must answer
 _SHARED = " (all machines of the cluster must see it: give a folder that they share, or a URI)"

@@ -298,7 +298,7 @@ def check(
 ) -> None:
     """Compare every section with its checksum. Raises ItemSetError, which names the first that differs.
 
-    on_read: told of the bytes of each piece that was read.
+    on_read: called with the bytes of each piece that was read.
     """
     for section in header.sections:
         crc = 0

@@ -52,9 +52,9 @@ class Keys:
             return [[key] for key in keys]
         return [keys[start:end] for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
 
-    def numbers_of(self, wanted: KeyList) -> NDArray[np.int64]:
-        """Return the first item of each wanted key. Raises ItemSetError for a key that is not there."""
-        return self.owners(_places_of(self.values, wanted))
+    def numbers_of(self, given: KeyList) -> NDArray[np.int64]:
+        """Return the first item of each given key. Raises ItemSetError for a key that is not there."""
+        return self.owners(_places_of(self.values, given))
 
     def owners(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the item of the key at each place."""
@@ -62,12 +62,12 @@ class Keys:
             return places
         return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1
 
-    def places_of(self, wanted: KeyList) -> NDArray[np.int64]:
+    def places_of(self, given: KeyList) -> NDArray[np.int64]:
         """Return every place in `values` of these keys, ascending. A key that is not there has none.
 
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
-        values = _as_keys_of(self.values, wanted)
+        values = _as_keys_of(self.values, given)
         return self.index.places_of(values_to_sections(values)) if len(values) else np.zeros(0, np.int64)
 
     @functools.cached_property
@@ -243,11 +243,11 @@ def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str
         raise ItemSetError(f"the index is corrupted, a key is no text: {AGAIN}") from error
 
 
-def _is_in(keys: pa.Array, wanted: pa.Array) -> NDArray[np.bool_]:
-    """Return which of the keys are wanted ones."""
-    if not len(wanted):
+def _is_in(keys: pa.Array, given: pa.Array) -> NDArray[np.bool_]:
+    """Return which of the keys are among the given ones."""
+    if not len(given):
         return np.zeros(len(keys), np.bool_)
-    return KeyIndex(values_to_sections(wanted)).holds(values_to_sections(keys))
+    return KeyIndex(values_to_sections(given)).holds(values_to_sections(keys))
 
 
 def _some(keys: pa.Array) -> str:
@@ -271,9 +271,9 @@ def _as_keys_of(keys: pa.Array, given: KeyList) -> pa.Array:
     return values
 
 
-def _places_of(keys: pa.Array, wanted: KeyList) -> NDArray[np.int64]:
-    """Return the first place of each wanted key, in one pass over `keys`. Raises ItemSetError for one not there."""
-    values = _as_keys_of(keys, wanted)
+def _places_of(keys: pa.Array, given: KeyList) -> NDArray[np.int64]:
+    """Return the first place of each given key, in one pass over `keys`. Raises ItemSetError for one not there."""
+    values = _as_keys_of(keys, given)
     rows = np.flatnonzero(pc.is_in(keys, value_set=values).to_numpy(zero_copy_only=False))
     first = pc.index_in(values, value_set=keys.take(pa.array(rows)))
     if first.null_count:

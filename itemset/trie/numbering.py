@@ -127,12 +127,12 @@ def node_of(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _last_at_most(counts, wanted):  # type: ignore[no-untyped-def]
-    """Return the last entry of ascending counts, but for the total at their end, that is no more than `wanted`."""
+def _last_at_most(counts, given):  # type: ignore[no-untyped-def]
+    """Return the last entry of ascending counts, but for the total at their end, that is no more than `given`."""
     low, high = np.int64(0), np.int64(len(counts) - 1)
     while high - low > 1:
         middle = (low + high) >> 1
-        if np.int64(counts[middle]) <= wanted:
+        if np.int64(counts[middle]) <= given:
             low = middle
         else:
             high = middle

@@ -154,7 +154,7 @@ def _item_lengths(tables, tail_tokens, level_nodes, level_edges, tails):  # type
 
 
 def digest_of(tables: Tables, on_read: Callable[[int], object] = lambda nbytes: None) -> str:
-    """Return a hex digest that is equal for equal tables. on_read: told of the bytes of each piece that was read."""
+    """Return a hex digest that is equal for equal tables. on_read: called with the bytes of each piece."""
     digest = hashlib.blake2b(tables.token_bits.to_bytes(4, "little"), digest_size=16)
     for array in tables.sections.values():
         digest.update(array.dtype.str.encode() + len(array).to_bytes(8, "little"))

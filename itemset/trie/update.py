@@ -82,7 +82,7 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
 
 
 def _needs(trie: Trie, bits: int) -> bool:
-    """Return whether a token of the trie has so many bits."""
+    """Return whether a token of the trie has this many bits."""
     return any((run >> (bits - 1)).any() for run in token_runs(trie.tables, trie.tail_tokens))
 
 
@@ -181,7 +181,7 @@ def _copy_run(tables, begin, end, level, cursor, out, members):  # type: ignore[
 
 @compiled
 def _copy_bits(source, at, target, to, bits):  # type: ignore[no-untyped-def]
-    """Copy so many bits into zeros, from one address to another. `source` has a word after the last bit's."""
+    """Copy bits into zeros, from one address to another. `source` has a word after the last bit's."""
     if bits <= 0:
         return
     size = min(-to & 31, bits)

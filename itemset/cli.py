@@ -15,8 +15,9 @@ from typing import Any
 import itemset
 from itemset import published, report
 from itemset.building import sources
-from itemset.building.external import build_external, check_options
+from itemset.building.external import build_external
 from itemset.building.memory import available_memory, needed_memory
+from itemset.building.options import Encoding
 from itemset.building.progress import build_bar, reading_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
 from itemset.commands import output_file, publish, publish_usage, update, write_report
@@ -130,7 +131,8 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemS
 
 def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
     source = sources.read(args.source, column=args.column, key=args.key, attributes=args.attribute)
-    check_options(args.source, source.texts is not None, args.tokenizer, args.prefix, args.escape, args.vocab_size)
+    encoding = Encoding(args.tokenizer, args.prefix, args.escape, args.vocab_size)
+    encoding.check(args.source, texts=source.texts is not None)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
     if source.texts is None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import itemset
 from itemset import page, published, report
 from itemset.building import sources
-from itemset.building.external import check_options
+from itemset.building.options import Encoding
 from itemset.building.progress import reading_bar, steps_bar
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
@@ -130,7 +130,7 @@ def update(args: argparse.Namespace) -> None:
 
 def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:
     """Return what `updated` takes of the items to add."""
-    check_options(args.add, source.texts is not None, args.tokenizer, "", None, None)
+    Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     if tokenizer is not None:
         before.check_tokenizer(tokenizer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+AGAIN = "build it again with `itemset build`"  # the mend of every damaged index
+
 
 class ItemSetError(ValueError):
     """A bad item, set, key or file. The message names it and says what to do about it."""

@@ -1,4 +1,4 @@
-"""An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, changed, asked."""
+"""An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, updated, looked up."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset import notices
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 from itemset.text import Escape, TokenizerId, encode, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
-from itemset.trie.changes import change
 from itemset.trie.file import Header
-from itemset.trie.keys import Keys, as_keys, changed_places, in_item_order
+from itemset.trie.keys import KeyList, Keys, as_keys, changed_places, in_item_order
 from itemset.trie.levels import LevelPlan
 from itemset.trie.ready import ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
-from itemset.trie.soundness import digest_of
+from itemset.trie.soundness import digest_of, item_lengths
 from itemset.trie.tables import Trie, build_trie
-
-AGAIN = "build it again with `itemset build`"
+from itemset.trie.update import change
 
 
 class ItemSet:
@@ -46,6 +44,8 @@ class ItemSet:
         attributes: NDArray[np.uint8] | None = None,
     ) -> None:
         self.trie = trie
+        self.shortest, self.longest = trie.shortest, trie.longest
+        """Tokens of the shortest and of the longest item."""
         self.base: ItemSet | None = None
         """Of a view: the set, or the view, whose tables it shares."""
         self.own: Mapping[str, NDArray[Any]] = trie.tables.sections
@@ -70,16 +70,6 @@ class ItemSet:
         return f"ItemSet({len(self):,} items of {self.shortest} to {self.longest} tokens, {self.nbytes:,} bytes)"
 
     @property
-    def shortest(self) -> int:
-        """Tokens of the shortest item."""
-        return self.trie.shortest
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest item."""
-        return self.trie.longest
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tables, keys not counted. In an arena they take more: `arena.room_for`."""
         return self.trie.nbytes
@@ -101,17 +91,16 @@ class ItemSet:
 
     @functools.cached_property
     def attributes(self) -> pa.Table:
-        """The attributes, a row for each of `keys`, over the file's own memory; texts may be dictionary-encoded.
+        """The attributes, a row for each of `keys`; texts may be dictionary-encoded. No columns if there are none.
 
-        A table without columns if there are none. The first time, all of them are read and checked: raises ItemSetError
-        if they are damaged.
+        The first time, all of them are read and checked: raises ItemSetError if they are damaged.
         """
         return attribute_columns.from_section(self._attributes, len(self.keys))
 
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether the tables are a trie in the order of the items: an index file may hold anything."""
-        return bool(numbering.in_order(self.trie.tables.pointers, self.trie.tail_tokens))
+        return item_lengths(self.trie, tails=True)[1] > 0
 
     @property
     def shared(self) -> int:
@@ -123,15 +112,10 @@ class ItemSet:
         """Bytes of each array in the file."""
         return {name: array.nbytes for name, array in self._arrays().items()}
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
-        """Hex digest of the tables: equal for two sets of the same items, whatever their keys.
-
-        A set whose items have one length has another one in a file of a release that did not count its targets.
-        """
-        if self._digest is None:
-            self._digest = digest_of(self.trie.tables)
-        return self._digest
+        """Hex digest of the tables: equal for two sets of the same items, whatever their keys."""
+        return self._digest or digest_of(self.trie.tables)
 
     @functools.cached_property
     def level_plan(self) -> LevelPlan:
@@ -140,8 +124,7 @@ class ItemSet:
 
     @functools.cached_property
     def ready(self) -> NDArray[np.uint32]:
-        """Masks of the first levels' nodes (`trie.ready`), read off the tables once. A list of exclusions has none of
-        its own: its base's let through what it leaves out."""
+        """Masks of the first levels' nodes (`trie.ready`). Exclusions have their base's, which let more through."""
         if self.base is not None and "alive" not in self.own:
             return self.base.ready
         return ready_masks(self.trie)
@@ -149,28 +132,19 @@ class ItemSet:
     @property
     def resident(self) -> dict[str, NDArray[Any]]:
         """What an arena holds of it and of no base, by name: `own`, and ready masks."""
-        masks = {"ready": self.ready} if self.base is None or "alive" in self.own else {}
-        return {**self.own, **{name: array for name, array in masks.items() if len(array)}}
+        has_masks = (self.base is None or "alive" in self.own) and len(self.ready)
+        return {**self.own, **({"ready": self.ready} if has_masks else {})}
 
     @functools.cached_property
     def token_ids(self) -> NDArray[np.int64]:
         """Every token id that occurs in an item, ascending. Read off the tables once."""
-        if self.base is not None:
-            return self.base.token_ids
-        tables, tail_tokens = self.trie.tables, self.trie.tail_tokens
-        runs, ids = walk.token_runs(tables, tail_tokens), 1 << tables.token_bits
-        if ids > max(1 << 16, 8 * (len(tables.labels) + tail_tokens)):  # few tokens, some with high ids
-            return np.unique(np.concatenate(list(runs))).astype(np.int64)
-        seen = np.zeros(ids, np.bool_)
-        for run in runs:
-            walk.mark(seen, run)
-        return np.flatnonzero(seen)
+        return numbering.token_ids(self.trie) if self.base is None else self.base.token_ids
 
     def occurring(self, token_ids: Iterable[int]) -> list[int]:
         """Return those of `token_ids` that occur in an item, ascending."""
-        asked = np.array(sorted(token_ids), np.int64)
-        first, after = (np.searchsorted(self.token_ids, asked, side) for side in ("left", "right"))
-        return [int(token) for token in asked[first < after]]
+        given = np.array(sorted(token_ids), np.int64)
+        first, after = (np.searchsorted(self.token_ids, given, side) for side in ("left", "right"))
+        return given[first < after].tolist()
 
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
         """Return the tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
@@ -191,23 +165,23 @@ class ItemSet:
 
         items: as for `build`. Raises ItemSetError for the first that is no item of the set.
         """
-        return self._keys.first(self._known(items))
+        return self._keys.first(self._numbered(items))
 
     def keys_of(self, items: Any) -> list[list[int | str]]:
         """Return all keys of each item, in the order in which they were given to `build`.
 
         items: as for `build`. Raises ItemSetError for the first that is no item of the set.
         """
-        return self._keys.every(self._known(items))
+        return self._keys.every(self._numbered(items))
 
-    def _known(self, items: Any) -> NDArray[np.int64]:
+    def _numbered(self, items: Any) -> NDArray[np.int64]:
         """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""
         if not len(items):
             return np.zeros(0, np.int64)
         rows = as_rows(items)
         numbers = self._numbers_of(rows)
-        if (missing := np.flatnonzero(numbers < 0)).size:
-            i = int(missing[0])
+        if (numbers < 0).any():
+            i = int(numbers.argmin())
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
         return numbers
@@ -230,13 +204,16 @@ class ItemSet:
         tokenizer: the one that the set was built with. Raises ItemSetError: another tokenizer, a text that cannot be
         encoded (see `text.encode`), or the first that is no item of the set.
         """
-        self.check_tokenizer(tokenizer)
-        rows = Rows(*encode(texts, tokenizer, prefix=self.prefix, escape=self.escape))
+        rows = self._encode(texts, tokenizer)
         numbers = self._numbers_of(rows)
-        if (missing := np.flatnonzero(numbers < 0)).size:
-            i = int(missing[0])
+        if (numbers < 0).any():
+            i = int(numbers.argmin())
             raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
         return self._keys.first(numbers)
+
+    def _encode(self, texts: Iterable[str], tokenizer: Any) -> Rows:
+        self.check_tokenizer(tokenizer)
+        return Rows(*encode(texts, tokenizer, prefix=self.prefix, escape=self.escape))
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ItemSetError if the set was built with another tokenizer."""
@@ -254,7 +231,7 @@ class ItemSet:
         numbers[numbers >= len(self)] = -1  # of a damaged file
         return numbers
 
-    def tokens(self, item_keys: Iterable[int] | Iterable[str] | NDArray[Any]) -> list[list[int]]:
+    def tokens(self, item_keys: KeyList) -> list[list[int]]:
         """Return the tokens of each key's first item. Raises ItemSetError for an unknown key."""
         return self._items_at(self._keys.numbers_of(item_keys))
 
@@ -278,10 +255,10 @@ class ItemSet:
         self,
         add: Any = None,
         *,
-        keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+        keys: KeyList | None = None,
         attributes: Any = None,
         tokenizer: Any = None,
-        remove: Iterable[int] | Iterable[str] | NDArray[Any] = (),
+        remove: KeyList = (),
         missing_ok: bool = False,
     ) -> ItemSet:
         """Return a new set: without the keys `remove` and the items that have no other, and with the items `add`.
@@ -297,8 +274,7 @@ class ItemSet:
             raise ItemSetError("a view cannot be updated: update its set, and make the view again")
         gone = self._keys.gone(remove, missing_ok=missing_ok)
         if tokenizer is not None and add is not None:
-            self.check_tokenizer(tokenizer)
-            add = Rows(*encode(add, tokenizer, prefix=self.prefix, escape=self.escape))
+            add = self._encode(add, tokenizer)
         given = None if add is None else as_rows(add, self.vocab_size)
         added = 0 if given is None else len(given)
         values = [self.keys] if given is None else [self.keys, self._keys.added(keys, added, gone)]
@@ -313,17 +289,9 @@ class ItemSet:
             trie, members, same = change(self.trie, self._terminal_rank, items_gone, new)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        item_set = _assembled(
-            trie,
-            changed_places(starts, gone, new, members, same),
-            pa.concat_arrays(values),
-            columns if columns.column_names else None,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
-            prefix=self.prefix,
-            escape=self.escape,
-        )
-        notices.of_build(item_set, tokenizer)
+        places = changed_places(starts, gone, new, members, same)
+        item_set = _assembled(trie, places, pa.concat_arrays(values), columns, **self._origin)
+        notices.of_build(item_set.occurring, tokenizer)
         return item_set
 
     @functools.cached_property
@@ -335,27 +303,25 @@ class ItemSet:
         return self.trie.tables.sections | self._keys.to_sections() | attributes
 
     def _header(self) -> Header:
+        counts = ("items", "shortest", "longest", "level_nodes", "level_edges", "tail_tokens")
         return Header(
-            items=self.trie.items,
-            duplicates=self.duplicates,
-            shortest=self.shortest,
-            longest=self.longest,
-            level_nodes=self.trie.level_nodes,
-            level_edges=self.trie.level_edges,
-            tail_tokens=self.trie.tail_tokens,
+            **{name: getattr(self.trie, name) for name in counts},
             token_bits=self.trie.tables.token_bits,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
-            prefix=self.prefix,
-            escape=self.escape,
+            duplicates=self.duplicates,
             digest=self.digest,
+            **self._origin,
         )
+
+    @property
+    def _origin(self) -> dict[str, Any]:
+        """What the items were made with, as `__init__` takes it."""
+        return {name: getattr(self, name) for name in ("vocab_size", "tokenizer", "prefix", "escape")}
 
 
 def build(
     items: Any,
     *,
-    keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+    keys: KeyList | None = None,
     vocab_size: int | None = None,
     tokenizer: Any = None,
     prefix: str = "",
@@ -375,9 +341,8 @@ def build(
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
     given = as_rows(items, vocab_size)
-    total = len(given)
-    item_keys = None if keys is None else as_keys(keys, total)
-    columns = None if attributes is None else attribute_columns.as_attributes(attributes, total)
+    item_keys = None if keys is None else as_keys(keys, len(given))
+    columns = None if attributes is None else attribute_columns.as_attributes(attributes, len(given))
     rows, order, starts, lcp = sort_unique(given)
     del given
     trie, members = build_trie(rows, lcp)
@@ -393,7 +358,7 @@ def build(
         prefix=prefix,
         escape=escape,
     )
-    notices.of_build(item_set, tokenizer)
+    notices.of_build(item_set.occurring, tokenizer)
     return item_set
 
 
@@ -410,16 +375,16 @@ def _assembled(
     """
     places, key_starts = of_keys
     values = pa.array(places.astype(np.int64)) if keys is None else keys.take(pa.array(places))
-    section = None if attributes is None else attribute_columns.to_section(attributes, places)
-    duplicates = len(places) - trie.items
-    return ItemSet(trie, Keys(values, key_starts), duplicates=duplicates, attributes=section, **about)
+    named = attributes is not None and attributes.column_names
+    section = attribute_columns.to_section(attributes, places) if named else None
+    return ItemSet(trie, Keys(values, key_starts), duplicates=len(places) - trie.items, attributes=section, **about)
 
 
 def build_text(
     texts: Iterable[str],
     tokenizer: Any,
     *,
-    keys: Iterable[int] | Iterable[str] | NDArray[Any] | None = None,
+    keys: KeyList | None = None,
     prefix: str = "",
     escape: Escape | None = None,
     attributes: Any = None,

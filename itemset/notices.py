@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from itemset.errors import ItemSetWarning
 from itemset.text import never_shown
 
-if TYPE_CHECKING:
-    from itemset.item_set import ItemSet
 
-
-def of_build(item_set: ItemSet, tokenizer: Any) -> None:
-    """Warn of what may surprise in a new set."""
-    if tokenizer is not None and (hidden := item_set.occurring(never_shown(tokenizer))):
+def of_build(occurring: Callable[[list[int]], list[int]], tokenizer: Any) -> None:
+    """Warn if items hold tokens that answers' texts omit. occurring: returns which of some tokens occur in items."""
+    if tokenizer is not None and (hidden := occurring(never_shown(tokenizer))):
         warnings.warn(
             f"{len(hidden):,} of the tokens in items are special ones of the tokenizer, such as "
             f"{tokenizer.convert_ids_to_tokens(hidden[0])!r} (id {hidden[0]}). Engines leave them out of an answer's "

@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
-from itemset.item_set import AGAIN, ItemSet
+from itemset.errors import AGAIN, ItemSetError
+from itemset.item_set import ItemSet
 from itemset.trie import file as index_file
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys

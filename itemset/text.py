@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -89,10 +89,10 @@ def encode(
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
     total = len(texts) if isinstance(texts, Sequence) else None
-    done = before
+    done, rest = before, iter(texts)
     # disable=None is tqdm's "only on a terminal".
     with tqdm(total=total, desc="encoding", unit=" items", delay=1, disable=None if progress else True) as bar:
-        for batch in _batches(texts):
+        while batch := list(islice(rest, BATCH)):
             flat, sizes = _encode_batch(batch, done, tokenizer, prefix, escape, carrier, name)
             for token, why in forbidden.items():
                 if (where := np.flatnonzero(flat == token)).size:
@@ -176,24 +176,10 @@ def never_shown(tokenizer: Any) -> list[int]:
     return sorted(special | set(getattr(tokenizer, "all_special_ids", ())))
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    rest = iter(texts)
-    while batch := list(islice(rest, BATCH)):
-        yield batch
-
-
 def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     """Return the canonical encodings, whatever the tokenizer was set to do before."""
-    encodings = tokenizer(
-        texts,
-        add_special_tokens=False,
-        padding=False,
-        truncation=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    ids: list[list[int]] = encodings["input_ids"]
+    off = ("add_special_tokens", "padding", "truncation", "return_attention_mask", "return_token_type_ids", "verbose")
+    ids: list[list[int]] = tokenizer(texts, **dict.fromkeys(off, False))["input_ids"]
     return ids
 
 
@@ -248,18 +234,13 @@ def _refusal(text: str, tokenizer: Any) -> str | None:
 def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the tokens that no item may hold, and what to say of an item that does."""
     unknown, end = getattr(tokenizer, "unk_token_id", None), getattr(tokenizer, "eos_token_id", None)
-    forbidden = {}
-    if end is not None:
-        forbidden[end] = (
-            f"holds the end-of-sequence token {_short(tokenizer.eos_token)} (id {end}), at which an answer ends: "
-            "remove it from the text"
-        )
-    if unknown is not None and unknown != end:
-        forbidden[unknown] = (
-            f"encodes to the unknown token {_short(tokenizer.unk_token)} (id {unknown}): remove the characters that "
-            "the tokenizer does not know"
-        )
-    return forbidden
+    reasons = {
+        unknown: f"encodes to the unknown token {_short(getattr(tokenizer, 'unk_token', None))} (id {unknown}): remove "
+        "the characters that the tokenizer does not know",
+        end: f"holds the end-of-sequence token {_short(getattr(tokenizer, 'eos_token', None))} (id {end}), at which an "
+        "answer ends: remove it from the text",
+    }  # the end comes last: it counts if it is the unknown token, too
+    return {token: reason for token, reason in reasons.items() if token is not None}
 
 
 def named(name: str, position: int, text: object) -> str:

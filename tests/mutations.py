@@ -6,7 +6,6 @@ such a process and says how it went. A mutation is named by its seed and number,
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
@@ -92,24 +91,19 @@ class File:
         size = struct.unpack_from("<I", data, 12)[0]
         self.header: dict[str, Any] = json.loads(data[32 : 32 + size])
         self.payload = bytearray(data[32 + size :])
-        self.start = 32 + size  # where the payload stood; the offsets in the header count from the file's begin
 
     def section(self, name: str) -> dict[str, Any]:
         return next(section for section in self.header["sections"] if section["name"] == name)
 
     def array(self, section: dict[str, Any]) -> np.ndarray:
         """The section's values, writable in place."""
-        return np.frombuffer(self.payload, section["dtype"], section["count"], section["offset"] - self.start)
+        return np.frombuffer(self.payload, section["dtype"], section["count"], section["offset"])
 
     def seal(self) -> bytes:
         """The file with a header that is as long as it must be, and with the header's checksum."""
-        room = -(-(len(msgspec.json.encode(self.header)) + 64 + 32) // 64) * 64
-        header = copy.deepcopy(self.header)
-        for section in header["sections"] if isinstance(header.get("sections"), list) else []:
-            if isinstance(section, dict) and isinstance(section.get("offset"), int):
-                section["offset"] += room - self.start
-        body = msgspec.json.encode(header).ljust(room - 32)
-        prelude = struct.pack("<8sIIQ", b"ITEMSET\n", 1, len(body), room + len(self.payload))
+        body = msgspec.json.encode(self.header)
+        body = body.ljust(-(-(len(body) + 32) // 64) * 64 - 32)
+        prelude = struct.pack("<8sIIQ", b"ITEMSET\n", 1, len(body), 32 + len(body) + len(self.payload))
         return prelude + struct.pack("<II", zlib.crc32(body, zlib.crc32(prelude)), 0) + body + self.payload
 
 

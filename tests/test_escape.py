@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from holes import FILMS
@@ -15,7 +14,6 @@ from real_tokenizers import NAMES, tokenizer
 import itemset
 from itemset import ItemSetError, build_external, cli
 from itemset.text import continues, encode, escaped
-from itemset.trie import file as index_file
 from itemset.views import view
 
 
@@ -105,24 +103,6 @@ def test_a_set_keeps_it(name: str, tmp_path: Path) -> None:
     )
     assert after.to_bytes() == whole.to_bytes()
     assert itemset.build_text(FILMS, own).escape is None
-
-
-def test_files_without_it_open(tmp_path: Path) -> None:
-    """Files of before have no such field in their headers."""
-    path, films = tmp_path / "films.itemset", itemset.build_text(FILMS, tokenizer("tiny"))
-    original = msgspec.json.encode
-
-    def older(header: index_file.Header) -> bytes:
-        fields = json.loads(original(header))
-        assert fields.pop("escape") is None
-        return json.dumps(fields).encode()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(msgspec.json, "encode", older)
-        films.save(path)
-    opened = itemset.verify(path)
-    assert opened.escape is None
-    assert opened.to_bytes() == films.to_bytes()
 
 
 @pytest.mark.parametrize("name", ["tekken", "llama"])

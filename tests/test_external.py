@@ -8,14 +8,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -393,7 +391,7 @@ def test_the_memory_that_a_build_needs(tmp_path: Path) -> None:
         assert needed_memory(tmp_path / name) == 0
 
 
-def test_a_scratch_folder_goes_with_its_block_and_with_its_process(tmp_path: Path) -> None:
+def test_a_scratch_folder_goes_with_its_block_and_that_of_a_killed_process_with_the_next(tmp_path: Path) -> None:
     output = tmp_path / "a b"
     before = state_of(output)
     with scratch_folder(output) as folder:
@@ -405,22 +403,24 @@ def test_a_scratch_folder_goes_with_its_block_and_with_its_process(tmp_path: Pat
     assert outcome(output, before) == f"{output} was written whole"
     with pytest.raises(FileNotFoundError), scratch_folder(tmp_path / "none" / "a"):
         pass
-    with scratch_folder(output) as folder:
-        guard = next(one for one in psutil.Process().children() if "scratch.py" in " ".join(one.cmdline()))
-        guard.kill()
-        while guard.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
-    assert os.listdir(tmp_path) == ["a b"]
     code = f"""
-import os, signal, sys
+import sys
 from itemset.building.scratch import scratch_folder
 with scratch_folder({str(output)!r}) as folder:
     (folder / "spilled").write_bytes(b"x")
-    os.kill(os.getpid(), signal.SIGKILL)
+    print(folder.name, flush=True)
+    sys.stdin.read()
 """
     environment = os.environ | {"PYTHONPATH": str(Path(itemset.__file__).parents[1])}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, timeout=60)
-    assert ended.stderr == b"itemset: the build was killed, nothing was written: run the same command again\n"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) as other:  # type: ignore[call-overload]
+        left = other.stdout.readline().strip()
+        with scratch_folder(output) as folder:
+            assert sorted(os.listdir(tmp_path)) == sorted([left, folder.name, "a b"])
+        other.kill()
+    assert sorted(os.listdir(tmp_path)) == [left, "a b"]
+    with scratch_folder(output) as folder:
+        assert sorted(os.listdir(tmp_path)) == [folder.name, "a b"]
     assert os.listdir(tmp_path) == ["a b"]
 
 

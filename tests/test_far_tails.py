@@ -27,16 +27,15 @@ from itemset.masking.batch import ANY_CONSUMED, CONSUMED, COUNT_MASK, LOCAL, Bat
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import Slots
 from itemset.ranking.beams import Beams
-from itemset.trie import file as index_file
 from itemset.trie import tables as trie_tables
 from itemset.trie import targets as trie_targets
-from itemset.trie.changes import change
 from itemset.trie.levels import LevelPlan
 from itemset.trie.numbering import rank_terminals
 from itemset.trie.rows import as_rows, sort_unique
-from itemset.trie.soundness import lengths
+from itemset.trie.soundness import item_lengths
 from itemset.trie.tables import COUNTS, EDGES, NODES, NONE, TAIL_TOKENS, Tables, Trie
 from itemset.trie.targets import FAR, MAX_TAIL_TOKENS, NO_BLOCK
+from itemset.trie.update import change
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, children, follow
 
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 names it
@@ -266,10 +265,9 @@ def test_bases_begin_again_at_the_block_that_reaches_2_32() -> None:
         assert trie_targets.far_block_of(targets, tail_base, int(starts[-1])) == tables.far_block
         for edge in (0, 31, 32, block * 32 - 1, block * 32, block * 32 + 1, block * 32 + 32, edges - 1):
             assert follow(tables.pointers, edge) == TAIL + starts[edge]
-        levels = np.array([1]), np.array([edges])
-        measured = lengths(tables.pointers, int(starts[-1]), *levels)
-        assert measured == (int(marks.min()) + 1, int(marks.max()) + 1)
+        measured = int(marks.min()) + 1, int(marks.max()) + 1
         trie = Trie(tables, edges, *measured, (1,), (edges,), int(starts[-1]))
+        assert item_lengths(trie, tails=False) == measured
         assert LevelPlan.of(trie).tails == (int(marks.max()),)
 
 
@@ -288,12 +286,4 @@ def test_what_does_not_fit_is_refused_before_a_table_is_made() -> None:
     per_level[TAIL_TOKENS, 0] = MAX_TAIL_TOKENS
     tables, _ = trie_tables.allocate(per_level, 1, np.uint16, np.uint16, 0)
     assert len(tables.tails) * 16 >= MAX_TAIL_TOKENS
-
-
-def test_only_files_with_more_tail_tokens_have_the_newer_version() -> None:
-    header, arrays = SMALL._header(), SMALL._arrays()
-    for tail_tokens, version in ((2**31 - 5, 1), (2**31 - 4, 2)):
-        data = index_file.to_bytes(replace(header, tail_tokens=tail_tokens), arrays)
-        assert data[8] == version
-        assert index_file.parse(data, "items")[0].tail_tokens == tail_tokens
     assert END < TAIL <= LOCAL

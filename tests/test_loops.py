@@ -14,20 +14,18 @@ import numpy as np
 from numba import typeof, types
 import itemset
 from itemset import report, shape
-from itemset.trie import changes, levels, numbering, soundness, tables, targets, view, walk
+from itemset.trie import levels, soundness, tables, targets, update, view, walk
 
 place = typeof(itemset.build([[1, 2], [1, 3]]).trie.tables.pointers)
 i64, u64 = types.int64, types.uint64
 counts, cells, bits = i64[::1], i64[:, ::1], types.uint8[::1]
 loops = {
-    changes._consistent: (place, i64),
-    changes._copy_run: (place, cells, cells, i64, cells, place, types.uint32[::1]),
+    update._copy_run: (place, cells, cells, i64, cells, place, types.uint32[::1]),
     levels._measure: (place, i64, counts, counts, counts),
-    numbering.in_order: (place, i64),
     report._count_edges: (place, counts, counts, counts),
     report._count_ends: (place, counts, i64, counts, counts, counts, counts),
     shape._count_below: (place, i64, counts),
-    soundness.lengths: (place, i64, counts, counts),
+    soundness._item_lengths: (place, i64, counts, counts, types.boolean),
     tables.fill: (types.uint16[::1], counts, i64, types.uint16[::1], cells, place, types.uint32[::1], i64),
     targets.set_bases: (place,),
     view._mark: (place, bits, i64, i64, bits),
@@ -47,7 +45,7 @@ def test_loops_over_whole_tables_count_no_references(tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # what comes from a cache cannot be looked into
     done = subprocess.run([sys.executable, "-c", INCREFS], env=environment, capture_output=True, text=True, check=True)
     counted = json.loads(done.stdout)
-    assert len(counted) == 12
+    assert len(counted) == 10
     assert counted == dict.fromkeys(counted, 0)
 
 

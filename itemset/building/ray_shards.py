@@ -1,10 +1,8 @@
 """Sorting on a Ray cluster: Ray Data reads, sorts and writes, its workers encode. What comes back is sorted shards.
 
-A shard is a Parquet file of token ids, keys and attributes, and is named by its place in the order. Ray sorts integers
-of 64 bits that hold as many tokens as fit (`codecs`), then the row's number in the input: so equal items keep the order
-of the input, and no two rows are equal. Strings of bytes would do, but Ray Data's sort makes a Python object of each.
-
-When a node dies, Ray runs again what is lost. A shard that is written twice has the same name and the same rows.
+A shard is a Parquet file of token ids, keys and attributes, named by its place in the order. Ray sorts by the integers
+of `codecs`, then by the row's number in the input: equal items keep their order. When a node dies, Ray runs again what
+is lost: a shard that is written twice has the same name and the same rows.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import socket
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -31,14 +29,13 @@ from ray.exceptions import RayError
 from itemset import storage
 from itemset.building import sources
 from itemset.building.codecs import Codec, codec_of
-from itemset.building.external import check_options, token_limit
+from itemset.building.options import Encoding
 from itemset.errors import ItemSetError
-from itemset.text import Escape, encode
 from itemset.trie.rows import MAX_ITEMS, Rows, as_rows
 
 _PART, _ROW, _TEXT, _TOKENS, _KEY = "$part", "$row", "$text", "$tokens", "$key"  # no attribute's name begins with $
 _BLOCK = 1 << 20, 1 << 27  # bytes of what a task takes at a time, at least and at most
-_WAVES = 2  # in between: so many tasks for each core
+_WAVES = 2  # tasks for each core, within these bounds
 _MEMORY = 1 << 28  # bytes that a task takes to encode a block
 _PATIENCE = 10  # seconds until a cluster must answer
 _SHARED = " (all machines of the cluster must see it: give a folder that they share, or a URI)"
@@ -51,28 +48,25 @@ class _Source:
     files: Sequence[storage.SourceFile]
     named: dict[str, Any]  # column, key, attributes
     first: sources.Items
-    tokenizer: Any
-    prefix: str
-    escape: Escape | None
-    limit: int | None
+    encoding: Encoding
 
     def read(self, numbers: dict[str, NDArray[np.int64]]) -> Iterator[pa.Table]:
         """Read the files of these numbers: items, each with its file and its row there."""
         for number in numbers["id"]:
-            file, row = _found(self.files[number]), 0
+            file, row = _on_this_machine(self.files[number]), 0
             for items in sources.batches_of(file, **self.named):
                 sources.check_same(file, self.first, items)
                 rows = np.arange(row, row + len(items), dtype=np.uint32)
                 columns = {_PART: np.full_like(rows, number), _ROW: rows}
                 if items.texts is None:
-                    with _said(f"{file}: "):
-                        columns[_TOKENS] = _lists(as_rows(items.tokens, self.limit, before=row))
+                    with _extended(f"{file}: "):
+                        columns[_TOKENS] = _lists(as_rows(items.tokens, self.encoding.limit, before=row))
                 else:
                     columns[_TEXT] = pa.array(items.texts, pa.large_string())
                 if items.keys is not None:
                     columns[_KEY] = items.keys
                 if items.attributes is not None:
-                    columns |= _columns(items.attributes)
+                    columns |= {name: items.attributes[name] for name in items.attributes.column_names}
                 yield pa.table(columns)
                 row += len(items)
 
@@ -81,10 +75,9 @@ class _Source:
         if _TEXT not in table.column_names:
             return table
         before = table[_ROW][0].as_py()
-        with _said(f"{self.files[table[_PART][0].as_py()]}: "):
-            texts = table[_TEXT].to_pylist()
-            encoded = encode(texts, self.tokenizer, prefix=self.prefix, escape=self.escape, before=before)
-            rows = as_rows(Rows(*encoded), self.limit, before=before)
+        with _extended(f"{self.files[table[_PART][0].as_py()]}: "):
+            rows = self.encoding.encode(table[_TEXT].to_pylist(), before)
+            rows = as_rows(rows, self.encoding.limit, before=before)
         return table.drop_columns(_TEXT).append_column(_TOKENS, _lists(rows))
 
 
@@ -116,7 +109,8 @@ class _Order:
         """Return a shard: token ids, keys, by default the rows' numbers, and attributes."""
         words = {name: table[f"${name}"].combine_chunks() for name, _ in self.codec.fields}
         columns = {_TOKENS: _lists(self.codec.decode(pa.record_batch(words))), _KEY: table[_ROW]}
-        return pa.table(columns | _columns(table.drop_columns(self.columns)))
+        rest = [name for name in table.column_names if name not in self.columns]
+        return pa.table(columns | {name: table[name] for name in rest})
 
 
 class _Shards(Datasink[str]):
@@ -133,7 +127,7 @@ class _Shards(Datasink[str]):
         shard = pa.BufferOutputStream()
         pa_parquet.write_table(self._order.decode(pa.concat_tables(tables)), shard)
         name = f"{ctx.task_idx:08}.parquet"
-        with _said(after=_SHARED):
+        with _extended(after=_SHARED):
             storage.put(self._folder, name, shard.getvalue())
         return name
 
@@ -142,13 +136,7 @@ class _Shards(Datasink[str]):
 
 
 def write_shards(
-    path: str | os.PathLike[str],
-    folder: str,
-    named: dict[str, Any],
-    tokenizer: Any,
-    prefix: str,
-    escape: Escape | None,
-    vocab_size: int | None,
+    path: str | os.PathLike[str], folder: str, named: dict[str, Any], encoding: Encoding
 ) -> Callable[[], Generator[sources.Items]]:
     """Sort an input on a cluster, into shards in a new folder. Return what reads these in batches, as ascending items.
 
@@ -158,20 +146,20 @@ def write_shards(
     """
     with closing(sources.batches(path, **named)) as batches:
         first = next(batches)
-    check_options(path, first.texts is not None, tokenizer, prefix, escape, vocab_size)
+    encoding.check(path, texts=first.texts is not None)
     keys, table = (None if values is None else values[:0] for values in (first.keys, first.attributes))
     first = replace(first, texts=None if first.texts is None else [], tokens=None, keys=keys, attributes=table)
-    limit, given = token_limit(tokenizer, vocab_size), sources.files_of(path)
-    files = list(map(_anywhere, given))
+    given = sources.files_of(path)
+    files = list(map(_absolute, given))
     folder = folder if storage.is_uri(folder) else os.path.abspath(folder)
-    source = _Source(files, named, first, tokenizer, prefix, escape, limit)
+    source = _Source(files, named, first, encoding)
     if _names(folder):
         raise ItemSetError(f"{folder} is not empty: give the shards a new folder")
-    try:
-        if not storage.is_uri(folder):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ItemSetError(f"{folder} cannot be made: {error.strerror}: choose another folder") from error
+    if not storage.is_uri(folder):
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ItemSetError(f"{folder} cannot be made: {error.strerror}: choose another folder") from error
     with _cluster(), DataContext.current(_context(files)):
         encoded = (
             ray.data.range(len(files), override_num_blocks=len(files))
@@ -221,10 +209,6 @@ def _survey(table: pa.Table) -> pa.Table:
     return pa.Table.from_pylist([{"part": n["values"], "rows": n["counts"], **extent} for n in parts.to_pylist()])
 
 
-def _columns(table: pa.Table) -> dict[str, Any]:
-    return dict(zip(table.column_names, table.columns, strict=True))
-
-
 def _lists(rows: Rows) -> pa.Array:
     return pa.LargeListArray.from_arrays(rows.offsets, rows.tokens.astype(np.uint32))
 
@@ -241,25 +225,25 @@ def _names(folder: str) -> set[str]:
     return set()
 
 
-def _anywhere(file: storage.SourceFile) -> storage.SourceFile:
-    """Return a file that is found from every folder: a worker works in that in which its machine's Ray was started.
+def _absolute(file: storage.SourceFile) -> storage.SourceFile:
+    """Return the file with an absolute path, as a worker has another working directory.
 
-    When a file of this machine was changed is left out: others may mount it with coarser times.
+    Its time of change is omitted: other machines may mount it with coarser times.
     """
     return replace(file, path=os.path.abspath(file.path), changed=None) if file.system is None else file
 
 
-def _found(file: storage.SourceFile) -> storage.SourceFile:
-    """Return the file as this machine finds it."""
-    with _said(after=_SHARED):
-        found = file.now()
-    file.check_is(found)
-    return replace(found, name=file.name)
+def _on_this_machine(file: storage.SourceFile) -> storage.SourceFile:
+    """Return the file as this machine sees it. Raises ItemSetError if it does not, or if it is another file."""
+    with _extended(after=_SHARED):
+        here = file.now()
+    file.check_is(here)
+    return replace(here, name=file.name)
 
 
 @contextmanager
-def _said(before: str = "", after: str = "") -> Iterator[None]:
-    """Put words around what an ItemSetError says."""
+def _extended(before: str = "", after: str = "") -> Iterator[None]:
+    """Put more words around the message of an ItemSetError."""
     try:
         yield
     except ItemSetError as error:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from itemset.building.columns import Columns, line_blocks, read_csv, read_jsonl, read_parquet
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
-from itemset.trie.attributes import is_list, is_text
+from itemset.trie.attributes import as_attributes, is_list, is_text
 from itemset.trie.rows import Rows
 
 _NPY_BATCH_BYTES = 1 << 24
@@ -88,14 +88,14 @@ def read_keys(path: str | os.PathLike[str], key: str | None = None) -> pa.Array:
             raise ItemSetError(f"{file}: keys are lines of a .txt file, or a column (--key) of a table")
         with _opened(file, None, None, ()):
             if file.suffix in _PLAIN:
-                texts = chain.from_iterable(part.texts or () for part in _read_txt(file))
-                parts.append(pa.array(list(texts), pa.large_string()))
+                parts += [pa.array(part.texts, pa.large_string()) for part in _read_txt(file)]
             else:
                 before = 0
                 for part in _TABLES[file.suffix](file, key, key, ()):
                     parts.append(_keys(file, str(key), part.keys, before))
                     before += len(part.keys)
-        _check_alike(file, "keys", parts[0].type if parts else None, parts[-1].type if parts else None)
+        for part in parts[-1:]:
+            _check_alike(file, "keys", parts[0].type, part.type)
     return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
 
 
@@ -253,10 +253,11 @@ def _table(file: SourceFile, parts: Iterator[Columns]) -> Iterator[Items]:
             continue
         items = _plain(file, part.column, part.items, before)
         keys = None if part.key is None else _keys(file, part.key, part.keys, before)
+        attributes = as_attributes(part.attributes, len(items)) if part.attributes.column_names else None
         if is_text(items.type):
-            yield Items(items.to_pylist(), None, keys, part.attributes, part.done)
+            yield Items(items.to_pylist(), None, keys, attributes, part.done)
         elif is_list(items.type) and pa.types.is_integer(items.type.value_type):
-            yield Items(None, _tokens(file, part.column, items, before), keys, part.attributes, part.done)
+            yield Items(None, _tokens(file, part.column, items, before), keys, attributes, part.done)
         else:
             raise ItemSetError(
                 f"{file}: column {part.column!r} holds {items.type}, neither texts nor lists of token ids"

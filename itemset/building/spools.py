@@ -82,35 +82,27 @@ class ArraySpool:
         self._rows += len(array)
         if self._there is not None:
             self._there.append(pc.is_valid(array).to_numpy(zero_copy_only=False))
-        if isinstance(self._values, ArraySpool):
-            lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
-            self._append_lengths(lengths)
-            self._values.append(array.flatten())
-        elif self._offsets is not None:
-            sections = values_to_sections(pc.fill_null(array, "") if array.null_count else array)
-            self._append_lengths(np.diff(sections["key_offsets"]))
-            self._values.append(sections["key_text"])
-        else:
+        if self._offsets is None:
             filled = pc.fill_null(array, pa.scalar(0, pa.int8()).cast(array.type)) if array.null_count else array
             self._values.append(filled.to_numpy(zero_copy_only=False))
-
-    def _append_lengths(self, lengths: NDArray[np.int64]) -> None:
-        assert self._offsets is not None
-        ends = np.cumsum(lengths, dtype=np.int64) + self._end
-        self._offsets.append(ends)
-        self._end = int(ends[-1]) if len(ends) else self._end
+            return
+        if pa.types.is_large_list(self._kind):
+            lengths, values = pc.fill_null(pc.list_value_length(array), 0).to_numpy(), array.flatten()
+        else:
+            sections = values_to_sections(pc.fill_null(array, "") if array.null_count else array)
+            lengths, values = np.diff(sections["key_offsets"]), sections["key_text"]
+        self._offsets.append(np.cumsum(lengths, dtype=np.int64) + self._end)
+        self._end += int(lengths.sum())
+        self._values.append(values)
 
     def map(self) -> pa.Array:
-        there = None if self._there is None else _bits(self._there.map())
-        if isinstance(self._values, ArraySpool):
-            assert self._offsets is not None
-            buffers = [there, pa.py_buffer(self._offsets.map())]
-            return pa.Array.from_buffers(self._kind, self._rows, buffers, children=[self._values.map()])
-        values = self._values.map()
+        buffers = [None if self._there is None else _bits(self._there.map())]
         if self._offsets is not None:
-            buffers = [there, pa.py_buffer(self._offsets.map()), pa.py_buffer(values)]
-        else:
-            buffers = [there, _bits(values) if pa.types.is_boolean(self._kind) else pa.py_buffer(values)]
+            buffers.append(pa.py_buffer(self._offsets.map()))
+        values = self._values.map()
+        if isinstance(self._values, ArraySpool):
+            return pa.Array.from_buffers(self._kind, self._rows, buffers, children=[values])
+        buffers.append(_bits(values) if pa.types.is_boolean(self._kind) else pa.py_buffer(values))
         return pa.Array.from_buffers(self._kind, self._rows, buffers)
 
 

@@ -6,16 +6,26 @@ import os
 import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from typing import IO, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from itemset.building import sources
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
-from itemset.trie.attributes import Column
+from itemset.trie.attributes import Column, packed
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows
+
+ROW = pa.uint32()  # keys if none are given
+
+
+class Batch(NamedTuple):
+    """Consecutive items. values: their keys, and each of their attributes as `Column.pack` returns it."""
+
+    rows: Rows
+    values: list[pa.Array]
 
 
 def can_read_twice(files: Sequence[SourceFile]) -> bool:
@@ -38,6 +48,7 @@ class Stored:
     again: Callable[[], Generator[sources.Items]] | None = None
     key_type: Any = None
     items: int = 0
+    batches: int = 0
     highest: int = 0
     shortest: int = MAX_ITEM_TOKENS
     longest: int = 0
@@ -48,29 +59,36 @@ class Stored:
         """Tokens of each item if all have the same number, else 0."""
         return self.longest if self.shortest == self.longest else 0
 
-    def add(self, rows: Rows, keys: pa.Array | None, attributes: pa.Table | None) -> None:
+    @property
+    def types(self) -> list[Any]:
+        """The Arrow types of `Batch.values`."""
+        return [self.key_type or ROW, *(column.packed for column in self.columns)]
+
+    def add(self, items: sources.Items, rows: Rows) -> None:
+        """Add a batch of the source. rows: its items, checked."""
         if self.again is None:
-            pickle.dump((rows, keys, attributes), self.file, pickle.HIGHEST_PROTOCOL)
+            pickle.dump(replace(items, texts=None, tokens=rows), self.file, pickle.HIGHEST_PROTOCOL)
+        self.batches += 1
         self.items += len(rows)
         self.highest = max(self.highest, int(rows.tokens.max()))
         self.shortest, self.longest = min(self.shortest, rows.shortest), max(self.longest, rows.longest)
 
-    def take(self) -> Iterator[tuple[Rows, pa.Array | None, pa.Table | None]]:
-        """Yield the batches, once: their room on the disk is free after the last."""
-        left = self.items
-        if self.again is not None:
-            with closing(self.again()) as batches:
-                for batch in batches:
-                    rows = as_rows(batch.tokens, self.vocab_size, before=self.items - left)
-                    yield rows, batch.keys, batch.attributes
-                    left -= len(rows)
-            return
+    def take(self) -> Iterator[Batch]:
+        """Yield the batches, once: their disk space is free after the last. Rows without keys have their numbers."""
+        done = 0
+        with closing(self._stored() if self.again is None else self.again()) as batches:
+            for items in batches:
+                rows = as_rows(items.tokens, self.vocab_size, before=done)
+                keys = pa.array(np.arange(done, done + len(rows)), ROW) if items.keys is None else items.keys
+                columns = [] if items.attributes is None else packed(items.attributes, self.columns).columns
+                yield Batch(rows, [keys, *(column.chunk(0) for column in columns)])
+                done += len(rows)
+
+    def _stored(self) -> Generator[sources.Items]:
         with self.file:
             self.file.seek(0)
-            while left:
-                rows, keys, attributes = pickle.load(self.file)
-                yield rows, keys, attributes
-                left -= len(rows)
+            for _ in range(self.batches):
+                yield pickle.load(self.file)
 
     def check_unchanged(self) -> None:
         """Raise ItemSetError if the source was read twice, and changed meanwhile."""

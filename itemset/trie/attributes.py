@@ -15,30 +15,31 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 
 BATCH_ROWS = 1 << 20  # of the stream
 MAX_DICTIONARY = 1 << 15  # distinct texts that are stored as numbers
 KINDS = "bools, integers, floats, strings, dates, timestamps or lists of strings"
-_AGAIN = "build it again with `itemset build`"
 _TEXT = pa.large_string()
+
+
+_CALLED = (
+    ("bool", pa.types.is_boolean),
+    ("integer", pa.types.is_integer),
+    ("float", pa.types.is_floating),
+    ("date", pa.types.is_date),
+    ("timestamp", pa.types.is_timestamp),
+)
 
 
 def kind_of(kind: Any) -> str:
     """Return what people call a column of this Arrow type."""
     if pa.types.is_dictionary(kind):
         return kind_of(kind.value_type)
-    for name, holds in (
-        ("bool", pa.types.is_boolean),
-        ("integer", pa.types.is_integer),
-        ("float", pa.types.is_floating),
-        ("date", pa.types.is_date),
-        ("timestamp", pa.types.is_timestamp),
-        ("string", is_text),
-    ):
-        if holds(kind):
-            return name
-    return f"list of {kind_of(kind.value_type)}s" if is_list(kind) else str(kind)
+    if is_list(kind):
+        return f"list of {kind_of(kind.value_type)}s"
+    names = (name for name, holds in _CALLED if holds(kind))
+    return "string" if is_text(kind) else next(names, str(kind))
 
 
 def is_text(kind: Any) -> bool:
@@ -54,8 +55,8 @@ def is_list(kind: Any) -> bool:
 def as_attributes(given: Any, rows: int) -> pa.Table:
     """Return a table of the types that are stored, before texts become numbers. given: a table, or columns by name.
 
-    Raises ItemSetError: no table of so many rows, a name that is empty, double or begins with $, or a type that is not
-    stored.
+    Raises ItemSetError: not a table of this many rows, a name that is empty, double or begins with $, or a type that is
+    not stored.
     """
     table = _table(given)
     if len(table) != rows:
@@ -71,7 +72,7 @@ def _table(given: Any) -> pa.Table:
 
 
 def appended(before: pa.Table, given: Any, rows: int) -> pa.Table:
-    """Return a set's attributes, and after them those of so many new items. given: as for `as_attributes`, or None.
+    """Return a set's attributes, followed by those of `rows` new items. given: as for `as_attributes`, or None.
 
     Raises ItemSetError as `as_attributes`, and unless the new ones have the names and the types of those before.
     """
@@ -121,34 +122,34 @@ def _names(table: pa.Table) -> list[str]:
 
 
 def _plain(name: str, column: Any) -> Any:
-    """Return the column with the type that stands for its own here."""
-    kind, wanted = column.type, None
+    """Return the column with the type that is stored for its own."""
+    kind = column.type
     if pa.types.is_dictionary(kind):
         return _plain(name, column.cast(kind.value_type))
-    if is_text(kind):
-        wanted = _TEXT
-    elif is_list(kind) and (is_text(kind.value_type) or pa.types.is_dictionary(kind.value_type)):
-        wanted = pa.large_list(_TEXT)
-    elif pa.types.is_float16(kind):
-        wanted = pa.float32()
-    elif pa.types.is_date(kind):
-        wanted = pa.date32()
-    elif _is_simple(kind):
-        wanted = kind
-    if wanted is None:
+    if (plain := _plain_type(kind)) is None:
         raise ItemSetError(f"attribute {name!r} holds {kind}: attributes are {KINDS}")
     try:
-        column = column if kind == wanted else column.cast(wanted)
+        column = column if kind == plain else column.cast(plain)
     except pa.ArrowException as error:  # an older pyarrow that cannot
         raise ItemSetError(f"attribute {name!r} holds {kind}, which this pyarrow cannot cast: cast it") from error
-    if is_list(wanted) and any(chunk.flatten().null_count for chunk in column.chunks):
+    if is_list(plain) and any(chunk.flatten().null_count for chunk in column.chunks):
         raise ItemSetError(f"a list of attribute {name!r} holds a missing value: give every text")
     return column
 
 
-def _is_simple(kind: Any) -> bool:
-    simple = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_timestamp)
-    return any(holds(kind) for holds in simple)
+def _plain_type(kind: Any) -> Any:
+    """Return the type that is stored for this one, before texts become numbers; None if there is none."""
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if is_text(kind):
+        return _TEXT
+    if is_list(kind):
+        return pa.large_list(_TEXT) if _plain_type(kind.value_type) == _TEXT else None
+    if pa.types.is_float16(kind):
+        return pa.float32()
+    if pa.types.is_date(kind):
+        return pa.date32()
+    return kind if any(holds(kind) for _, holds in _CALLED) else None
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,11 @@ class Column:
         """The type of what `pack` returns."""
         if is_list(self.plain):
             return pa.large_list(self._inner.packed)
-        return _packed(self.plain) if self.texts is None else self._numbers
+        if self.texts is not None:
+            return self._numbers
+        if pa.types.is_timestamp(self.plain):
+            return pa.int64()
+        return pa.int32() if pa.types.is_date32(self.plain) else self.plain
 
     def pack(self, array: pa.Array) -> pa.Array:
         """Return a chunk as what sorts and gathers fast anywhere: bools, numbers, texts, or lists of these."""
@@ -208,12 +213,6 @@ class Column:
         return Column(self.name, self.plain.value_type, self.texts)
 
 
-def _packed(kind: Any) -> Any:
-    if pa.types.is_timestamp(kind):
-        return pa.int64()
-    return pa.int32() if pa.types.is_date32(kind) else kind
-
-
 def _listed(lists: pa.Array, values: pa.Array) -> pa.Array:
     """Return lists of the same lengths with these values."""
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
@@ -223,7 +222,7 @@ def _listed(lists: pa.Array, values: pa.Array) -> pa.Array:
 
 
 class Survey:
-    """Finds out, batch by batch, how the columns of a table are to be stored."""
+    """Decides, batch by batch, how to store the columns of a table."""
 
     def __init__(self, schema: Any) -> None:
         self._schema = schema
@@ -235,11 +234,9 @@ class Survey:
             for name, seen in list(self._texts.items()):
                 column = batch.column(name)
                 column = column.flatten() if is_list(column.type) else column
-                found = pc.unique(pa.concat_arrays([seen, pc.unique(column).drop_null()]))
-                if len(found) > MAX_DICTIONARY:
+                self._texts[name] = pc.unique(pa.concat_arrays([seen, pc.unique(column).drop_null()]))
+                if len(self._texts[name]) > MAX_DICTIONARY:
                     del self._texts[name]
-                else:
-                    self._texts[name] = found
 
     def columns(self) -> list[Column]:
         texts = {name: seen.take(pc.sort_indices(seen)) for name, seen in self._texts.items()}
@@ -279,11 +276,11 @@ def _one(column: Any) -> pa.Array:
 
 
 def _is_stored(kind: Any) -> bool:
-    if pa.types.is_large_list(kind):
-        return kind.value_type == _TEXT or (pa.types.is_dictionary(kind.value_type) and _is_stored(kind.value_type))
-    if pa.types.is_dictionary(kind):
-        return kind.value_type == _TEXT and kind.index_type in (pa.int8(), pa.int16())
-    return kind == _TEXT or kind == pa.date32() or (_is_simple(kind) and not pa.types.is_float16(kind))
+    """Return whether a column in a file may have this type: a plain one, or numbers in place of its texts."""
+    inner = kind.value_type if pa.types.is_large_list(kind) else kind
+    if pa.types.is_dictionary(inner):
+        return inner.value_type == _TEXT and inner.index_type in (pa.int8(), pa.int16())
+    return bool(_plain_type(kind) == kind)
 
 
 def packed(table: pa.Table, columns: Sequence[Column]) -> pa.Table:
@@ -322,7 +319,5 @@ def from_section(section: NDArray[np.uint8] | None, rows: int) -> pa.Table:
         _names(table)
     except (pa.ArrowException, ValueError, TypeError, KeyError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise ItemSetError(
-            f"the index is corrupted, its attributes cannot be read ({reason:.200}): {_AGAIN}"
-        ) from error
+        raise ItemSetError(f"the index is corrupted, its attributes cannot be read ({reason:.200}): {AGAIN}") from error
     return table

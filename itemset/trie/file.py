@@ -1,9 +1,8 @@
 """The index file: a checked prelude, a header that describes itself, then raw aligned arrays.
 
 Prelude, 32 bytes: magic (8), format version (uint32), header length (uint32), file length (uint64), CRC-32 of the
-header and of the prelude up to here (uint32), zero (uint32). The header is JSON. All numbers are little-endian.
-Version 2 differs from 1 in nothing but that the tails may have more tokens, 3 in nothing but that `targets` may be
-counted. A file has the lowest version that can say what is in it.
+header and of the prelude up to here (uint32), zero (uint32). The header is JSON, padded to a multiple of 64 bytes. All
+numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -25,23 +24,21 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 from itemset.storage import fetch, fetched, file_at, is_uri
 from itemset.text import Escape, TokenizerId
 
-FORMAT = 3
-_FIRST_FORMAT, _FIRST_TAILS = 1, 2**31 - 5  # what older readers take: sets of at most so many tail tokens
+FORMAT = 1
 _MAGIC = b"ITEMSET\n"
 _PRELUDE = struct.Struct("<8sIIQII")
 _ALIGN = 64
 _PIECE = 1 << 25  # bytes that are read between two looks at the time
 _DTYPES = {"uint8", "uint16", "uint32", "uint64", "int64"}
-_AGAIN = "build it again with `itemset build`"
 
 
 @dataclass(frozen=True)
 class Section:
-    """One array: `count` values of `dtype` from byte `offset` of the file on, with their CRC-32."""
+    """One array: `count` values of `dtype`, their CRC-32, and their first byte, counted from the end of the header."""
 
     name: str
     dtype: str
@@ -65,9 +62,9 @@ class Header:
     vocab_size: int | None
     tokenizer: TokenizerId | None
     prefix: str
+    escape: Escape | None
     digest: str
     sections: tuple[Section, ...] = ()
-    escape: Escape | None = None
 
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
@@ -75,32 +72,20 @@ def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes |
     import msgspec
 
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
-    checksums = {name: zlib.crc32(part) for name, part in parts.items()}
-
-    def layout(start: int) -> tuple[Section, ...]:
-        sections, offset = [], start
-        for name, array in arrays.items():
-            sections.append(Section(name, array.dtype.name, array.size, offset, checksums[name]))
-            offset = _aligned(offset + parts[name].nbytes)
-        return tuple(sections)
-
-    # The header holds the offsets, so its own length is found with a start that is surely too far.
-    probe = msgspec.json.encode(replace(header, sections=layout(1 << 48)))
-    start = _aligned(_PRELUDE.size + len(probe))
-    sections = layout(start)
-    body = msgspec.json.encode(replace(header, sections=sections)).ljust(start - _PRELUDE.size)
-    size = max(section.offset + parts[section.name].nbytes for section in sections)
-    written = 2 if header.tail_tokens > _FIRST_TAILS else _FIRST_FORMAT
-    if any(array.dtype == np.uint64 for array in arrays.values()):  # counted targets
-        written = FORMAT
-    unchecked = _PRELUDE.pack(_MAGIC, written, len(body), size, 0, 0)[:24]
+    sections, size = [], 0
+    for name, array in arrays.items():
+        sections.append(Section(name, array.dtype.name, array.size, _aligned(size), zlib.crc32(parts[name])))
+        size = _aligned(size) + parts[name].nbytes
+    body = msgspec.json.encode(replace(header, sections=tuple(sections)))
+    body = body.ljust(_aligned(_PRELUDE.size + len(body)) - _PRELUDE.size)
+    unchecked = _PRELUDE.pack(_MAGIC, FORMAT, len(body), _PRELUDE.size + len(body) + size, 0, 0)[:24]
     yield unchecked + struct.pack("<II", zlib.crc32(body, zlib.crc32(unchecked)), 0)
     yield body
-    position = start
+    end = 0
     for section in sections:
-        yield bytes(section.offset - position)
+        yield bytes(section.offset - end)
         yield parts[section.name]
-        position = section.offset + parts[section.name].nbytes
+        end = section.offset + parts[section.name].nbytes
 
 
 def _aligned(offset: int) -> int:
@@ -209,7 +194,7 @@ def version(path: str | os.PathLike[str], name: str = "") -> str:
     try:
         with open_file(path) as file, ThreadPoolExecutor(2) as pool:
             start, header = _read_header(file, name)
-            right = pool.map(partial(_is_right, file.fileno()), header.sections)
+            right = pool.map(partial(_is_right, file.fileno(), len(start)), header.sections)
             for section, is_right in zip(header.sections, right, strict=True):
                 if not is_right:
                     raise _damaged(name, section)
@@ -218,10 +203,10 @@ def version(path: str | os.PathLike[str], name: str = "") -> str:
     return _hashed(start)
 
 
-def _is_right(descriptor: int, section: Section) -> bool:
-    """Read a section of a file, and return whether it has its checksum."""
+def _is_right(descriptor: int, start: int, section: Section) -> bool:
+    """Read a section of a file whose header ends at byte `start`, and return whether it has its checksum."""
     piece = memoryview(bytearray(1 << 20))
-    crc, at = 0, section.offset
+    crc, at = 0, start + section.offset
     end = at + section.count * np.dtype(section.dtype).itemsize
     while at < end and (count := os.preadv(descriptor, [piece[: end - at]], at)):
         crc, at = zlib.crc32(piece[:count], crc), at + count
@@ -263,7 +248,7 @@ def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArr
     start += bytes(buffer[_PRELUDE.size : _PRELUDE.size + _header_size(start)])
     header, arrays = _parse_header(start, len(buffer), name), {}
     for section in header.sections:
-        arrays[section.name] = np.frombuffer(buffer, section.dtype, section.count, section.offset)
+        arrays[section.name] = np.frombuffer(buffer, section.dtype, section.count, len(start) + section.offset)
         arrays[section.name].flags.writeable = False
     return header, arrays
 
@@ -279,33 +264,30 @@ def _parse_header(start: bytes, length: int, name: str) -> Header:
     if start[: len(_MAGIC)] != _MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
     if len(start) < _PRELUDE.size:
-        raise ItemSetError(f"{name} is truncated, it has {length} bytes: {_AGAIN}")
+        raise ItemSetError(f"{name} is truncated, it has {length} bytes: {AGAIN}")
     _, format_version, _, size, crc, _ = _PRELUDE.unpack_from(start)
-    if not _FIRST_FORMAT <= format_version <= FORMAT:
-        mend = "upgrade static-backend" if format_version > FORMAT else _AGAIN
-        raise ItemSetError(
-            f"{name} has the {'newer' if format_version > FORMAT else 'older'} format version {format_version}, "
-            f"this is version {FORMAT}: {mend}"
-        )
+    if format_version != FORMAT:
+        age, mend = ("newer", "upgrade static-backend") if format_version > FORMAT else ("older", AGAIN)
+        raise ItemSetError(f"{name} has the {age} format version {format_version}, this is version {FORMAT}: {mend}")
     if length < size:
-        raise ItemSetError(f"{name} is truncated, it has {length:,} of {size:,} bytes: {_AGAIN}")
+        raise ItemSetError(f"{name} is truncated, it has {length:,} of {size:,} bytes: {AGAIN}")
     body = start[_PRELUDE.size :]
-    if length != size or zlib.crc32(body, zlib.crc32(start[:24])) != crc:
-        raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {_AGAIN}")
+    if length != size or len(start) % _ALIGN or zlib.crc32(body, zlib.crc32(start[:24])) != crc:
+        raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {AGAIN}")
     try:
         header = msgspec.json.decode(body, type=Header)
         for section in header.sections:
             if section.dtype not in _DTYPES or section.offset % _ALIGN or section.offset < 0:
                 raise ValueError(f"section {section.name}")
-            if not 0 <= section.count * np.dtype(section.dtype).itemsize <= length - section.offset:
+            if not 0 <= section.count * np.dtype(section.dtype).itemsize <= length - len(start) - section.offset:
                 raise ValueError(f"section {section.name} has no room")
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ItemSetError(f"{name} is corrupted, its header is not valid ({error}): {_AGAIN}") from error
+        raise ItemSetError(f"{name} is corrupted, its header is not valid ({error}): {AGAIN}") from error
     return header
 
 
 def pieces(array: NDArray[Any]) -> Iterator[memoryview]:
-    """The bytes of an array, some megabytes at a time: for a bar, what was read can be told."""
+    """Yield the bytes of an array, some megabytes at a time, so that a bar can show how many have been read."""
     every = memoryview(array.data).cast("B") if array.nbytes else memoryview(b"")
     for start in range(0, len(every), _PIECE):
         yield every[start : start + _PIECE]
@@ -316,7 +298,7 @@ def check(
 ) -> None:
     """Compare every section with its checksum. Raises ItemSetError, which names the first that differs.
 
-    on_read: told of the bytes of each piece that was read.
+    on_read: called with the bytes of each piece that was read.
     """
     for section in header.sections:
         crc = 0
@@ -328,4 +310,4 @@ def check(
 
 
 def _damaged(name: str, section: Section) -> ItemSetError:
-    return ItemSetError(f"{name} is corrupted, section {section.name} does not match its checksum: {_AGAIN}")
+    return ItemSetError(f"{name} is corrupted, section {section.name} does not match its checksum: {AGAIN}")

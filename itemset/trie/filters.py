@@ -21,10 +21,11 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from fractions import Fraction
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,13 +51,22 @@ _OPERATORS = ("$eq", "$ne", *_COMPARED, "$in", "$nin", "$exists", "$not")
 _JOINED = ("$and", "$or", "$not")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_EXPECTED: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "true or false"),
+    "integer": (int | float, "a number"),
+    "float": (int | float, "a number"),
+    "string": (str, "a string"),
+    "date": (str, 'an ISO date such as "2026-11-14"'),
+    "timestamp": (str, 'an ISO time such as "2026-11-14T12:00:00Z"'),
+}
 
 Rows = NDArray[np.bool_]
 Test = Callable[[pa.RecordBatch], Rows]
+Compare = Callable[[pa.Array], Rows]
 
 
 class _Condition(NamedTuple):
-    """Which rows of a batch pass, and what a message calls it."""
+    """What a message calls it, and which rows of a batch pass."""
 
     name: str
     test: Test
@@ -68,19 +78,26 @@ def passing(query: Mapping[str, Any], attributes: pa.Table) -> Rows:
     Raises ItemSetError, which names the attribute and its type: one that is not there (then those that are), an
     operator or a value that does not go with it, a malformed query, or one over the limits.
     """
-    test = _all(_conditions(query, attributes))
-    parts = _each(test, attributes)
+    parts = _each(_all(_conditions(query, attributes)), attributes)
     return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
 
 
+def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
+    """Say how many rows each condition of the query leaves on its own. Raises ItemSetError as `passing` does."""
+    counts = [
+        (name, sum(map(np.count_nonzero, _each(test, attributes)))) for name, test in _conditions(query, attributes)
+    ]
+    return ", ".join(f"{name} leaves {count:,}" for name, count in counts)
+
+
 def _conditions(query: Any, attributes: pa.Table) -> list[_Condition]:
-    """Return what must all hold."""
+    """Return the conditions that must all hold."""
     check_size(query)
     return _Reader(attributes.schema).query(query, 0)
 
 
 def check_size(query: Any) -> None:
-    """Raises ItemSetError for a query over the limits. Looks at no more of it than they allow."""
+    """Raise ItemSetError for a query over the limits. Reads no more of it than they allow."""
     values = parts = characters = 0
     waiting = [query]
     while waiting:
@@ -108,28 +125,18 @@ def check_size(query: Any) -> None:
         )
 
 
-def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
-    """Say how many rows each condition of the query leaves on its own. Raises ItemSetError as `passing` does."""
-
-    def counted(test: Test) -> int:
-        return sum(_each(lambda batch: int(np.count_nonzero(test(batch))), attributes))
-
-    conditions = _conditions(query, attributes)
-    return ", ".join(f"{name} leaves {counted(test):,}" for name, test in conditions)
-
-
-def _each(work: Callable[[pa.RecordBatch], Any], attributes: pa.Table) -> list[Any]:
-    """Return the results of `work` for each batch, in a few threads: Arrow and NumPy compute beside each other."""
+def _each(test: Test, attributes: pa.Table) -> list[Rows]:
+    """Return which rows of each batch pass, in a few threads: Arrow and NumPy release the GIL."""
     batches = attributes.to_batches(max_chunksize=BATCH_ROWS)
     threads = min(_THREADS, len(os.sched_getaffinity(0)), len(batches))
     if threads < 2:
-        return [work(batch) for batch in batches]
+        return [test(batch) for batch in batches]
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, batches))
+        return list(pool.map(test, batches))
 
 
 class _Reader:
-    """Turns a query into conditions, and refuses what is none."""
+    """Turns a query into conditions. Raises ItemSetError for what is none."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -139,42 +146,33 @@ class _Reader:
         """Return conditions that must all hold."""
         if not isinstance(query, Mapping):
             raise ItemSetError(f'a filter is an object such as {{"region": "DE"}}, not {_shown(query)}')
-        if depth > MAX_DEPTH:
-            raise ItemSetError(f"the filter is nested more than {MAX_DEPTH} deep: write it flatter")
+        self._check_depth(depth)
         if not query:  # which takes a pass over the rows too
             self._count()
-        conditions: list[_Condition] = []
-        for name, value in query.items():
-            if name == "$not":
-                conditions.append(_Condition(f"$not {_shown(value)}", _not(_all(self.query(value, depth + 1)))))
-            elif name in _JOINED:
-                if not isinstance(value, list | tuple) or not value:
-                    raise ItemSetError(f"{name} takes a list of filters, not {_shown(value)}")
-                parts = [self.query(part, depth + 1) for part in value]
-                if name == "$and":
-                    conditions.extend(condition for part in parts for condition in part)
-                else:
-                    conditions.append(_Condition(f"$or {_shown(value)}", _any([_all(part) for part in parts])))
-            else:
-                conditions.extend(self._attribute(name, value, depth + 1))
-        return conditions
+        return list(chain.from_iterable(self._entry(name, value, depth + 1) for name, value in query.items()))
 
-    def _attribute(self, name: Any, value: Any, depth: int) -> list[_Condition]:
+    def _entry(self, name: Any, value: Any, depth: int) -> list[_Condition]:
+        if name == "$not":
+            return [_Condition(f"$not {_shown(value)}", _not(_all(self.query(value, depth))))]
+        if name in _JOINED:
+            if not isinstance(value, list | tuple) or not value:
+                raise ItemSetError(f"{name} takes a list of filters, not {_shown(value)}")
+            parts = [self.query(part, depth) for part in value]
+            if name == "$and":
+                return list(chain.from_iterable(parts))
+            return [_Condition(f"$or {_shown(value)}", _any([_all(part) for part in parts]))]
         if isinstance(name, str) and name.startswith("$"):
             mend = "it stands after an attribute" if name in _OPERATORS else f"use {', '.join(_JOINED)}"
             raise ItemSetError(f'{_shown(name)} is no filter: {mend}, as in {{"region": {{"$eq": "DE"}}}}')
         if name not in self._schema.names:  # Arrow's own search raises for what is no text
             raise ItemSetError(f"there is no attribute {_shown(name)}: {self._known()}")
         index = self._schema.names.index(name)
-        if isinstance(value, Mapping):
-            return self._operators(index, value, depth)
         if isinstance(value, list | tuple):
             raise ItemSetError(f'{self._named(index)} was given a list: write {{"$in": {_shown(value)}}}')
-        return self._operators(index, {"$eq": value}, depth)
+        return self._operators(index, value if isinstance(value, Mapping) else {"$eq": value}, depth)
 
     def _operators(self, index: int, operators: Mapping[str, Any], depth: int) -> list[_Condition]:
-        if depth > MAX_DEPTH:
-            raise ItemSetError(f"the filter is nested more than {MAX_DEPTH} deep: write it flatter")
+        self._check_depth(depth)
         if not operators:
             raise ItemSetError(f"{self._named(index)} has an empty condition: give an operator such as $eq")
         return [self._operator(index, operator, value, depth) for operator, value in operators.items()]
@@ -193,24 +191,24 @@ class _Reader:
         if operator == "$exists":
             if not isinstance(value, bool):
                 raise ItemSetError(f"$exists of {self._named(index)} takes true or false, not {_shown(value)}")
-            test: Test = lambda batch: _valid(_indices(batch.column(index)))  # noqa: E731
-            return _Condition(name, test if value else _not(test))
+            return _Condition(name, lambda batch: _valid(batch.column(index)) == value)
+        if operator in ("$in", "$nin") and not isinstance(value, list | tuple):
+            raise ItemSetError(f"{operator} of {self._named(index)} takes a list, not {_shown(value)}")
         positive = {"$ne": "$eq", "$nin": "$in"}.get(operator, operator)
-        values = [value]
-        if positive == "$in":
-            if not isinstance(value, list | tuple):
-                raise ItemSetError(f"{operator} of {self._named(index)} takes a list, not {_shown(value)}")
-            values = list(value)
-        compare = self._comparison(index, positive, values)
-        test = lambda batch: _where(batch.column(index), compare)  # noqa: E731
+        compare = self._comparison(index, positive, value if positive == "$in" else [value])
+        test: Test = lambda batch: _where(batch.column(index), compare)  # noqa: E731
         return _Condition(name, test if positive == operator else _not(test))
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise ItemSetError(f"the filter is nested more than {MAX_DEPTH} deep: write it flatter")
 
     def _count(self) -> None:
         self._conditions += 1
         if self._conditions > MAX_CONDITIONS:
             raise ItemSetError(f"the filter has more than {MAX_CONDITIONS} conditions: use $in, or fewer")
 
-    def _comparison(self, index: int, operator: str, values: list[Any]) -> Callable[[pa.Array], Rows]:
+    def _comparison(self, index: int, operator: str, values: Iterable[Any]) -> Compare:
         """Return what compares an array of single values."""
         kind = self._schema.field(index).type
         while is_list(kind) or pa.types.is_dictionary(kind):
@@ -218,23 +216,19 @@ class _Reader:
         label = kind_of(kind)
         if label == "bool" and operator in _COMPARED:
             raise ItemSetError(f"{self._named(index)} takes $eq, $ne, $in, $nin and $exists, not {operator}")
-        read = _READ.get(label)
-        if read is None:
+        if label not in _EXPECTED:
             raise ItemSetError(f"{self._named(index)} is of a type that filters do not know: cast it")
-        taken = []
+        parsed = []
         for value in values:
             try:
-                taken.append(read(value, kind))
+                parsed.append(_parse(value, label, kind))
             except (TypeError, ValueError, OverflowError):
                 raise ItemSetError(
-                    f"{operator} of {self._named(index)} was given {_shown(value)}: give {_WANTED[label]}"
+                    f"{operator} of {self._named(index)} was given {_shown(value)}: give {_EXPECTED[label][1]}"
                 ) from None
         if label in ("integer", "date", "timestamp"):
-            return _whole_numbers(operator, taken, kind)
-        if operator == "$in":
-            return _one_of(taken, kind)
-        scalar, compute = pa.scalar(taken[0], kind), _COMPARED.get(operator, "equal")
-        return lambda array: _bools(pc.call_function(compute, [array, scalar]))
+            return _compare_integers(operator, parsed, kind)
+        return _one_of(parsed, kind) if operator in ("$eq", "$in") else _compared(operator, parsed[0], kind)
 
     def _named(self, index: int) -> str:
         field = self._schema.field(index)
@@ -248,87 +242,48 @@ class _Reader:
         return f"the set has {', '.join(each[:_NAMED])}{more}"
 
 
-def _number(value: Any, kind: Any) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+def _parse(value: Any, label: str, kind: Any) -> Any:
+    """Return a value as it is compared. Dates and times become fractions: units of their type since 1970."""
+    if not isinstance(value, _EXPECTED[label][0]) or isinstance(value, bool) != (label == "bool"):
         raise TypeError
-    return float(value) if pa.types.is_floating(kind) else value
-
-
-def _string(value: Any, kind: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    value.encode()  # half of a surrogate pair is a ValueError
+    if label in ("integer", "float"):
+        if not math.isfinite(value):
+            raise ValueError
+        return float(value) if label == "float" else value
+    if label in ("date", "timestamp"):
+        moment = datetime.fromisoformat(value)
+        since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - _EPOCH
+        seconds = Fraction(since.days * 86_400 + since.seconds) + Fraction(since.microseconds, 10**6)
+        return seconds / 86_400 if label == "date" else seconds * _PER_SECOND[kind.unit]
+    if label == "string":
+        value.encode()  # half of a surrogate pair is a ValueError
     return value
 
 
-def _truth(value: Any, kind: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _moment(value: Any, kind: Any) -> Fraction:
-    """Return a date or a time, in units of the type since 1970."""
-    moment = datetime.fromisoformat(value)
-    since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - _EPOCH
-    seconds = Fraction(since.days * 86_400 + since.seconds) + Fraction(since.microseconds, 10**6)
-    return seconds / 86_400 if pa.types.is_date(kind) else seconds * _PER_SECOND[kind.unit]
-
-
-_READ: dict[str, Callable[[Any, Any], Any]] = {
-    "bool": _truth, "integer": _number, "float": _number, "string": _string, "date": _moment, "timestamp": _moment,
-}  # fmt: skip
-_WANTED = {
-    "bool": "true or false", "integer": "a number", "float": "a number", "string": "a string",
-    "date": 'an ISO date such as "2026-11-14"', "timestamp": 'an ISO time such as "2026-11-14T12:00:00Z"',
-}  # fmt: skip
-
-
-def _whole_numbers(operator: str, values: list[Any], kind: Any) -> Callable[[pa.Array], Rows]:
+def _compare_integers(operator: str, values: list[Any], kind: Any) -> Compare:
     """Compare integers, and what is stored as integers, with numbers of any size and fraction."""
     number = kind if pa.types.is_integer(kind) else pa.int32() if pa.types.is_date32(kind) else pa.int64()
     limits = np.iinfo(str(number))
-    low, high = int(limits.min), int(limits.max)
+    low, high, value = int(limits.min), int(limits.max), values[0] if values else 0
     if operator in ("$eq", "$in"):
         whole = [int(value) for value in values if value == math.floor(value) and low <= value <= high]
         near = len(whole) > _FEW and max(whole) - min(whole) < _TABLE
-        found = _in_table(whole, number) if near else _one_of(whole, number)
-        return lambda array: found(array.view(number))
-    value = values[0]
-    if operator in ("$gt", "$gte"):
-        bound, compute = math.floor(value) + 1 if operator == "$gt" else math.ceil(value), "greater_equal"
-        every, none = bound <= low, bound > high
+        compare = _in_table(whole, str(number)) if near else _one_of(whole, number)
+    elif operator in ("$gt", "$gte"):
+        bound = max(low, math.floor(value) + 1 if operator == "$gt" else math.ceil(value))
+        compare = _compared("$gte", bound, number) if bound <= high else _one_of([], number)
     else:
-        bound, compute = math.ceil(value) - 1 if operator == "$lt" else math.floor(value), "less_equal"
-        every, none = bound >= high, bound < low
-    if every:
-        return _valid
-    if none:
-        return lambda array: np.zeros(len(array), np.bool_)
-    scalar = pa.scalar(bound, number)
-    return lambda array: _bools(pc.call_function(compute, [array.view(number), scalar]))
+        bound = min(high, math.ceil(value) - 1 if operator == "$lt" else math.floor(value))
+        compare = _compared("$lte", bound, number) if bound >= low else _one_of([], number)
+    return lambda array: compare(array.view(number))
 
 
-def _in_table(values: list[int], kind: Any) -> Callable[[pa.Array], Rows]:
-    """Look integers up in a table of all from the least to the greatest of `values`."""
-    dtype = np.dtype(str(kind))
-    first, last = min(values), max(values)
-    table = np.zeros(last - first + 1, np.bool_)
-    table[[value - first for value in values]] = True
-
-    def found(array: pa.Array) -> Rows:
-        numbers = np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
-        inside = (numbers >= first) & (numbers <= last)
-        places = numbers.clip(first, last)
-        if dtype.itemsize < 8:
-            places = places.astype(np.int64)  # in which their differences have room
-        rows: Rows = table[(places - places.dtype.type(first)).astype(np.intp)] & inside & _valid(array)
-        return rows
-
-    return found
+def _compared(operator: str, value: Any, kind: Any) -> Compare:
+    scalar = pa.scalar(value, kind)
+    return lambda array: _bools(pc.call_function(_COMPARED[operator], [array, scalar]))
 
 
-def _one_of(values: list[Any], kind: Any) -> Callable[[pa.Array], Rows]:
+def _one_of(values: list[Any], kind: Any) -> Compare:
     if len(values) > _FEW:
         options = pc.SetLookupOptions(pa.array(values, kind))
         return lambda array: _bools(pc.call_function("is_in", [array], options))
@@ -338,33 +293,42 @@ def _one_of(values: list[Any], kind: Any) -> Callable[[pa.Array], Rows]:
     return lambda array: _bools(functools.reduce(pc.or_, (pc.equal(array, scalar) for scalar in scalars)))
 
 
-def _where(array: pa.Array, compare: Callable[[pa.Array], Rows]) -> Rows:
+def _in_table(values: list[int], dtype: str) -> Compare:
+    """Look integers up in a table of all from the least to the greatest of `values`, and an entry for all others."""
+    first = min(values)
+    table = np.zeros(max(values) - first + 2, np.bool_)
+    table[[value - first for value in values]] = True
+
+    def compare(array: pa.Array) -> Rows:
+        numbers = np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
+        # Differences wrap around: those of numbers below the first are the largest.
+        places = np.minimum(numbers.astype(np.uint64) - np.uint64(first % 2**64), np.uint64(len(table) - 1))
+        rows: Rows = table[places.view(np.int64)] & _valid(array)
+        return rows
+
+    return compare
+
+
+def _where(array: pa.Array, compare: Compare) -> Rows:
     """Return where a comparison of single values holds: of a list, for one of its values."""
     if is_list(array.type):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
         ends = np.cumsum(lengths)
         before = np.concatenate((np.zeros(1, np.int64), np.cumsum(_where(array.flatten(), compare))))
-        found: Rows = before[ends] > before[ends - lengths]
-        return found
-    if pa.types.is_dictionary(array.type):
-        # The dictionary's values are compared, and each row takes what came of its own.
-        of_values = pa.array(compare(array.dictionary).view(np.uint8))
-        if not len(of_values):
+        rows: Rows = before[ends] > before[ends - lengths]
+        return rows
+    if pa.types.is_dictionary(array.type):  # compares the dictionary, and takes each row's result by its number
+        if not len(array.dictionary):
             return np.zeros(len(array), np.bool_)
-        taken = pc.take(of_values, array.indices, boundscheck=False)
-        return np.frombuffer(taken.buffers()[1], np.bool_, len(taken), taken.offset) & _valid(taken)
+        results = pa.array(compare(array.dictionary).view(np.uint8))
+        results = pc.take(results, array.indices, boundscheck=False)
+        return np.frombuffer(results.buffers()[1], np.bool_, len(results), results.offset) & _valid(results)
     return compare(array)
-
-
-def _indices(array: pa.Array) -> pa.Array:
-    return array.indices if pa.types.is_dictionary(array.type) else array
 
 
 def _valid(array: pa.Array) -> Rows:
     """Return which values are there."""
-    if not array.null_count:
-        return np.ones(len(array), np.bool_)
-    return _bits(array.buffers()[0], array)
+    return _bits(array.buffers()[0], array) if array.null_count else np.ones(len(array), np.bool_)
 
 
 def _bools(array: pa.BooleanArray) -> Rows:
@@ -380,23 +344,12 @@ def _bits(buffer: pa.Buffer, array: pa.Array) -> Rows:
 
 
 def _all(conditions: list[_Condition]) -> Test:
-    def test(batch: pa.RecordBatch) -> Rows:
-        rows = np.ones(len(batch), np.bool_)
-        for condition in conditions:
-            rows &= condition.test(batch)
-        return rows
-
-    return test
+    tests = [condition.test for condition in conditions] or [lambda batch: np.ones(len(batch), np.bool_)]
+    return lambda batch: functools.reduce(np.bitwise_and, (test(batch) for test in tests))
 
 
 def _any(tests: list[Test]) -> Test:
-    def test(batch: pa.RecordBatch) -> Rows:
-        rows = np.zeros(len(batch), np.bool_)
-        for one in tests:
-            rows |= one(batch)
-        return rows
-
-    return test
+    return lambda batch: functools.reduce(np.bitwise_or, (test(batch) for test in tests))
 
 
 def _not(test: Test) -> Test:

@@ -1,4 +1,4 @@
-"""Finding keys: a hash table of all of a set's, made when a first key is asked for."""
+"""A hash table of all keys of a set, made when a first key is looked up."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ class KeyIndex:
         self._slots = np.zeros(1 << max(3, (len(self._columns[0]) * 4 // 3).bit_length()), np.uint32)
         _insert(*self._columns, self._slots)
 
-    def places_of(self, wanted: Sections) -> NDArray[np.int64]:
-        """Return every place of every wanted key, ascending and distinct. A key that is not there has none.
+    def places_of(self, given: Sections) -> NDArray[np.int64]:
+        """Return every place of the given keys, of the same kind as the set's: ascending and distinct."""
+        return np.unique(np.array(_find(*self._columns, self._slots, *_columns(given)), np.int64))
 
-        wanted: of the same kind as the set's.
-        """
-        return np.unique(np.array(_find(*self._columns, self._slots, *_columns(wanted)), np.int64))
-
-    def holds(self, asked: Sections) -> NDArray[np.bool_]:
+    def holds(self, given: Sections) -> NDArray[np.bool_]:
         """Return which of these keys, of the same kind, are in the index. Made for many that are not."""
-        columns = _columns(asked)
-        out = np.zeros(len(asked["keys"] if "keys" in asked else asked["key_offsets"][1:]), np.bool_)
+        columns = _columns(given)
+        out = np.zeros(len(given["keys"] if "keys" in given else given["key_offsets"][1:]), np.bool_)
         _holds(*self._columns, self._slots, np.zeros(len(self._slots), np.uint8), *columns, out)
         return out
 
@@ -59,40 +56,37 @@ def _insert(numbers, text, slots):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _find(numbers, text, slots, wanted, wanted_text):  # type: ignore[no-untyped-def]
+def _find(numbers, text, slots, given, given_text):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(slots) - 1)
-    found = [np.int64(0)]
-    found.clear()
-    for i in range(_count(wanted, wanted_text)):
-        at = _hash(wanted, wanted_text, i) & mask
+    places = [np.int64(0)]
+    places.clear()
+    for i in range(_count(given, given_text)):
+        at = _hash(given, given_text, i) & mask
         while slots[at]:  # a key may be there several times, one after another
             place = np.int64(slots[at]) - 1
-            if _equal(numbers, text, place, wanted, wanted_text, i):
-                found.append(place)
+            if _equal(numbers, text, place, given, given_text, i):
+                places.append(place)
             at = (at + np.uint64(1)) & mask
-    return found
+    return places
 
 
 @compiled
-def _holds(numbers, text, slots, seen, asked, asked_text, out):  # type: ignore[no-untyped-def]
-    """Fill in which of the asked keys are there.
-
-    seen: zeros, a power of two of them: bits, by which most keys that are not there are found out.
-    """
+def _holds(numbers, text, slots, seen, given, given_text, out):  # type: ignore[no-untyped-def]
+    """Set `out` to which of the given keys are there. seen: zeros, a power of two: bits that rule most others out."""
     mask, bits = np.uint64(len(slots) - 1), np.uint64(8 * len(seen) - 1)
     for i in range(_count(numbers, text)):
         bit = _bit(numbers, text, i) & bits
         seen[bit >> np.uint64(3)] |= np.uint8(1 << (bit & np.uint64(7)))
     lowest, highest = (numbers.min(), numbers.max()) if not len(text) else (np.int64(0), np.int64(0))
     for i in range(len(out)):
-        if not len(text) and not lowest <= asked[i] <= highest:
+        if not len(text) and not lowest <= given[i] <= highest:
             continue
-        bit = _bit(asked, asked_text, i) & bits
+        bit = _bit(given, given_text, i) & bits
         if not seen[bit >> np.uint64(3)] >> (bit & np.uint64(7)) & np.uint64(1):
             continue
-        at = _hash(asked, asked_text, i) & mask
+        at = _hash(given, given_text, i) & mask
         while slots[at] and not out[i]:
-            out[i] = _equal(numbers, text, np.int64(slots[at]) - 1, asked, asked_text, i)
+            out[i] = _equal(numbers, text, np.int64(slots[at]) - 1, given, given_text, i)
             at = (at + np.uint64(1)) & mask
 
 

@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError, shown
+from itemset.errors import AGAIN, ItemSetError, shown
 from itemset.trie.key_index import KeyIndex
 from itemset.trie.rows import Distinct
+
+KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class Keys:
             return [[key] for key in keys]
         return [keys[start:end] for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
 
-    def numbers_of(self, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> NDArray[np.int64]:
-        """Return the first item of each wanted key. Raises ItemSetError for a key that is not there."""
-        return self.owners(_places_of(self.values, wanted))
+    def numbers_of(self, given: KeyList) -> NDArray[np.int64]:
+        """Return the first item of each given key. Raises ItemSetError for a key that is not there."""
+        return self.owners(_places_of(self.values, given))
 
     def owners(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the item of the key at each place."""
@@ -60,12 +62,12 @@ class Keys:
             return places
         return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1
 
-    def places_of(self, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> NDArray[np.int64]:
+    def places_of(self, given: KeyList) -> NDArray[np.int64]:
         """Return every place in `values` of these keys, ascending. A key that is not there has none.
 
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
-        values = _asked(self.values, wanted)
+        values = _as_keys_of(self.values, given)
         return self.index.places_of(values_to_sections(values)) if len(values) else np.zeros(0, np.int64)
 
     @functools.cached_property
@@ -73,14 +75,15 @@ class Keys:
         """What finds keys. Making it takes 0.1 s for a million keys, once."""
         return KeyIndex(values_to_sections(self.values))
 
-    def gone(self, removed: Iterable[int] | Iterable[str] | NDArray[Any], *, missing_ok: bool) -> NDArray[np.bool_]:
+    def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
         """Return which places hold a key that is removed.
 
         Raises ItemSetError for keys of another type, and unless `missing_ok` for keys that are not there.
         """
-        asked = _asked(self.values, removed)
-        gone = _is_in(self.values, asked)
-        if not missing_ok and (missing := asked.filter(pc.invert(pc.is_in(asked, self.values.filter(pa.array(gone)))))):
+        given = _as_keys_of(self.values, removed)
+        gone = _is_in(self.values, given)
+        missing = [] if missing_ok else given.filter(pc.invert(pc.is_in(given, self.values.filter(pa.array(gone)))))
+        if len(missing):
             distinct = pc.unique(missing)
             raise ItemSetError(
                 f"{len(distinct):,} of the keys to remove are not in the set, such as {_some(distinct)}: correct the "
@@ -88,10 +91,8 @@ class Keys:
             )
         return gone
 
-    def added(
-        self, keys: Iterable[int] | Iterable[str] | NDArray[Any] | None, items: int, gone: NDArray[np.bool_]
-    ) -> pa.Array:
-        """Return the keys of so many new items. By default they go on from the highest integer.
+    def added(self, keys: KeyList | None, items: int, gone: NDArray[np.bool_]) -> pa.Array:
+        """Return the keys of as many new items. By default they go on from the highest integer.
 
         gone: which places do not stay. Raises ItemSetError as `as_keys`, and for keys of another type, or such as stay.
         """
@@ -101,7 +102,7 @@ class Keys:
             first = pc.max(self.values).as_py() + 1
             return as_keys(range(first, first + items), items)
         values = as_keys(keys, items)
-        double = self.values.filter(pa.array(_is_in(self.values, _asked(self.values, values)) & ~gone))
+        double = self.values.filter(pa.array(_is_in(self.values, _as_keys_of(self.values, values)) & ~gone))
         if len(double):
             raise ItemSetError(
                 f"{len(pc.unique(double)):,} of the new keys are in the set, such as {_some(double)}: give others, or "
@@ -119,7 +120,7 @@ class Keys:
 
     @staticmethod
     def from_sections(sections: dict[str, NDArray[Any]], items: int) -> Keys:
-        """Return the keys of so many items over the file's own memory. Raises ValueError if they do not fit."""
+        """Return the keys of as many items over the file's own memory. Raises ValueError if they do not fit."""
         keys = Keys(values_from_sections(sections), sections.get("key_starts"))
         if keys.starts is None:
             fits = len(keys.values) == items
@@ -157,7 +158,7 @@ def changed_places(
 ) -> tuple[NDArray[Any], NDArray[np.uint32] | None]:
     """Return the places of a changed set's keys, as `in_item_order` does, among the old keys and then the new ones.
 
-    starts: of the old keys; gone: which of them do not stay. members, same: as in `changes.Changed`.
+    starts: of the old keys; gone: which of them do not stay. members, same: as in `update.Changed`.
     """
     old = len(gone) if starts is None else len(starts) - 1
     order = np.arange(len(new.rows), dtype=np.uint32) if new.order is None else new.order
@@ -184,7 +185,7 @@ def changed_places(
     return places, None if len(places) == len(members) else key_starts
 
 
-def as_keys(keys: Iterable[int] | Iterable[str] | NDArray[Any], items: int) -> pa.Array:
+def as_keys(keys: KeyList, items: int) -> pa.Array:
     """Return one key for each item of the input, as an int64 or large_string array.
 
     Raises ItemSetError: more or fewer keys than items, a missing key, or neither all integers nor all strings.
@@ -233,20 +234,20 @@ def values_from_sections(sections: dict[str, NDArray[Any]]) -> pa.Array:
 
 def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str]:
     """Return the keys at these places, each 0 .. keys - 1. Raises ItemSetError if a damaged one is no text."""
-    found = keys.take(pa.array(places))
+    taken = keys.take(pa.array(places))
     try:
-        taken: NDArray[np.int64] | list[str]
-        taken = found.to_numpy() if pa.types.is_integer(found.type) else found.to_pylist()
-        return taken
+        values: NDArray[np.int64] | list[str]
+        values = taken.to_numpy() if pa.types.is_integer(taken.type) else taken.to_pylist()
+        return values
     except UnicodeDecodeError as error:
-        raise ItemSetError("the index is corrupted, a key is no text: build it again with `itemset build`") from error
+        raise ItemSetError(f"the index is corrupted, a key is no text: {AGAIN}") from error
 
 
-def _is_in(keys: pa.Array, wanted: pa.Array) -> NDArray[np.bool_]:
-    """Return which of the keys are wanted ones."""
-    if not len(wanted):
+def _is_in(keys: pa.Array, given: pa.Array) -> NDArray[np.bool_]:
+    """Return which of the keys are among the given ones."""
+    if not len(given):
         return np.zeros(len(keys), np.bool_)
-    return KeyIndex(values_to_sections(wanted)).holds(values_to_sections(keys))
+    return KeyIndex(values_to_sections(given)).holds(values_to_sections(keys))
 
 
 def _some(keys: pa.Array) -> str:
@@ -254,35 +255,28 @@ def _some(keys: pa.Array) -> str:
     return ", ".join(shown(key) for key in keys[:5].to_pylist())
 
 
-def _asked(keys: pa.Array, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> pa.Array:
-    """Return wanted keys as an array of the type of `keys`, or an empty one. Raises ItemSetError for another type."""
-    if isinstance(wanted, str | bytes) or not isinstance(wanted, Iterable):
-        raise ItemSetError(f"keys must be a list, not {shown(wanted)}: put it in a list")
-    asked = wanted if isinstance(wanted, np.ndarray | pa.Array) else list(wanted)
-    if not len(asked):
+def _as_keys_of(keys: pa.Array, given: KeyList) -> pa.Array:
+    """Return given keys as an array of the type of `keys`. Raises ItemSetError for keys of another type."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ItemSetError(f"keys must be a list, not {shown(given)}: put it in a list")
+    listed = given if isinstance(given, np.ndarray | pa.Array) else list(given)
+    if not len(listed):
         return keys[:0]
-    if isinstance(asked, list) and None in asked:
+    if isinstance(listed, list) and None in listed:
         raise ItemSetError("a key is missing (null): leave it out of the list")
-    values = as_keys(asked, len(asked))
+    values = as_keys(listed, len(listed))
     if values.type != keys.type:
         ours, theirs = ("integers" if pa.types.is_integer(one.type) else "strings" for one in (keys, values))
         raise ItemSetError(f"the keys of this set are {ours}, not {theirs} such as {shown(values[0].as_py())}")
     return values
 
 
-def _places_of(keys: pa.Array, wanted: Iterable[int] | Iterable[str] | NDArray[Any]) -> NDArray[np.int64]:
-    """Return the first place of each wanted key. Raises ItemSetError for a key that is not there.
-
-    One pass over `keys`, with a hash table of the wanted ones.
-    """
-    values = _asked(keys, wanted)
-    distinct = pc.unique(values)
-    hits = pc.index_in(keys, value_set=distinct)
-    rows = np.flatnonzero(hits.is_valid().to_numpy(zero_copy_only=False))
-    which = hits.take(pa.array(rows)).to_numpy(zero_copy_only=False).astype(np.int64)
-    first = np.full(len(distinct), -1, np.int64)
-    first[which[::-1]] = rows[::-1]
-    found: NDArray[np.int64] = first[pc.index_in(values, value_set=distinct).to_numpy(zero_copy_only=False)]
-    if (missing := np.flatnonzero(found < 0)).size:
-        raise ItemSetError(f"no item has the key {values[int(missing[0])].as_py()!r}")
-    return found
+def _places_of(keys: pa.Array, given: KeyList) -> NDArray[np.int64]:
+    """Return the first place of each given key, in one pass over `keys`. Raises ItemSetError for one not there."""
+    values = _as_keys_of(keys, given)
+    rows = np.flatnonzero(pc.is_in(keys, value_set=values).to_numpy(zero_copy_only=False))
+    first = pc.index_in(values, value_set=keys.take(pa.array(rows)))
+    if first.null_count:
+        raise ItemSetError(f"no item has the key {values.filter(first.is_null())[0].as_py()!r}")
+    places: NDArray[np.int64] = rows[first.to_numpy()]
+    return places

@@ -61,7 +61,7 @@ class LevelPlan:
         return max(int(level[0]) for level in self.widest)
 
     def children(self, level: int, rows: int) -> int:
-        """Return the most children that so many different nodes of a level have together; 0 after the last level."""
+        """Return the most children that `rows` nodes of a level have together; 0 after the last level."""
         if level >= self.levels or not rows:
             return 0
         widest = self.widest[level]
@@ -70,8 +70,7 @@ class LevelPlan:
         return int(widest[kept - 1]) + (min(rows, self.nodes[level]) - kept) * last
 
     def successors(self, level: int, rows: int) -> int:
-        """Return the most prefixes of one token more that so many different ones of a level have together: children,
-        and what goes on inside tails."""
+        """Return the most prefixes, one token longer, of `rows` prefixes of a level: children, and steps in tails."""
         nodes = self.nodes[level] if level < self.levels else 0
         return self.children(level, rows) + max(0, rows - nodes)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import AGAIN, ItemSetError
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import count_ones, first_edge, label, load32
 from itemset.trie.rows import Rows, grown
-from itemset.trie.tables import Tables
-from itemset.trie.targets import is_leaf, nodes_before, tails_of
-from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_entry, tail_token
+from itemset.trie.tables import Tables, Trie
+from itemset.trie.targets import is_leaf, nodes_before
+from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, mark, tail_token, token_runs
 
 
 def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
@@ -33,8 +33,7 @@ def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > longest:
         raise ItemSetError(
-            f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: "
-            "build it again with `itemset build`"
+            f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: {AGAIN}"
         )
     return Rows(tokens, offsets)
 
@@ -45,40 +44,16 @@ def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return np.concatenate((np.zeros(1, np.uint32), np.cumsum(counts, dtype=np.uint32)))
 
 
-@compiled
-def in_order(tables, tail_tokens):  # type: ignore[no-untyped-def]
-    """Return whether the tables are a trie as `build_trie` makes it.
-
-    Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
-    follow without gaps, and each block's bases say how far both have come. So each item leads to its own number.
-    """
-    nodes = tables.nodes
-    node, position = np.int64(1), np.int64(0)
-    for parent in range(nodes):
-        first, end = first_edge(tables, parent), first_edge(tables, parent + 1)
-        if parent >= node or first == end:
-            return False
-        for edge in range(first, end):
-            block = edge >> 5
-            if edge & 31 == 0 and (load32(tables.node_base, block) != node or tails_of(tables, block) != position):
-                return False
-            if edge > first and label(tables, edge) <= label(tables, edge - 1):
-                return False
-            state = follow(tables, edge)
-            if state == END:
-                continue
-            if state == node:
-                node += 1
-                continue
-            if state != TAIL + position:
-                return False
-            entry = np.int64(0)
-            while entry >> tables.token_bits == 0:
-                entry = tail_entry(tables, position)
-                position += 1
-            if position > tail_tokens:
-                return False
-    return node == nodes and position == tail_tokens
+def token_ids(trie: Trie) -> NDArray[np.int64]:
+    """Return every token id that occurs in an item, ascending."""
+    ids = 1 << trie.tables.token_bits
+    runs = token_runs(trie.tables, trie.tail_tokens)
+    if ids > max(1 << 16, 8 * (len(trie.tables.labels) + trie.tail_tokens)):  # few tokens, some with high ids
+        return np.unique(np.concatenate(list(runs))).astype(np.int64)
+    seen = np.zeros(ids, np.bool_)
+    for run in runs:
+        mark(seen, run)
+    return np.flatnonzero(seen)
 
 
 @compiled
@@ -152,12 +127,12 @@ def node_of(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _last_at_most(counts, wanted):  # type: ignore[no-untyped-def]
-    """Return the last entry of ascending counts, but for the total at their end, that is no more than `wanted`."""
+def _last_at_most(counts, given):  # type: ignore[no-untyped-def]
+    """Return the last entry of ascending counts, but for the total at their end, that is no more than `given`."""
     low, high = np.int64(0), np.int64(len(counts) - 1)
     while high - low > 1:
         middle = (low + high) >> 1
-        if np.int64(counts[middle]) <= wanted:
+        if np.int64(counts[middle]) <= given:
             low = middle
         else:
             high = middle

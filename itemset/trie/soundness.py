@@ -9,11 +9,11 @@ import numpy as np
 
 from itemset.trie.file import pieces
 from itemset.trie.jit import compiled
-from itemset.trie.numbering import in_order
-from itemset.trie.pointers import bit, first_edge
+from itemset.trie.pointers import bit, first_edge, label, load32
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import Tables, Trie
-from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, is_leaf, set_levels, sizes, tail_at, type_of_targets
+from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, set_levels, sizes, tails_of, type_of_targets
+from itemset.trie.walk import END, TAIL, follow, tail_entry
 
 
 def check_shapes(trie: Trie) -> None:
@@ -78,58 +78,83 @@ def _check_levels(trie: Trie) -> None:
 def check_items(trie: Trie) -> None:
     """Raise ValueError unless the tables are a trie as `build_trie` makes it, and its counts are theirs.
 
-    Reads every tail once, and every edge twice. Each item then leads to its number, and back.
+    Reads every edge and every tail once. Each item then leads to its number, and back.
     """
-    tables = trie.tables
-    if not in_order(tables.pointers, trie.tail_tokens):
-        raise ValueError("its tables are no trie")
-    nodes = len(tables.row_offsets) - 1
-    ends = np.unpackbits(tables.terminal.view(np.uint8), bitorder="little")
-    if ends[0] or ends[nodes:].any():
-        raise ValueError("items end where there is no node")
-    levels = np.array(trie.level_nodes), np.array(trie.level_edges)
-    shortest, longest = lengths(tables.pointers, trie.tail_tokens, *levels)
+    shortest, longest = item_lengths(trie, tails=True)
     if not longest:
-        raise ValueError("its levels do not fit its tables")
+        raise ValueError("its tables are no trie")
     if (shortest, longest) != (trie.shortest, trie.longest):
         raise ValueError(f"its items have {shortest} to {longest} tokens, not {trie.shortest} to {trie.longest}")
 
 
-@compiled
-def lengths(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-untyped-def]
-    """Return the tokens of the shortest and of the longest item; 0, 0 if a level does not have so many nodes.
+def item_lengths(trie: Trie, *, tails: bool) -> tuple[int, int]:
+    """Return the tokens of the shortest and of the longest item; 0, 0 unless the tables are a trie of these levels.
 
-    The tables are in order: a tail ends where the next one begins, so the tails themselves are not read.
+    tails: look into the tails, too, for where each ends. That takes five times as long.
     """
-    edge, node = 0, 1
+    levels = np.array(trie.level_nodes), np.array(trie.level_edges)
+    shortest, longest = _item_lengths(trie.tables.pointers, trie.tail_tokens, *levels, tails)
+    return int(shortest), int(longest)
+
+
+@compiled
+def _item_lengths(tables, tail_tokens, level_nodes, level_edges, tails):  # type: ignore[no-untyped-def]
+    """As `item_lengths`.
+
+    Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
+    follow without gaps, and each block's bases say how far both have come. Items end at nodes but the root alone.
+    """
+    nothing = np.int64(0), np.int64(0)
+    node, parent, edges, position = np.int64(1), np.int64(0), np.int64(0), np.int64(0)
     shortest, longest = np.int64(1 << 62), np.int64(0)
     tail, above = np.int64(-1), np.int64(0)  # where the last tail begins, and the tokens that lead there
-    for depth in range(len(level_edges)):
-        first = node
-        for _ in range(level_edges[depth]):
-            length, leaf = np.int64(depth + 1), is_leaf(tables, edge)
-            begins = tail_at(tables, edge) if leaf else np.int64(-1)
-            edge += 1
-            if begins >= 0:
-                if tail >= 0:
-                    shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
-                tail, above = begins, length
-                continue
-            if not leaf:
-                node += 1
-                if not bit(tables.terminal, node - 1):
+    for depth in range(len(level_nodes)):
+        length = np.int64(depth + 1)
+        for _ in range(level_nodes[depth]):
+            first, end = first_edge(tables, parent), first_edge(tables, parent + 1)
+            parent += 1
+            if first == end:
+                return nothing
+            for edge in range(first, end):
+                if edge & 31 == 0:
+                    begins = tails_of(tables, edge >> 5)
+                    if load32(tables.node_base, edge >> 5) != node or begins < position:
+                        return nothing
+                    if tails and begins > position:
+                        return nothing
+                    position = begins
+                if edge > first and label(tables, edge) <= label(tables, edge - 1):
+                    return nothing
+                state = follow(tables, edge)
+                if state == node:
+                    node += 1
+                    if not bit(tables.terminal, state):
+                        continue
+                elif state != END:
+                    begins = state - TAIL
+                    if begins < position or (tails and begins > position):
+                        return nothing
+                    if tail >= 0:
+                        shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
+                    tail, above, position = begins, length, begins + 1
+                    while tails and tail_entry(tables, position - 1) >> tables.token_bits == 0:
+                        position += 1
                     continue
-            shortest, longest = min(shortest, length), max(longest, length)
+                shortest, longest = min(shortest, length), max(longest, length)
+        edges += level_edges[depth]
         below = level_nodes[depth + 1] if depth + 1 < len(level_nodes) else 0
-        if node - first != below or first_edge(tables, first) != edge:
-            return 0, 0
+        if node != parent + below or first_edge(tables, parent) != edges or position > tail_tokens:
+            return nothing
+    last = load32(tables.terminal, parent >> 5) >> (parent & 31) if parent & 31 else np.int64(0)
+    if last or bit(tables.terminal, 0) or (tails and position != tail_tokens):
+        return nothing
     if tail >= 0:
         shortest, longest = min(shortest, above + tail_tokens - tail), max(longest, above + tail_tokens - tail)
     return shortest, longest
 
 
 def digest_of(tables: Tables, on_read: Callable[[int], object] = lambda nbytes: None) -> str:
-    """Return a hex digest that is equal for equal tables. on_read: told of the bytes of each piece that was read."""
+    """Return a hex digest that is equal for equal tables. on_read: called with the bytes of each piece."""
     digest = hashlib.blake2b(tables.token_bits.to_bytes(4, "little"), digest_size=16)
     for array in tables.sections.values():
         digest.update(array.dtype.str.encode() + len(array).to_bytes(8, "little"))

@@ -20,43 +20,34 @@ from itemset.trie.pointers import Pointers, put_bits, put_label, set_bit, store3
 from itemset.trie.rows import Rows, bounds
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 
-Room = Callable[[int, Any], NDArray[Any]]  # so many zeros of a type
+Room = Callable[[int, Any], NDArray[Any]]  # makes zeros: how many, of which type
 
 MAX_INDEX = 2**31 - 5  # nodes and edges, each: a node's state is its number, and four marks come after the nodes
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What a walk reads: all of it goes to the device as it is. Arrays are read-only.
+    """What a walk reads, on a device as on the host. Arrays are read-only. Of the items 2 5 7, 2 5 8 9 and 4 1:
 
-    If all items have one length, `targets` are counted. Edge e, of block b = e // 32, then is a leaf, which leads to no
-    node, if bit e of `targets` is set; else it leads to node ``node_base[b]``, and as many further as bits are clear
-    before it in its block. The tail of a leaf with r leaves before it starts at ``START + r * LENGTH`` of its level
-    (`targets.START` and the rest); it has none if LENGTH is 0, because the item ends there.
+        row_offsets   0     2     3     5             edges of node n are row_offsets[n] .. row_offsets[n + 1]
+                      node 0      node 1  node 2      terminal: a bit a node, set if an item ends there
+        labels        2  4        5       7  8        uint16 or uint32, ascending in a row
+        targets       n  t        n       -  t        to the next node (n), into a tail (t), or the item ends (-)
+        tails         1. 9.                           a marked token ends its tail
 
-    Else they are stored; m is the highest bit of their type. Edge e leads to one of three things:
-    a node, ``node_base[b] + targets[e]``, if bit m of targets[e] is clear; nothing, if targets[e] is all ones, because
-    the item ends there; else a tail, which starts at ``tail_base[b] + (targets[e] without bit m)``.
-    That is modulo 2^32: from block `far_block` on, 2^32 is added to where a tail starts.
-
-    row_offsets: [nodes + 1] uint32. Edges of node n are row_offsets[n] .. row_offsets[n + 1].
-    terminal: [ceil(nodes / 32)] uint32. Bit n: an item ends at node n.
-    labels: [edges] uint16 or uint32. The edge's token.
-    targets: counted, [ceil(edges / 64)] uint64; stored, [edges] uint16, or uint32 if a tail has more than 1,056 tokens.
-    node_base: [ceil(edges / 32)] uint32.
-    tail_base: counted, [4 * levels] uint32; stored, [ceil(edges / 32)] uint32.
-    tails: uint32 words; token p of the tails is the (token_bits + 1) bits from bit p * (token_bits + 1) on, the highest
-        of them set on the last token of a tail. One spare word at the end, so that two words can always be read.
-    alive: [ceil(edges / 32)] uint32, or none. Bit e: a walk may take edge e. Without it, it may take all.
-    dead: ascending uint32, edges that no walk may take in spite of that, and TERMINAL + n for each node n at which no
-        item may end in spite of `terminal`.
-    token_bits: bits that hold every token id of the set.
-    far_block: the first block whose tails start at 2^32 or after it, NO_BLOCK if none do. Not in a file: there
-        `tail_base` descends.
-
-    pointers: where the arrays lie: what compiled code takes.
-
-    `alive` and `dead` are what a view has and a whole set has not (`trie.view`); a file holds neither.
+    terminal: [ceil(nodes / 32)] uint32. tails: uint32 words; token p is the token_bits + 1 bits from bit
+    p * (token_bits + 1) on, the highest of them the mark; one word more, so that two words can always be read.
+    targets: counted, [ceil(edges / 64)] uint64, a bit that is set for t and -; stored, [edges] uint16 (uint32 if a tail
+        has over 1,056 tokens), all ones for -, else a distance from its block's base and, as the highest bit, t.
+    node_base: [ceil(edges / 32)] uint32, the next node at each block of 32 edges. The nth n leads to node n.
+    tail_base: stored, [ceil(edges / 32)] uint32, where the block's tails start, modulo 2^32; counted, [4 * levels], see
+        `targets.FIRST_EDGE`.
+    token_bits: bits that hold every token id of the set. far_block: the first block whose tails start at 2^32 or after
+        it, NO_BLOCK if none do.
+    alive: [ceil(edges / 32)] uint32, bit e: a walk may take edge e; empty if it may take all. dead: ascending uint32,
+        edges that no walk may take, and TERMINAL + n for each node n at which no item may end. A view has these, a file
+        neither.
+    pointers: where the arrays lie, for compiled code.
     """
 
     row_offsets: NDArray[np.uint32]

@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset import notices
 from itemset.errors import ItemSetError
-from itemset.text import Escape, TokenizerId, encode, fingerprint, identify
+from itemset.text import Escape, TokenizerId, encode, fingerprint, identify, warn_of_special
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
@@ -323,7 +322,7 @@ class ItemSet:
             prefix=self.prefix,
             escape=self.escape,
         )
-        notices.of_build(item_set, tokenizer)
+        warn_of_special(item_set.occurring, tokenizer)
         return item_set
 
     @functools.cached_property
@@ -393,7 +392,7 @@ def build(
         prefix=prefix,
         escape=escape,
     )
-    notices.of_build(item_set, tokenizer)
+    warn_of_special(item_set.occurring, tokenizer)
     return item_set
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -17,6 +18,25 @@ Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]
 _Beams = Annotated[int, Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class Words:
+    """What an engine calls things, for the sentences that its users read.
+
+    context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
+    output. options: where the plugin's options stand.
+    """
+
+    context: str
+    context_flag: str
+    min_tokens: str
+    max_tokens: str
+    options: str
+
+    def option(self, name: str) -> str:
+        """How to set an option that is a number."""
+        return f'{{"{name}": N}} in {self.options}'
 
 
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):

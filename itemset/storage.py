@@ -7,6 +7,7 @@ Files of this machine are read by `pathlib`: fsspec does not follow links when i
 
 from __future__ import annotations
 
+import fcntl
 import fnmatch
 import io
 import os
@@ -15,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -155,6 +156,45 @@ def put(folder: PathLike, name: str, data: Buffer) -> None:
             os.replace(unfinished, target)
     except Exception as error:  # of fsspec's file systems: whatever their clients raise
         raise ItemSetError(f"{target} cannot be written: {_reason(error)}") from error
+
+
+@contextmanager
+def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666) -> Iterator[None]:
+    """Lock a file of this machine, made if it is missing. The lock ends with the process, however that ends.
+
+    how: as of `fcntl.flock`. Raises OSError as that does.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+        try:
+            fcntl.flock(descriptor, how)
+            with suppress(FileNotFoundError):  # else it was deleted meanwhile, and others lock a new one
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    break
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def incomplete(path: Path, mode: int) -> Iterator[int]:
+    """Make a file, in place of one that a killed process left. Yields its descriptor, which stays open.
+
+    If the block fails, the file is closed and deleted. Raises OSError if it cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        yield descriptor
+    except BaseException:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -18,7 +18,7 @@ ALLOWED = {
     "item_set": "errors text trie",
     "opening": "errors trie item_set",
     "views": "errors trie item_set opening",
-    "published": "errors trie item_set opening",
+    "published": "errors storage trie item_set opening",
     "building": "errors text storage trie item_set",
     "masking": "errors trie item_set",
     "ranking": "errors text trie item_set masking",

@@ -236,7 +236,8 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path | str]]:
         path, version = where(config, name), versions[name] if versions is not None else None
         if version is None and os.path.isdir(path):
             try:
-                version, path = published.current(path)[:2]
+                current = published.current(path)
+                version, path = current.name, current.path
             except ItemSetError as error:
                 raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
         elif version is not None and (os.path.isdir(path) or name not in config.item_sets):

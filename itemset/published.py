@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import asdict, astuple, replace
 
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
@@ -238,7 +238,7 @@ def _versions(folder: Path) -> list[Version]:
         if isinstance(error, ItemSetError):
             raise
         raise ItemSetError(f"{path} is damaged ({error}): delete it, and publish an index again") from error
-    return [Version(*astuple(entry), folder) for entry in pointer.versions]
+    return [Version(**asdict(entry), folder=folder) for entry in pointer.versions]
 
 
 def _read(path: Path) -> bytes:

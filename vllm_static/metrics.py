@@ -15,8 +15,8 @@ PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in 
 
 SHOWN = EngineFigures("max", used="mostrecent")
 
-ENGINE_METHOD, QUESTION = "item_set_figures", "item_set_question"
-"""Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `preparing.CorePreparer`."""
+ENGINE_METHOD, ROLLOUT = "item_set_figures", "item_set_rollout"
+"""Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `serving.preparing.Preparer.answer`."""
 
 
 class Figures:

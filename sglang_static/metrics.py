@@ -1,4 +1,4 @@
-"""What SGLang's processes count for `/metrics`, which shows it with --enable-metrics. Each writes its own share.
+"""Metrics of SGLang's processes, for `/metrics` with --enable-metrics. Each writes its own share.
 
 Import it where an engine has started: see `itemset.serving.metrics`.
 """
@@ -36,7 +36,7 @@ def count_answer(
 
 
 class SchedulerFigures:
-    """What a scheduler counts, one of all its tensor-parallel ranks."""
+    """Counts of a scheduler, kept by one of its tensor-parallel ranks."""
 
     def __init__(self, plan: Plan | None, *, counted: bool) -> None:
         """plan: of the arena; None on the host path. counted: False if another rank counts."""
@@ -48,7 +48,7 @@ class SchedulerFigures:
         self.memory()
 
     def memory(self) -> None:
-        """Tell how much of the arena is in use."""
+        """Set how much of the arena is in use."""
         if self._counted:
             FIGURES.arena_used.set(self._plan.used if self._plan else 0)
 

@@ -1,4 +1,4 @@
-"""Figures of item sets for Prometheus, the same in every engine.
+"""Metrics of item sets for Prometheus, the same in every engine.
 
 SGLang's processes share theirs through files, in a folder that must be known before `prometheus_client` is imported:
 import this module where the engine has started.
@@ -46,7 +46,7 @@ _versions: dict[str, str] = {}
 
 
 class EngineFigures:
-    """What engines count. They are gauges, because vLLM's front end only receives their values."""
+    """Counts of engines, as gauges, because vLLM's front end only receives their values."""
 
     def __init__(self, mode: Literal["max", "sum"], used: Literal["mostrecent", "sum"]) -> None:
         """mode: what the values of several processes make together. used: the same for the memory in use."""
@@ -80,7 +80,7 @@ def refused_version(name: str) -> None:
 
 
 def label(reference: str) -> str:
-    """Inline sets are counted together: a label of its own for each would never end."""
+    """Return the label of a set. Inline sets share one: labels of their own would never end."""
     return "inline" if reference.startswith(INLINE) else name_of(reference)
 
 
@@ -95,9 +95,9 @@ def refusals() -> Iterator[None]:
 
 
 def count_answer(expected: Any, tokens: Sequence[int], told: Mapping[str, Any], *, stopped: bool) -> str | None:
-    """Count the items of an answer that has ended, and whether it is none of its set. Returns what to log then.
+    """Count the items of an answer that has ended. Return what to log if it is no item of its set.
 
-    expected: what was expected of it. told: what it says. stopped: whether a stop token has ended it.
+    told: its fields. stopped: whether a stop token has ended it.
     """
     for item in told.get("items", ()):
         INSIDE.labels(item.get("set", "inline")).inc()

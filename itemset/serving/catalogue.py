@@ -214,13 +214,11 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path | str]]:
     sets: dict[str, tuple[str | None, Path | str]] = {}
     for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys() - config.item_views.keys())):
         path, version = where(config, name), versions[name] if versions is not None else None
-        if version is None and os.path.isdir(path):
+        if os.path.isdir(path) or (version is not None and name not in config.item_sets):
             try:
-                current = published.current(path)
-                version, path = current.name, current.path
+                version = version or published.current(path).name
             except ItemSetError as error:
                 raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
-        elif version is not None and (os.path.isdir(path) or name not in config.item_sets):
             path = published.file_of(path, version)
         sets[name] = version, path
     return sets

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from prometheus_client import Counter, Gauge
@@ -50,16 +51,11 @@ class EngineFigures:
 
     def __init__(self, mode: Literal["max", "sum"], used: Literal["mostrecent", "sum"]) -> None:
         """mode: what the values of several processes make together. used: the same for the memory in use."""
-        self.answered = Gauge(
-            "item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode=mode
-        )
-        self.forced = Gauge(
-            "item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode=mode
-        )
-        self.by_path = Gauge(
-            "item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode=mode
-        )
-        self.arena = Gauge("item_set:arena_bytes", "Device memory kept for item sets.", multiprocess_mode=mode)
+        gauge = partial(Gauge, multiprocess_mode=mode)
+        self.answered = gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"])
+        self.forced = gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"])
+        self.by_path = gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"])
+        self.arena = gauge("item_set:arena_bytes", "Device memory kept for item sets.")
         self.arena_used = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode=used)
 
 

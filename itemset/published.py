@@ -141,8 +141,8 @@ def versions(folder: PathLike) -> list[Version]:
     Raises ItemSetError if there is no pointer, or if it is damaged.
     """
     folder = Path(folder)
-    if found := _versions(folder):
-        return found
+    if in_pointer := _versions(folder):
+        return in_pointer
     raise ItemSetError(
         f"{folder} is no published set, it has no file {POINTER}: publish an index there, "
         f"`itemset publish FILE {folder}`"
@@ -258,11 +258,11 @@ def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version
         if len(known) == 1:
             raise ItemSetError(f"{folder} has one version, there is none to go back to: publish another index")
         return known[1]
-    found = [version for version in known if version.name.startswith(name.lower())]
-    if len(found) != 1:
-        what = f"{len(found)} versions whose names begin with" if found else "no version"
+    matching = [version for version in known if version.name.startswith(name.lower())]
+    if len(matching) != 1:
+        what = f"{len(matching)} versions whose names begin with" if matching else "no version"
         raise ItemSetError(f"{folder} has {what} {name!r}: choose one of {', '.join(one.name for one in known)}")
-    return found[0]
+    return matching[0]
 
 
 def _sound(path: Path, name: str) -> bool:

@@ -217,7 +217,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     if len(numbers) >= len(base):
         raise _nothing_left(f"exclude_keys leaves 0 of the {len(base):,} items")
     before = base._keys.passes
-    keys = _Passing(base._keys, lambda asked: before(asked) & ~np.isin(asked, places), places.nbytes)
+    keys = _Passing(base._keys, lambda others: before(others) & ~np.isin(others, places), places.nbytes)
     whole = base.whole
     dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)
     below = base.base if base.base is not None and base.own.keys() == {"dead"} else base

@@ -25,14 +25,14 @@ def count_rounds(scope: str, reason: str, *, draws: bool) -> None:
 
 
 def count_answer(
-    called: str, expected: Any, tokens: Sequence[int], told: dict[str, Any], *, stopped: bool
+    called: str, expected: Any, tokens: Sequence[int], fields: dict[str, Any], *, stopped: bool
 ) -> str | None:
     """Do `metrics.count_answer`, and count the item and what it was forced to. called: the label of its set."""
-    if stopped and told.get("item") is not None:
+    if stopped and fields.get("item") is not None:
         FIGURES.answered.labels(called).inc()
         content = tokens if expected.content is None else expected.content(tokens)
         FIGURES.forced.labels(called).inc(forced_tokens(expected.item_set, content))
-    return metrics.count_answer(expected, tokens, told, stopped=stopped)
+    return metrics.count_answer(expected, tokens, fields, stopped=stopped)
 
 
 class SchedulerFigures:

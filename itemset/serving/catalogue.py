@@ -236,7 +236,7 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)
     versions = Versions(config)
     with opening():
-        opened = [versions.open(name, *found, make_views=False) for name, found in at_start(config).items()]
+        opened = [versions.open(name, *file, make_views=False) for name, file in at_start(config).items()]
     _check_bases(config, {name for one in opened for name in one.sets})
     if opened:
         delete_unused(config.item_set_cache)

@@ -132,11 +132,11 @@ class InlineTexts:
         tokens: list[NDArray[np.int32]] = []
         lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         for start, part in _slices(texts):
-            found, offsets = encode(part, self._tokenizer, before=start, name=NAME, escape=escape)
-            tokens.append(found)
+            ids, offsets = encode(part, self._tokenizer, before=start, name=NAME, escape=escape)
+            tokens.append(ids)
             lengths.append(np.diff(offsets))
             self._on_encoded(len(part))
-            self._check(start, part, found, offsets)
+            self._check(start, part, ids, offsets)
             yield sum(map(len, part)) + TEXT_COST * len(part)
         item_set = build(Rows(np.concatenate(tokens), np.cumsum(np.concatenate(lengths))))
         return InlineSet.opened(reference, item_set.to_bytes(), token_ids=True)

@@ -90,14 +90,14 @@ def refusals() -> Iterator[None]:
         raise
 
 
-def count_answer(expected: Any, tokens: Sequence[int], told: Mapping[str, Any], *, stopped: bool) -> str | None:
+def count_answer(expected: Any, tokens: Sequence[int], fields: Mapping[str, Any], *, stopped: bool) -> str | None:
     """Count the items of an answer that has ended. Return what to log if it is no item of its set.
 
-    told: its fields. stopped: whether a stop token has ended it.
+    fields: its own, as sent. stopped: whether a stop token has ended it.
     """
-    for item in told.get("items", ()):
+    for item in fields.get("items", ()):
         INSIDE.labels(item.get("set", "inline")).inc()
-    if not stopped or "item" not in told or told["item"] is not None or not expected.begun(tokens):
+    if not stopped or "item" not in fields or fields["item"] is not None or not expected.begun(tokens):
         return None
     ILLEGAL.inc()
     return f"An answer is no item of its set, which must not be: {list(tokens)[:200]}"

@@ -36,10 +36,9 @@ from itemset.item_set import ItemSet
 from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.host import HostState, fill_bitmasks
-from itemset.serving.admission import Words
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.chosen import Chosen
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import arrived, carried
 from itemset.serving.versions import Opened

@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset import notices
 from itemset.errors import AGAIN, ItemSetError
-from itemset.text import Escape, TokenizerId, encode, fingerprint, identify
+from itemset.text import Escape, TokenizerId, encode, fingerprint, identify, warn_of_special
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
@@ -291,7 +290,7 @@ class ItemSet:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
         places = changed_places(starts, gone, new, members, same)
         item_set = _assembled(trie, places, pa.concat_arrays(values), columns, **self._origin)
-        notices.of_build(item_set.occurring, tokenizer)
+        warn_of_special(item_set.occurring, tokenizer)
         return item_set
 
     @functools.cached_property
@@ -358,7 +357,7 @@ def build(
         prefix=prefix,
         escape=escape,
     )
-    notices.of_build(item_set.occurring, tokenizer)
+    warn_of_special(item_set.occurring, tokenizer)
     return item_set
 
 

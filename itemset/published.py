@@ -12,7 +12,6 @@ are shown and never compared: sequence numbers order the versions. All names are
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -23,13 +22,15 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
 from itemset.opening import load, verify
+from itemset.storage import incomplete, locked
 from itemset.trie import file as index_file
 
 KEEP = 5  # versions that a folder keeps by default
@@ -38,29 +39,41 @@ POINTER = "current.json"
 FORMAT = 1  # of the pointer
 POINTER_BYTES = 1 << 23  # that are read of it: KEEP_MOST versions have fewer
 _INCOMING = "incoming"  # the copy that is being made: there is one at a time
+_NO_FOLDER = Path()
 _FILE = re.compile(r"([0-9a-f]{32})\.itemset")
 
 PathLike = str | os.PathLike[str]
 Opened = TypeVar("Opened")
 
 
-class Version(NamedTuple):
+class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     """One version of a published set.
 
     name: 32 hex digits, a hash of all that is in the file: `index_file.version`, and an answer's `item_set_version`.
-    path: its index file, in the folder as it was given.
     sequence: grows by one whenever another version becomes current. A version that becomes current again gets a new
         one, so no two states of a folder have the same.
     published: when its index was published last, UTC. Only to be shown.
-    items: in the set. bytes: of the file.
+    items: in the set. bytes: of the file. folder: as it was given; the pointer does not have it.
     """
 
-    name: str
-    path: Path
-    sequence: int
-    published: datetime
-    items: int
-    bytes: int
+    name: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    sequence: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+    published: Annotated[datetime, msgspec.Meta(tz=True)]
+    items: Annotated[int, msgspec.Meta(ge=1)]
+    bytes: Annotated[int, msgspec.Meta(ge=1)]
+    folder: Path = _NO_FOLDER
+
+    @property
+    def path(self) -> Path:
+        """Its index file, in the folder as it was given."""
+        return file_of(self.folder, self.name)
+
+
+class _Pointer(msgspec.Struct, frozen=True):
+    """The pointer file. versions: the current one first, sequence numbers descending."""
+
+    format: int
+    versions: Annotated[list[Version], msgspec.Meta(min_length=1)]
 
 
 def publish(
@@ -90,7 +103,8 @@ def publish(
             after = before
         else:
             path, sequence = file_of(folder, name), before[0].sequence + 1 if before else 1
-            new = Version(name, path, sequence, _now(), _items(path), path.stat().st_size)
+            now, items = datetime.now(UTC).replace(microsecond=0), index_file.read(path)[0].items
+            new = Version(name, sequence, now, items, path.stat().st_size, folder)
             after = [new, *(version for version in before if version.name != name)]
         after = after[: min(max(keep, 2), KEEP_MOST)]
         if after != before:
@@ -116,19 +130,19 @@ def rollback(folder: PathLike, version: str | None = None) -> Version:
             raise ItemSetError(f"{chosen.path} is missing or damaged: publish its index again, or choose another")
         if chosen == before[0]:
             return chosen
-        again = chosen._replace(sequence=before[0].sequence + 1)
+        again = replace(chosen, sequence=before[0].sequence + 1)
         _point(folder, [again, *(one for one in before if one != chosen)])
     return again
 
 
 def versions(folder: PathLike) -> list[Version]:
-    """Return the versions that the folder keeps, the current one first, then by when they were current last.
+    """Return the versions in the folder, the current one first, then by when they were current last.
 
     Raises ItemSetError if there is no pointer, or if it is damaged.
     """
     folder = Path(folder)
-    if found := _versions(folder):
-        return found
+    if in_pointer := _versions(folder):
+        return in_pointer
     raise ItemSetError(
         f"{folder} is no published set, it has no file {POINTER}: publish an index there, "
         f"`itemset publish FILE {folder}`"
@@ -203,23 +217,6 @@ def load_current(folder: PathLike) -> tuple[Version, ItemSet]:
     return open_current(folder, lambda version: load(version.path))
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """A version in the pointer."""
-
-    name: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    sequence: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-    published: Annotated[datetime, msgspec.Meta(tz=True)]
-    items: Annotated[int, msgspec.Meta(ge=1)]
-    bytes: Annotated[int, msgspec.Meta(ge=1)]
-
-
-class _Pointer(msgspec.Struct, frozen=True):
-    """The pointer file. versions: the current one first, sequence numbers descending."""
-
-    format: int
-    versions: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
-
-
 def _versions(folder: Path) -> list[Version]:
     """Return what the pointer says, nothing if there is none. Raises ItemSetError if it cannot be read."""
     path = folder / POINTER
@@ -237,27 +234,20 @@ def _versions(folder: Path) -> list[Version]:
         if isinstance(error, ItemSetError):
             raise
         raise ItemSetError(f"{path} is damaged ({error}): delete it, and publish an index again") from error
-    return [
-        Version(one.name, file_of(folder, one.name), one.sequence, one.published, one.items, one.bytes)
-        for one in pointer.versions
-    ]
+    return [replace(version, folder=folder) for version in pointer.versions]
 
 
 def _read(path: Path) -> bytes:
+    """Raises ValueError for what cannot be a pointer: nobody waits for a pipe, or reads a device without end."""
     try:
-        return _read_once(path)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is no regular file")
+            content = file.read(POINTER_BYTES + 1)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        return _read_once(path)  # another machine replaced it between opening and reading
-
-
-def _read_once(path: Path) -> bytes:
-    """Raises ValueError for what cannot be a pointer: nobody waits for a pipe, or reads a device without end."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
-        content = file.read(POINTER_BYTES + 1)
+        return _read(path)  # another machine replaced it between opening and reading
     if len(content) > POINTER_BYTES:
         raise ValueError(f"it has more than {POINTER_BYTES:,} bytes")
     return content
@@ -268,19 +258,11 @@ def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version
         if len(known) == 1:
             raise ItemSetError(f"{folder} has one version, there is none to go back to: publish another index")
         return known[1]
-    found = [version for version in known if version.name.startswith(name.lower())]
-    if len(found) != 1:
-        what = f"{len(found)} versions whose names begin with" if found else "no version"
+    matching = [version for version in known if version.name.startswith(name.lower())]
+    if len(matching) != 1:
+        what = f"{len(matching)} versions whose names begin with" if matching else "no version"
         raise ItemSetError(f"{folder} has {what} {name!r}: choose one of {', '.join(one.name for one in known)}")
-    return found[0]
-
-
-def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
-
-
-def _items(path: Path) -> int:
-    return index_file.read(path)[0].items
+    return matching[0]
 
 
 def _sound(path: Path, name: str) -> bool:
@@ -297,40 +279,30 @@ def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object])
     The copy goes to the disk while it is checked.
     """
     incoming = folder / _INCOMING
-    incoming.unlink(missing_ok=True)  # of a publisher that was killed
-    try:
-        descriptor = os.open(incoming, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o444)
-        try:
-            index_file.copy_into(index, descriptor)
-            with ThreadPoolExecutor(1) as other:
-                written = other.submit(os.fsync, descriptor)
-                verify(incoming, name=str(index), progress=progress)
-                written.result()
-        finally:
-            os.close(descriptor)
+    with incomplete(incoming, 0o444) as descriptor:
+        index_file.copy_into(index, descriptor)
+        with ThreadPoolExecutor(1) as other:
+            written = other.submit(os.fsync, descriptor)
+            verify(incoming, name=str(index), progress=progress)
+            written.result()
         name = index_file.named(incoming, str(index))
         incoming.rename(file_of(folder, name))
-    except BaseException:
-        incoming.unlink(missing_ok=True)
-        raise
+    os.close(descriptor)
     _sync(folder)
     return name
 
 
 def _point(folder: Path, after: Sequence[Version]) -> None:
     """Replace the pointer at once."""
-    entries = [_Entry(one.name, one.sequence, one.published, one.items, one.bytes) for one in after]
-    encoded = msgspec.json.format(msgspec.json.encode(_Pointer(FORMAT, entries)))
+    pointer = _Pointer(FORMAT, [replace(version, folder=_NO_FOLDER) for version in after])
+    encoded = msgspec.json.format(msgspec.json.encode(pointer))
     temporary = folder / f"{POINTER}.new"
-    try:
-        with open(temporary, "wb") as file:
+    with incomplete(temporary, 0o666) as descriptor:
+        with open(descriptor, "wb", closefd=False) as file:
             file.write(encoded + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        os.fsync(descriptor)
         temporary.replace(folder / POINTER)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    os.close(descriptor)
     _sync(folder)
 
 
@@ -366,28 +338,9 @@ def _publishing(folder: Path, *, make: bool) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             for one in made:
                 _sync(one.parent)
-        descriptor = _lock(folder / "lock")
-        try:
+        with locked(folder / "lock"):
             yield
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise ItemSetError(
             f"cannot publish to {folder}: {error.strerror}: choose a folder that you can write to, with room"
         ) from error
-
-
-def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock. It ends with the process, however that ends."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # somebody deleted the file meanwhile, and others lock a new one

@@ -1,11 +1,13 @@
-"""Where files are: on this machine, or under a URI in an object store, on a web server or on a model hub.
+"""Files on this machine, or under a URI in an object store, on a web server or on a model hub.
 
-pyarrow's own file systems serve s3:// and gs://, fsspec's all others (hf://, https://, abfs://, ...), each with the
-credentials that it finds by itself: environment variables, its configuration files, the machine's role.
+URIs are read through fsspec: pyarrow serves s3:// and gs://, fsspec itself all others (hf://, https://, abfs://, ...),
+each with the credentials that it finds by itself: environment variables, its configuration files, the machine's role.
+Files of this machine are read by `pathlib`: fsspec does not follow links when it lists a folder, and rounds times.
 """
 
 from __future__ import annotations
 
+import fcntl
 import fnmatch
 import io
 import os
@@ -14,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -38,16 +40,16 @@ def is_uri(path: PathLike) -> bool:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to be read, wherever it is.
+    """A file to read.
 
-    name: its path or URI, as errors call it. path: within its file system. size: its bytes. changed: when it was
-    changed last, in nanoseconds, None if the system does not tell. system: pyarrow's, None for this machine's.
+    name: its path or URI, for errors. path: within its file system. size: in bytes. changed: when it was changed last,
+    None if the system does not say. system: the fsspec file system, None for this machine's.
     """
 
     name: str
     path: str
     size: int
-    changed: int | None
+    changed: Any
     system: Any = field(compare=False)
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ class SourceFile:
         """Open it for reading, at any place. Raises OSError, and so do reads, whatever the file system raises."""
         if self.system is None:
             return open(self.path, "rb")
-        return cast(BinaryIO, io.BufferedReader(_Remote(self), _PIECE))
+        return cast(BinaryIO, io.BufferedReader(_RemoteReader(self), _PIECE))
 
     def check_unchanged(self) -> None:
         """Raise ItemSetError if another file stands there now: what was read may be of both."""
@@ -73,47 +75,42 @@ class SourceFile:
         return file_at(self.path if self.system is None else self.name)
 
     def check_is(self, now: SourceFile) -> None:
-        """Raise ItemSetError if that which stands there now is another file."""
+        """Raise ItemSetError if `now`, which stands there now, is another file."""
         if now.size != self.size or self.changed not in (None, now.changed):
             raise ItemSetError(f"{self.name} was changed while it was read: start again")
 
 
 def file_at(path: PathLike) -> SourceFile:
     """Return the file that stands there. Raises ItemSetError: there is none, or it cannot be reached."""
-    if not is_uri(path):
+    if is_uri(path):
+        system, info = _lookup(str(path))
+        if info["type"] != "directory":
+            return _remote(str(path), system, info)
+    elif not Path(path).is_dir():
         return _local(Path(path))
-    name = str(path)
-    system, info, is_folder = _looked_up(name)
-    if is_folder:
-        raise ItemSetError(f"{name} is a folder: name a file in it")
-    return _remote(name, system, info)
+    raise ItemSetError(f"{path} is a folder: name a file in it")
 
 
 def files_at(path: PathLike) -> list[SourceFile]:
     """Return the file that stands there, or those of a folder or a glob, in the order of their names.
 
-    A folder's files are also those in folders below it. Names that begin with "_" or "." are left out: clusters write
+    A folder's files include those in folders below it. Names that begin with "_" or "." are omitted: clusters write
     notes of their own beside the parts of a table. A glob has its `*` in the last part of the path.
     Raises ItemSetError: nothing is there, or it cannot be reached.
     """
     name = str(path)
     above, slash, last = name.rpartition("/")
     if "*" in last:
-        found = [
-            one for one in _listed(above + slash, False) if fnmatch.fnmatchcase(PurePosixPath(one.path).name, last)
+        files = [
+            file for file in _list(above + slash, False) if fnmatch.fnmatchcase(PurePosixPath(file.path).name, last)
         ]
-    elif is_uri(path):
-        system, info, is_folder = _looked_up(name)
-        if not is_folder:
-            return [_remote(name, system, info)]
-        found = _listed(name, True)
-    elif Path(path).is_dir():
-        found = _listed(name, True)
+    elif _lookup(name)[1]["type"] == "directory" if is_uri(path) else Path(path).is_dir():
+        files = _list(name, True)
     else:
-        return [_local(Path(path))]
-    if not found:
+        return [file_at(path)]
+    if not files:
         raise ItemSetError(f"no file in {name}: check the path")
-    return sorted(found, key=lambda one: one.path)
+    return sorted(files, key=lambda file: file.path)
 
 
 def fetch(path: PathLike, target: int) -> None:
@@ -121,19 +118,19 @@ def fetch(path: PathLike, target: int) -> None:
 
     Raises ItemSetError: it cannot be read, or was changed meanwhile; OSError if the copy cannot be written.
     """
-    found = file_at(path)
-    with open(target, "wb", closefd=False) as copy, found.open() as file:
+    source = file_at(path)
+    with open(target, "wb", closefd=False) as copy, source.open() as file:
         while True:
-            with reached(found.name):
+            with _as_item_set_errors(source.name):
                 piece = file.read(_PIECE)
             if not piece:
                 break
             copy.write(piece)
-    found.check_unchanged()
+    source.check_unchanged()
 
 
 def fetched(path: PathLike) -> BinaryIO:
-    """Return a copy of the file under a URI, which has no name and goes when it is closed. Raises as `fetch` does."""
+    """Return a copy of the file under a URI, which has no name and is deleted when closed. Raises as `fetch` does."""
     copy = tempfile.TemporaryFile()  # noqa: SIM115  it is returned
     try:
         fetch(path, copy.fileno())
@@ -152,19 +149,56 @@ def put(folder: PathLike, name: str, data: Buffer) -> None:
     try:
         if is_uri(folder):
             system, inside = _system(target)
-            with system.open_output_stream(inside) as stream:  # what is sent is an object once it is closed
-                stream.write(data)
+            system.pipe_file(inside, data)
         else:
             unfinished = Path(folder, f".{name}.{uuid.uuid4().hex}")
             unfinished.write_bytes(data)
             os.replace(unfinished, target)
-    except Exception as error:  # as for `reached`
+    except Exception as error:  # of fsspec's file systems: whatever their clients raise
         raise ItemSetError(f"{target} cannot be written: {_reason(error)}") from error
 
 
 @contextmanager
-def reached(name: str) -> Iterator[None]:
-    """Turn what file systems raise into ItemSetErrors."""
+def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666) -> Iterator[None]:
+    """Lock a file of this machine, made if it is missing. The lock ends with the process, however that ends.
+
+    how: as of `fcntl.flock`. Raises OSError as that does.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+        try:
+            fcntl.flock(descriptor, how)
+            with suppress(FileNotFoundError):  # else it was deleted meanwhile, and others lock a new one
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    break
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def incomplete(path: Path, mode: int) -> Iterator[int]:
+    """Make a file, in place of one that a killed process left. Yields its descriptor, which stays open.
+
+    If the block fails, the file is closed and deleted. Raises OSError if it cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        yield descriptor
+    except BaseException:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _as_item_set_errors(name: str) -> Iterator[None]:
     try:
         yield
     except ItemSetError:
@@ -178,91 +212,69 @@ def reached(name: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     text = text.partition("\n")[0]
-    denied = isinstance(error, PermissionError) or re.search(r"denied|forbidden|\b40[13]\b", text, re.IGNORECASE)
-    if denied:
+    if isinstance(error, PermissionError) or re.search(r"denied|forbidden|\b40[13]\b", text, re.IGNORECASE):
         return f"{text}: give credentials that may read it"
     unreached = re.search(r"NETWORK_CONNECTION|resolve host|refused|timed? ?out|unreachable", text, re.IGNORECASE)
     return f"{text}: check the network, the address and its region or endpoint" if unreached else text
 
 
 def _system(uri: str) -> tuple[Any, str]:
-    """Return pyarrow's file system for a URI, and the path within it."""
+    """Return the fsspec file system of a URI, and the path within it."""
+    import fsspec  # type: ignore[import-untyped]
     import pyarrow as pa
+    from fsspec.implementations.arrow import ArrowFSWrapper  # type: ignore[import-untyped]
     from pyarrow import fs
 
     try:
         system, inside = fs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid:  # none of pyarrow's own
-        import fsspec  # type: ignore[import-untyped]
+        return fsspec.core.url_to_fs(uri)  # type: ignore[no-any-return]
+    return ArrowFSWrapper(system, skip_instance_cache=True), inside
 
-        other, inside = fsspec.core.url_to_fs(uri)
-        system = fs.PyFileSystem(fs.FSSpecHandler(other))
-    return system, inside
+
+def _lookup(uri: str) -> tuple[Any, dict[str, Any]]:
+    """Return the file system of a URI, and its entry for it: name, size, type. Raises ItemSetError as `file_at`."""
+    with _as_item_set_errors(uri):
+        system, inside = _system(uri)
+        try:
+            return system, system.info(inside)
+        except FileNotFoundError as error:
+            cause = error.__cause__  # of a web server: fsspec calls each of its errors a missing file
+            if type(cause).__name__ == "TooManyRedirects":
+                raise OSError("its server redirects in circles: correct the address") from cause
+            if getattr(cause, "status", 404) not in (404, 410):
+                raise OSError(f"its server answers with status {getattr(cause, 'status', None)}: {cause}") from cause
+            raise ItemSetError(f"no file {uri}: check the address") from error
 
 
 def _local(path: Path) -> SourceFile:
-    if path.is_dir():
-        raise ItemSetError(f"{path} is a folder: name a file in it")
     if not path.exists():
         raise ItemSetError(f"no file {path}: check the path")
     state = path.stat()
     return SourceFile(str(path), str(path), state.st_size, state.st_mtime_ns, None)
 
 
-def _remote(name: str, system: Any, info: Any) -> SourceFile:
-    if info.size is None:
+def _remote(name: str, system: Any, info: dict[str, Any]) -> SourceFile:
+    if info["size"] is None:
         raise ItemSetError(f"{name} cannot be read in parts, its server does not say its size: download it first")
-    return SourceFile(name, info.path, info.size, info.mtime_ns, system)
+    return SourceFile(name, info["name"], info["size"], info.get("mtime"), system)
 
 
-def _looked_up(uri: str) -> tuple[Any, Any, bool]:
-    """Return pyarrow's file system, what it says of the file under a URI, and whether that is a folder.
-
-    Raises ItemSetError as `file_at` does.
-    """
-    from pyarrow import fs
-
-    with reached(uri):
-        system, inside = _system(uri)
-        found = system.get_file_info(inside)
-        if found.type == fs.FileType.NotFound:
-            _ask_why(system, inside)
-    if found.type == fs.FileType.NotFound:
-        raise ItemSetError(f"no file {uri}: check the address")
-    return system, found, found.type == fs.FileType.Directory
-
-
-def _ask_why(system: Any, inside: str) -> None:
-    """Raise OSError if a web server says something else of a file than that there is none: fsspec calls each of its
-    errors a missing file."""
-    client = getattr(getattr(system, "handler", None), "fs", None)
-    try:
-        if client is not None:
-            client.info(inside)
-    except FileNotFoundError as error:
-        cause = error.__cause__
-        if type(cause).__name__ == "TooManyRedirects":
-            raise OSError("its server redirects in circles: correct the address") from cause
-        if getattr(cause, "status", 404) not in (404, 410):
-            raise OSError(f"its server answers with status {getattr(cause, 'status', None)}: {cause}") from cause
-
-
-def _listed(folder: str, below: bool) -> list[SourceFile]:
+def _list(folder: str, below: bool) -> list[SourceFile]:
     """Return the files of a folder. below: and those of the folders in it."""
     if not is_uri(folder):
         top = Path(folder)
-        every = top.rglob("*") if below else top.glob("*")
-        return [_local(one) for one in every if one.is_file() and not _is_note(one.relative_to(top).parts)]
-    from pyarrow import fs
-
+        paths = top.rglob("*") if below else top.glob("*")
+        return [_local(path) for path in paths if path.is_file() and not _is_note(path.relative_to(top).parts)]
     scheme = folder.partition("://")[0]
-    with reached(folder):
+    with _as_item_set_errors(folder):
         system, inside = _system(folder)
-        every = system.get_file_info(fs.FileSelector(inside, recursive=below))
+        inside = system.info(inside.rstrip("/"))["name"]  # which raises if there is none
+        files = system.find(inside, maxdepth=None if below else 1, detail=True).values()
         return [
-            _remote(one.path if is_uri(one.path) else f"{scheme}://{one.path}", system, one)
-            for one in every
-            if one.type == fs.FileType.File and not _is_note(PurePosixPath(one.path).relative_to(inside).parts)
+            _remote(info["name"] if is_uri(info["name"]) else f"{scheme}://{info['name']}", system, info)
+            for info in files
+            if info["type"] == "file" and not _is_note(PurePosixPath(info["name"]).relative_to(inside).parts)
         ]
 
 
@@ -270,8 +282,8 @@ def _is_note(parts: tuple[str, ...]) -> bool:
     return any(part.startswith(("_", ".")) for part in parts)
 
 
-class _Remote(io.RawIOBase):
-    """A file that is elsewhere, read where it is asked for. A read that fails is tried again on a new connection."""
+class _RemoteReader(io.RawIOBase):
+    """A file under a URI, read where it is asked for. A read that fails is tried again on a new connection."""
 
     def __init__(self, source: SourceFile) -> None:
         super().__init__()
@@ -284,31 +296,27 @@ class _Remote(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
         return self._at
 
     def readinto(self, buffer: Buffer) -> int:
         room = memoryview(buffer).cast("B")
-        wanted = min(len(room), self._source.size - self._at)
-        if wanted <= 0:
+        if (size := min(len(room), self._source.size - self._at)) <= 0:
             return 0
-        data = self._read(wanted)
+        data = self._read(size)
         room[: len(data)] = data
         self._at += len(data)
         return len(data)
 
-    def _read(self, wanted: int) -> bytes:
+    def _read(self, size: int) -> bytes:
         tries = 0
         while True:
             try:
                 if self._file is None:
-                    self._file = self._source.system.open_input_file(self._source.path)
+                    self._file = self._source.system.open(self._source.path, "rb")
                 self._file.seek(self._at)
-                if data := self._file.read(wanted):
+                if data := self._file.read(size):
                     return bytes(data)
                 raise OSError("it ends before its size")
             except Exception as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, ItemSetWarning
 
 ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
@@ -174,6 +175,22 @@ def never_shown(tokenizer: Any) -> list[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if getattr(entry, "special", False)}
     return sorted(special | set(getattr(tokenizer, "all_special_ids", ())))
+
+
+def warn_of_special(occurring: Callable[[list[int]], list[int]], tokenizer: Any) -> None:
+    """Warn, for the caller of the function that builds a set, if items have tokens that no answer's text shows.
+
+    occurring: returns those of some token ids that occur in an item. tokenizer: None if the set has none.
+    """
+    if tokenizer is not None and (hidden := occurring(never_shown(tokenizer))):
+        warnings.warn(
+            f"{len(hidden):,} of the tokens in items are special ones of the tokenizer, such as "
+            f"{tokenizer.convert_ids_to_tokens(hidden[0])!r} (id {hidden[0]}). Engines leave them out of an answer's "
+            "text: send skip_special_tokens: false with requests, or add them to the tokenizer with "
+            "special_tokens=False",
+            ItemSetWarning,
+            stacklevel=3,
+        )
 
 
 def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:

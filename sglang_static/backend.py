@@ -19,10 +19,11 @@ from itemset.serving.catalogue import Catalogue
 from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
 from itemset.serving.grammars import Grammars
+from itemset.serving.preparing import Preparer
 from itemset.serving.words import HOLES, LIST, REFERENCE
 from sglang_static import compat, processor
 from sglang_static.device import claim
-from sglang_static.following import SchedulerPreparer
+from sglang_static.following import RankDevices
 from sglang_static.inside import HoleGrammar
 from sglang_static.metrics import SchedulerFigures
 from sglang_static.request import carried_set
@@ -102,7 +103,7 @@ class StaticBackend:
         self._sampler = sampler
         self._plan = None if sampler is None else sampler.arena.plan
         self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
-        self.preparer = SchedulerPreparer(self._catalogue, sampler)
+        self.preparer = Preparer(self._catalogue, logger, RankDevices(sampler))
         self._grammars = Grammars(vocabulary)
         compile_all()
 

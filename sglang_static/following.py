@@ -1,26 +1,28 @@
-"""Following published sets: what the front end asks the schedulers, and what these do beside their steps."""
+"""Version roll-outs in SGLang: what its front end sends to the schedulers, and what these do between their steps."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
 from itemset.masking.arena import ArenaFullError, check_tables
-from itemset.serving.catalogue import Catalogue
-from itemset.serving.following import Follower
-from itemset.serving.preparing import Preparer, begun, no_room, or_why_not
+from itemset.serving.preparing import Devices, or_reason, warn_of_no_room
+from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.versions import Opened
 from sglang_static import compat
 from sglang_static.compat import hook
 
+if TYPE_CHECKING:
+    from itemset.serving.following import Follower  # which imports the metrics: see there
+
 logger = logging.getLogger(__name__)
 
-FULL = "the arena is full"
 METHOD = "item_sets"
-"""Of a DumperControlReqInput that is a question of ours: the one request of SGLang's that brings plain values to every
+"""Of a DumperControlReqInput that is a message of ours: the one request of SGLang's that brings plain values to every
 scheduler, and others back."""
 
 
@@ -48,7 +50,7 @@ def follower_of(manager: Any) -> Follower | None:
 def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
     """Take up what is current of the published sets of an `sglang.Engine`, or of one of them, before the next request.
 
-    Returns, for each, what `GET /v1/item_sets` tells. Raises ItemSetError: no such set, or a version that cannot be
+    Returns the entry of each in `GET /v1/item_sets`. Raises ItemSetError: no such set, or a version that cannot be
     served.
     """
 
@@ -58,36 +60,28 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
             raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
         return await asyncio.to_thread(follower.refreshed, name)
 
-    found: list[dict[str, Any]] = engine.loop.run_until_complete(refreshed())
-    return found
+    entries: list[dict[str, Any]] = engine.loop.run_until_complete(refreshed())
+    return entries
 
 
 def _follower(manager: Any, front: Any) -> Follower:
+    from itemset.serving.following import Follower
+
     loop = manager.event_loop
 
-    async def ask_all(question: dict[str, Any]) -> list[dict[str, Any]]:
+    async def send_to_all(message: Any) -> list[Any]:
         from sglang.srt.managers.io_struct import DumperControlReqInput
 
-        outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=question))
+        outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=message))
         if failed := [output.error for output in outputs if not output.success]:
             raise ItemSetError(failed[0])
         return [output.response[0] for output in outputs]
 
-    def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
-        return asyncio.run_coroutine_threadsafe(ask_all(question), loop).result()
-
-    from itemset.serving import metrics
+    def send(message: Any) -> list[Any]:
+        return asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()
 
     path = "host" if front.host_path else "device"
-    return Follower(
-        front.checks,
-        front.config,
-        ask,
-        path=path,
-        logger=logger,
-        on_served=metrics.served,
-        on_refused=metrics.refused_version,
-    )
+    return Follower(front.checks, front.config, send, path=path, logger=logger)
 
 
 @hook("sglang.srt.managers.scheduler:Scheduler.handle_dumper_control", why="new versions of followed sets are taken up")
@@ -97,63 +91,49 @@ def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: An
         return
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
-    answer = self.grammar_manager.grammar_backend.static_backend.preparer.answer(self, recv_req.body)
+    answer = self.grammar_manager.grammar_backend.static_backend.preparer.answer(recv_req.body, self)
     output = DumperControlReqOutput(success=True, response=[answer])
     self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
 
 
-class SchedulerPreparer:
-    """Answers the front end (`itemset.serving.preparing`) in a scheduler. Called by its loop, between steps.
+class RankDevices(Devices):
+    """The devices of tensor-parallel ranks. `engine` is this rank's scheduler. Called by its loop, between steps.
 
-    Tensor-parallel ranks are asked the same in the same step, and do the same: each step of it is agreed on.
+    All ranks get the same messages in the same step and do the same: they agree on each stage.
     """
 
-    def __init__(self, catalogue: Catalogue, sampler: Any) -> None:
+    def __init__(self, sampler: Any) -> None:
         """sampler: the ItemSetSampler; None on the host path."""
-        self._versions, self._sampler = catalogue.versions, sampler
-        self._preparer = Preparer(catalogue, logger)
-        if sampler is not None:
-            self._preparer = Preparer(catalogue, logger, on_served=self._served, on_dropped=self._dropped)
+        self._sampler = sampler
 
-    def answer(self, scheduler: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer for all ranks."""
-        if "prepare" not in question:
-            return self._preparer.answer(question)
-        opened: Any = or_why_not(lambda: self._begun(question), logger)
-        if question.get("ahead"):
-            return {"ready": False}
-        each = compat.of_all_ranks(scheduler, opened if isinstance(opened, str) else opened is not None)
-        path, copying = "host", self._sampler is not None and all(one is True for one in each)
-        if copying:
-            there = or_why_not(lambda: self._advance(scheduler, opened), logger)
-            each = compat.of_all_ranks(scheduler, there)
-            path = "device"
-            if FULL in each:
-                self._sampler.holdings.give_up(question["prepare"])
-                each, path = [True], "host"
-        if refused := [one for one in each if isinstance(one, str)]:
-            return {"ready": False, "refused": refused[0]}
-        if ready := all(each):
-            self._preparer.serve(opened)
-        return {"ready": ready, "path": path, "copying": copying}
+    def check(self, item_set: ItemSet) -> None:
+        if self._sampler is not None:
+            check_tables(item_set)
 
-    def _begun(self, question: Mapping[str, Any]) -> Opened | None:
-        return begun(self._versions, question, *([check_tables] if self._sampler is not None else []))
+    def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
+        each = compat.of_all_ranks(engine, opened if isinstance(opened, str) else opened is not None)
+        if not all(one is True for one in each):
+            return [one if isinstance(one, str) else Stage.OPENING for one in each]
+        if self._sampler is None:
+            return [Stage.HOST]
+        stages: list[Stage | str] = compat.of_all_ranks(engine, or_reason(lambda: self._copy(engine, opened), logger))
+        if Stage.HOST in stages:
+            self._sampler.holdings.give_up(message.name)
+        return stages
 
-    def _advance(self, scheduler: Any, opened: Opened) -> bool | str:
-        """Copy a piece of a version; whether all of it is there, or FULL."""
+    def _copy(self, scheduler: Any, opened: Any) -> Stage:
+        """Copy a piece of a version."""
+        holdings, arrivals = self._sampler.holdings, self._sampler.arrivals
         try:
-            pieces = self._sampler.holdings.hold(opened.name, opened.sets)
+            pieces = holdings.hold(opened.name, opened.sets)
         except ArenaFullError as error:
-            logger.warning(no_room(opened, error, "of the plugin's options"))
-            return FULL
+            warn_of_no_room(opened, error, "of the plugin's options", logger)
+            return Stage.HOST
         with compat.forward_stream(scheduler):  # whose steps may read what is overwritten
-            return bool(self._sampler.arrivals.advance(opened.name, opened.sets, pieces))
+            return Stage.DEVICE if arrivals.advance(opened.name, opened.sets, pieces) else Stage.COPYING
 
-    def _served(self, opened: Opened, open_sets: Collection[str]) -> None:
-        self._sampler.holdings.settle(opened.name)
-        self._sampler.arena.forget_views(open_sets)
-
-    def _dropped(self, name: str, open_sets: Collection[str]) -> None:
-        self._sampler.holdings.drop(name)
-        self._sampler.arena.forget_views(open_sets)
+    def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
+        if self._sampler is not None:
+            holdings = self._sampler.holdings
+            holdings.drop(name) if version is None else holdings.settle(name)
+            self._sampler.arena.forget_views(open_sets)

@@ -9,12 +9,12 @@ from typing import Any
 
 from itemset.inside.vocabulary import Vocabulary
 from itemset.serving import metrics
-from itemset.serving.admission import Checks, Words
+from itemset.serving.admission import Checks
 from itemset.serving.answer import Expected
 from itemset.serving.asgi import while_connected
 from itemset.serving.body_constraints import refuse_lost
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.constraint import Constraint
 from itemset.serving.embedded_answer import ExpectedItems
 from itemset.serving.following import Follower

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import itemset
-from itemset import published
+from itemset import published, storage
 from itemset.trie import file as index_file
 
 INDEXES = {name: [[number, 1], [number, 2, 3]] for number, name in enumerate("abcd")}
@@ -45,14 +45,14 @@ def kill_at_every_line() -> Counter[str]:
 
 
 def _killed(work: Callable[[], Any], line: int) -> bool:
-    """Fork a process that does the work and kills itself at this line of `published` or `copy_into`. Was it killed?"""
+    """Fork a process that kills itself at this line of the files below as it does the work. Was it killed?"""
     pid = os.fork()
     if pid:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert status in (0, -signal.SIGKILL)
         return status != 0
     left = line
-    files = {published.__file__, index_file.__file__}
+    files = {published.__file__, storage.__file__, index_file.__file__}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left

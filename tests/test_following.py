@@ -22,12 +22,13 @@ from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
 from itemset.masking.holding import Arrivals, Holdings
 from itemset.serving import held
-from itemset.serving.admission import Checks, Words
+from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.following import Follower
 from itemset.serving.preparing import Preparer
 from itemset.serving.request import ItemRequest
+from itemset.serving.rollout_messages import Stage
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
 
@@ -41,7 +42,6 @@ class Processes:
         self.engines = [Catalogue(self.config) for _ in range(engines)]
         self.preparers = [Preparer(catalogue, logging.getLogger("test")) for catalogue in self.engines]
         self.checks = [checks(self.config) for _ in range(fronts)]
-        self.served: list[str] = []
         self.followers = [
             Follower(
                 one,
@@ -51,7 +51,6 @@ class Processes:
                 front=i,
                 fronts=fronts,
                 logger=logging.getLogger("test"),
-                on_served=lambda name, version: self.served.append(version),
             )
             for i, one in enumerate(self.checks)
         ]
@@ -98,7 +97,7 @@ def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
     slow, ready = processes.preparers[1].answer, threading.Event()
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        return slow(question) if ready.is_set() or "serves" in question else {"ready": False, "path": "host"}
+        return slow(question) if ready.is_set() or question["type"] == "Serves" else {"stage": Stage.OPENING}
 
     processes.preparers[1].answer = answer  # type: ignore[method-assign]
     version = films.publish()
@@ -121,7 +120,7 @@ def test_a_copy_that_is_damaged_between_two_processes_is_made_again(films, proce
             copy = tmp_path / "cache" / question["version"]
             copy.chmod(0o600)
             changes.flip(copy)
-            seals.append(question["sealed"])
+            seals.append(question["seal"])
         return asked(question)
 
     processes.preparers[0].answer = answer  # type: ignore[method-assign]
@@ -150,7 +149,7 @@ def test_a_version_that_an_engine_cannot_have_is_refused_everywhere(films, tmp_p
     processes = Processes(tmp_path, engines=2, item_sets={"films": str(films.folder)})
     before = films.versions[0]
     processes.preparers[1].answer = (  # type: ignore[method-assign]
-        lambda question: {"ready": False, "refused": "no such file there"} if "prepare" in question else {"fronts": {}}
+        lambda question: {"refused": "no such file there"} if question["type"] == "Prepare" else {}
     )
     films.publish()
     with pytest.raises(RefusedError, match="no such file there"):
@@ -163,9 +162,9 @@ def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films
     asked, away = processes.preparers[0].answer, tmp_path / "away"
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        if "prepare" in question and not question.get("ahead"):
+        if question["type"] == "Prepare" and not question["ahead"]:
             films.folder.rename(away)
-            return {"ready": False, "refused": "cannot be read there"}
+            return {"refused": "cannot be read there"}
         return asked(question)
 
     processes.preparers[0].answer = answer  # type: ignore[method-assign]

@@ -17,10 +17,10 @@ from itemset import ItemSetError
 from itemset.inside import marks
 from itemset.inside.marks import Marker
 from itemset.inside.survey import PLACES, TEXT
-from itemset.serving.admission import Checks, Words
+from itemset.serving.admission import Checks
 from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint
 from itemset.serving.grammars import Grammars
 from itemset.serving.inside import Constraints

@@ -14,10 +14,9 @@ import pytest
 
 import itemset
 from itemset.masking.arena import Arena, arena_bytes, room_for
-from itemset.serving.admission import Words
 from itemset.serving.catalogue import Catalogue, InlineSet, name_of
 from itemset.serving.chosen import Chosen
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
 from itemset.serving.travel import arrived, carried, opened
 from itemset.serving.words import FILTERED, INDEX, REFERENCE

@@ -30,13 +30,14 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import ENVELOPE
 from itemset.serving.grammars import Grammars
 from itemset.serving.metrics import label
+from itemset.serving.preparing import Preparer
 from itemset.serving.travel import arrived, tables
 from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE, SLATED
 from vllm_static import compat
 from vllm_static.device import DevicePath
 from vllm_static.inside import HoleGrammar, vocabulary_of
 from vllm_static.metrics import Figures
-from vllm_static.preparing import CorePreparer
+from vllm_static.preparing import WorkerDevices
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -88,7 +89,8 @@ class StaticBackend(StructuredOutputBackend):
         if compat.on_device_path(vllm_config):
             drafts = vllm_config.speculative_config is not None
             self._device = DevicePath(config, self._catalogue, drafts=drafts)
-        self.preparer = CorePreparer(self._catalogue, self._device)
+        devices = None if self._device is None else WorkerDevices(self._device)
+        self.preparer = Preparer(self._catalogue, logger, devices)
         self._grammars = Grammars(partial(vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()

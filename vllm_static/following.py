@@ -1,4 +1,4 @@
-"""The front ends' part in following published sets, and what they tell of sets over HTTP."""
+"""Version roll-outs in vLLM's front ends, and the routes of /v1/item_sets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 from vllm.logger import init_logger
 
 from itemset.errors import ItemSetError
-from itemset.serving import metrics
-from itemset.serving.following import Ask, Follower
+from itemset.serving.following import Follower, Send
 from itemset.serving.http_routes import add_routes
 from vllm_static import compat
-from vllm_static.metrics import QUESTION
+from vllm_static.metrics import ROLLOUT
 
-PATIENCE = 1.0  # seconds between two looks whether the engine is there
+PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -29,26 +28,26 @@ def follow(client: Any) -> None:
     except RuntimeError:
         return
 
-    async def ask_all(question: dict[str, Any]) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, QUESTION, question)))
+    async def send_to_all(message: Any) -> list[Any]:
+        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, ROLLOUT, message)))
 
-    def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
-        asked = asyncio.run_coroutine_threadsafe(ask_all(question), loop)
+    def send(message: Any) -> list[Any]:
+        answers = asyncio.run_coroutine_threadsafe(send_to_all(message), loop)
         while True:
             try:
-                return asked.result(PATIENCE)
+                return answers.result(PATIENCE)
             except TimeoutError:
-                if client.errored:  # vLLM answers no question of an engine that has ended
+                if client.errored:  # vLLM answers nothing of an engine that has ended
                     raise ItemSetError("the engine has ended") from None
 
-    front.follower = _follower(front, ask)
+    front.follower = _follower(front, send)
     front.follower.start()
 
 
 def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
     """Take up what is current of the published sets of a vLLM `LLM`, or of one of them; nothing follows them offline.
 
-    Returns, for each, what `GET /v1/item_sets` tells. Running requests go on with the version that they began with.
+    Returns the entry of each in `GET /v1/item_sets`. Running requests go on with the version that they began with.
     Raises ItemSetError: no such set, or a version that cannot be served.
     """
     front = llm.llm_engine.input_processor.static_front_end
@@ -56,24 +55,15 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
         raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
     if front.follower is None:
         core = llm.llm_engine.engine_core
-        front.follower = _follower(front, lambda question: [compat.ask(core, QUESTION, question)])
+        front.follower = _follower(front, lambda message: [compat.ask(core, ROLLOUT, message)])
     follower: Follower = front.follower
     return follower.refreshed(name)
 
 
-def _follower(front: Any, ask: Ask) -> Follower:
-    rank, count = compat.front_of(front.vllm_config)
-    return Follower(
-        front.checks,
-        front.config,
-        ask,
-        path="device" if compat.on_device_path(front.vllm_config) else "host",
-        front=rank,
-        fronts=count,
-        logger=logger,
-        on_served=metrics.served,
-        on_refused=metrics.refused_version,
-    )
+def _follower(front: Any, send: Send) -> Follower:
+    number, count = compat.front_of(front.vllm_config)
+    path = "device" if compat.on_device_path(front.vllm_config) else "host"
+    return Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
 
 
 class Routes:

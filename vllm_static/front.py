@@ -14,10 +14,10 @@ from itemset import ItemSet
 from itemset.ranking.draws import Drawing
 from itemset.ranking.search import Found, Rounds
 from itemset.serving import metrics
-from itemset.serving.admission import Checks, Words
+from itemset.serving.admission import Checks
 from itemset.serving.answer import Expected
 from itemset.serving.catalogue import INLINE, RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.constraint import Constraint
 from itemset.serving.embedded_answer import ExpectedItems
 from itemset.serving.following import Follower

@@ -23,7 +23,7 @@ from vllm_static import (
     weights,  # noqa: F401
 )
 from vllm_static.compat import hook
-from vllm_static.metrics import ENGINE_METHOD, QUESTION
+from vllm_static.metrics import ENGINE_METHOD, ROLLOUT
 
 
 def register_early() -> None:
@@ -334,10 +334,10 @@ def _add_figures(engine_core: type) -> None:
     """vLLM's front ends can call any method of its engine core (v1/engine/core_client.py, call_utility_async)."""
     setattr(engine_core, ENGINE_METHOD, lambda self: self.structured_output_manager.backend.figures())
 
-    def answer(self: Any, question: Any) -> Any:
-        return self.structured_output_manager.backend.preparer.answer(self.model_executor, question)
+    def answer(self: Any, message: Any) -> Any:
+        return self.structured_output_manager.backend.preparer.answer(message, self.model_executor)
 
-    setattr(engine_core, QUESTION, answer)
+    setattr(engine_core, ROLLOUT, answer)
 
 
 @hook(

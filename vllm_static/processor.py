@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.head import DraftHead
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.preparing import begun
+from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.travel import opened
 from itemset.serving.words import LIST, PLACE, SLATED
 from itemset.trie.walk import FREE
@@ -108,17 +108,18 @@ class ItemSetProcessor(LogitsProcessor):
         """Tokens of the longest item of the registered sets, 0 without any."""
         return max((item_set.longest for item_set in self._catalogue.registered.values()), default=0)
 
-    def prepare(self, question: Mapping[str, Any], pieces: Pieces | None) -> bool | None:
+    def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
         """Open a version of a set beside the steps, and copy one piece of it: `preparing.prepare_in_worker`.
 
         Raises ItemSetError if it cannot be opened, or its tables are no trie.
         """
         if not hasattr(self, "arena"):
-            return True
-        opened = begun(self._catalogue.versions, question, on_thread=check_tables)
+            return Stage.DEVICE
+        opened = self._catalogue.versions.begin(message, check_tables)
         if opened is None or pieces is None:
-            return None
-        return self._arrivals.advance(opened.name, opened.sets, [(number, start) for number, start in pieces])
+            return Stage.OPENING
+        places = [(number, start) for number, start in pieces]
+        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.sets, places) else Stage.COPYING
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Do as the engine core has done: `preparing.close_in_worker`."""
@@ -126,7 +127,7 @@ class ItemSetProcessor(LogitsProcessor):
             return
         if version is None:
             self._catalogue.drop(name)
-        elif (opened := self._catalogue.versions.prepared(name, version)) is not None:
+        elif (opened := self._catalogue.versions.begun(name, version)) is not None:
             self._catalogue.serve(opened)
         self.arena.forget_views(open_sets)
 

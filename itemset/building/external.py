@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset import notices
 from itemset.building import sources
 from itemset.building.codecs import codec_of
 from itemset.building.memory import available_memory
@@ -31,7 +30,7 @@ from itemset.building.stored import ROW, Batch, Stored, can_read_twice
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.storage import files_at
-from itemset.text import Escape, identify
+from itemset.text import Escape, identify, warn_of_special
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, in_item_order
 from itemset.trie.rows import Rows, as_rows, out_of_order, sort_unique, token_dtype
@@ -122,7 +121,7 @@ def build_external(
                 escape=escape,
                 attributes=section,
             )
-            notices.of_build(item_set.occurring, tokenizer)
+            warn_of_special(item_set.occurring, tokenizer)
             return item_set
     except OSError as error:
         where = folder or tempfile.gettempdir()

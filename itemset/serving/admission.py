@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,12 @@ from itemset.serving import lists
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of, where
 from itemset.serving.chosen import Chosen
 from itemset.serving.compiling import compile_all
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
 from itemset.serving.startup import opening, seconds
 from itemset.serving.versions import Opened
 from itemset.text import fingerprint
-
-
-@dataclass(frozen=True)
-class Words:
-    """What an engine calls things, for the sentences that its users read.
-
-    context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
-    output. options: where the plugin's options stand.
-    """
-
-    context: str
-    context_flag: str
-    min_tokens: str
-    max_tokens: str
-    options: str
-
-    def option(self, name: str) -> str:
-        """How to set an option that is a number."""
-        return f'{{"{name}": N}} in {self.options}'
 
 
 class Checks:
@@ -79,11 +60,8 @@ class Checks:
             config,
             self._tokenizer,
             words,
-            vocab_size=vocab_size,
-            context=context,
-            reserved=reserved,
-            end_tokens=end_tokens,
-            on_encoded=on_encoded,
+            ModelLimits(vocab_size, context, reserved, end_tokens),
+            on_encoded,
         )
         self._chosen = Chosen(self.catalogue, config, words)
         self._model_print = ""

@@ -8,19 +8,16 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import OVERHEAD, VIEW, Catalogue, InlineSet, RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
 from itemset.serving.words import EXCLUDE, FILTER, ONLY
 from itemset.trie.filters import check_size, digits
 from itemset.views import View, view
-
-if TYPE_CHECKING:
-    from itemset.serving.admission import Words
 
 CHARACTERS = 100  # that a key may have if there are as many keys as the limit allows
 _THREADS = 2  # so that no request with a list of keys waits for another's filter

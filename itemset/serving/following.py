@@ -1,7 +1,8 @@
-"""Following published sets: a front end takes a new version up when every process that needs it has it.
+"""Version roll-outs in a front end: it follows published sets, and serves a new version once every engine has it.
 
-A look reads each set's pointer. A new version is opened and checked here, then in the engines, beside requests and
-steps; only then do requests get it. What cannot be served is refused once, and what was served goes on.
+A look reads each set's pointer. A new version is opened and checked here, then in the engines (`preparing`), beside
+requests and steps; only then do requests get it. A version that cannot be served is refused once, and the one before
+it stays.
 """
 
 from __future__ import annotations
@@ -10,24 +11,28 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from itemset import published
 from itemset.errors import ItemSetError
+from itemset.serving import metrics
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError, where
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import delete_unused, seal
-from itemset.serving.versions import Opened
+from itemset.serving.rollout_messages import Answer, Drop, Message, Prepare, Serves, Stage
 
-AGAIN = 0.01  # seconds between two questions to engines that are not ready
+AGAIN = 0.01  # seconds between two messages to engines that are not ready
 PATIENCE = 60.0  # seconds that `refresh` waits for the other front ends
 
-Ask = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Puts a question (`preparing`) to every engine of this front end, and returns their answers. Called on any thread."""
+Send = Callable[[Any], list[Any]]
+"""Sends a message, as plain values, to every engine of this front end, and returns their answers. For any thread."""
 
 
 @dataclass
@@ -35,14 +40,14 @@ class Followed:
     """What is known of one set.
 
     sequence: of the served version in its folder; 0 until the first look. since: when requests began to get it. path:
-    where its masks are made, "device" or "host", as the engines say. refused: the state of the folder that is not
-    served, and why. missed: what was wrong with the last look, said once.
+    where its masks are made, "device" or "host", as the engines say. refused: sequence and name of the version that is
+    not served, and why. missed: what was wrong with the folder at the last look, logged once.
     """
 
     folder: Path
+    path: str
     sequence: int = 0
     since: datetime = field(default_factory=lambda: datetime.now(UTC))
-    path: str = "host"
     refused: tuple[int, str, str] | None = None
     missed: str = ""
 
@@ -57,28 +62,30 @@ class Follower:
         self,
         checks: Checks,
         config: StaticConfig,
-        ask: Ask,
+        send: Send,
         *,
         path: str,
         front: int = 0,
         fronts: int = 1,
         logger: logging.Logger,
-        on_served: Callable[[str, str], object] = lambda name, version: None,
-        on_refused: Callable[[str], object] = lambda name: None,
     ) -> None:
-        """path: where masks are made. front, fronts: which of the engine's front ends this is, and how many there are.
-        on_served, on_refused: told of the set, for metrics."""
-        self._checks, self._config, self._ask = checks, config, ask
-        self._path, self._front, self._fronts = path, front, fronts
-        self._log, self._on_served, self._on_refused = logger, on_served, on_refused
+        """path: where masks are made. front, fronts: the number of this front end of its engines, and how many there
+        are."""
+        self._checks, self._config, self._send = checks, config, send
+        self._path, self._front, self._fronts, self._log = path, front, fronts, logger
         self._sets: dict[str, Followed] = {}
         self._superseded: set[str] = set()
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
         self._started = threading.Event()
         for opened in checks.catalogue.versions.serving:
-            self._sets[opened.name] = Followed(Path(where(config, opened.name)), path=path)
+            self._sets[opened.name] = Followed(Path(where(config, opened.name)), path)
+            if checks.catalogue.follows(opened.name):
+                metrics.served(opened.name, opened.version)
         self.follows = config.item_set_dir is not None or any(map(checks.catalogue.follows, self._sets))
+
+    def _ask(self, message: Message) -> list[Answer]:
+        return msgspec.convert(self._send(msgspec.to_builtins(message)), list[Answer])
 
     def start(self) -> None:
         """Look every `item_set_refresh_seconds` from now on. Does nothing if no set is followed."""
@@ -108,9 +115,8 @@ class Follower:
         """
         with self._lock:
             self._look_at_folder()
-            if name not in self._sets:  # a view is refreshed with its set
+            if (followed := self._sets.get(name)) is None:
                 raise self._unfollowed(name)
-            followed = self._sets[name]
             followed.refused = None  # what was wrong may have been mended
             self._look_at(name)
             if followed.missed or followed.refused:
@@ -128,20 +134,18 @@ class Follower:
         return entry
 
     def _unfollowed(self, name: str) -> RefusedError:
-        catalogue = self._checks.catalogue
-        for one in self._sets:
-            opened = catalogue.versions.current(one)
-            if opened is not None and name in opened.sets:
-                what = f"{name!r} is a view of {one!r}, and refreshed with it: name {one!r}"
+        for opened in self._checks.catalogue.versions.serving:
+            if name in opened.sets:  # a view is refreshed with its set
+                what = f"{name!r} is a view of {opened.name!r}, and refreshed with it: name {opened.name!r}"
                 return RefusedError("unknown set", what)
-        return catalogue.unknown(name)
+        return self._checks.catalogue.unknown(name)
 
     def refreshed(self, name: str | None) -> list[dict[str, Any]]:
         """Do `refresh` for one set, or for all."""
         return [self.refresh(one) for one in ([*self._sets] if name is None else [name])]
 
     def listed(self) -> list[dict[str, Any]]:
-        """What is served, a mapping for each set: for `GET /v1/item_sets`."""
+        """Return what is served, a mapping for each set: for `GET /v1/item_sets`."""
         return [self._entry(name, followed) for name, followed in list(self._sets.items())]
 
     def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
@@ -165,98 +169,93 @@ class Follower:
         }
 
     def _look_at_folder(self) -> None:
-        """Of `item_set_dir`: which sets are there."""
+        """See which sets are in `item_set_dir`."""
         if self._config.item_set_dir is None:
             return
         try:
-            found, self._missed = published.sets_in(self._config.item_set_dir), ""
+            names, self._missed = published.sets_in(self._config.item_set_dir), ""
         except ItemSetError as error:
             if str(error) != self._missed:
                 self._missed = str(error)
                 self._log.warning("Item sets stay as they are: %s", error)
             return
-        for name in found - self._sets.keys() - self._config.item_views.keys():
-            self._sets[name] = Followed(Path(where(self._config, name)), path=self._path)
-        for name in self._sets.keys() - found - self._config.item_sets.keys():
+        for name in names - self._sets.keys() - self._config.item_views.keys():
+            self._sets[name] = Followed(Path(where(self._config, name)), self._path)
+        for name in self._sets.keys() - names - self._config.item_sets.keys():
             del self._sets[name]
             closed = self._checks.catalogue.drop(name)
-            self._ask({"drop": name})
-            self._close(closed)
+            self._ask(Drop(name))
+            self._delete_copies(closed)
             self._log.info("Item set %r is no longer there, and no longer served", name)
 
     def _look_at(self, name: str) -> None:
+        """Take up the current version of a set, unless it is served or was refused."""
         followed = self._sets[name]
         if not self._checks.catalogue.follows(name):
             return
-        try:
-            version = published.current(followed.folder)
-        except ItemSetError as error:
-            self._miss(name, error)
-            return
-        followed.missed = ""
-        opened = self._checks.catalogue.versions.current(name)
-        if opened is not None and not followed.sequence:
-            self._on_served(name, opened.version)
-        if version.sequence == followed.sequence or (followed.refused and followed.refused[0] == version.sequence):
-            return
-        try:
-            if opened is None or opened.version != version.name:
-                self._take_up(name, version)
-        except ItemSetError as error:
+        failed: tuple[published.Version, ItemSetError] | None = None
+        while True:
             try:
-                went_on = published.current(followed.folder).sequence != version.sequence
-            except ItemSetError as missing:  # it vanished meanwhile: when it is back, it is tried again
-                self._miss(name, missing)
+                version = published.current(followed.folder)
+            except ItemSetError as error:  # of a folder that is away: when it is back, its version is tried again
+                if str(error) != followed.missed:
+                    followed.missed = str(error)
+                    self._log.warning("Item set %r stays as it is: %s", name, error)
                 return
-            if went_on:  # this one may be deleted by now
-                self._look_at(name)
+            followed.missed = ""
+            if version.sequence in (followed.sequence, (followed.refused or (0,))[0]):
                 return
-            followed.refused = (version.sequence, version.name, str(error))
-            self._close([version.name])
-            self._on_refused(name)
-            self._log.error("Version %s of the item set %r is not served: %s", version.name, name, error)
+            if failed is not None and failed[0] == version:  # else another one became current meanwhile
+                followed.refused = (version.sequence, version.name, str(failed[1]))
+                self._delete_copies([version.name])
+                metrics.refused_version(name)
+                self._log.error("Version %s of the item set %r is not served: %s", version.name, name, failed[1])
+                return
+            try:
+                self._take_up(name, version)
+            except ItemSetError as error:
+                failed = version, error
+                continue
+            followed.sequence, followed.refused = version.sequence, None
+            self._serves_everywhere(name, version.sequence)
             return
-        followed.sequence, followed.refused = version.sequence, None
-        self._serves_everywhere(name, version.sequence)
-
-    def _miss(self, name: str, error: ItemSetError) -> None:
-        """Say once what is wrong with a folder."""
-        followed = self._sets[name]
-        if str(error) != followed.missed:
-            followed.missed = str(error)
-            self._log.warning("Item set %r stays as it is: %s", name, error)
-
-    def _went_on(self, followed: Followed, version: published.Version) -> bool:
-        try:
-            return published.current(followed.folder).sequence != version.sequence
-        except ItemSetError:
-            return False
 
     def _take_up(self, name: str, version: published.Version) -> None:
-        """Have the version opened here and in the engines, and let requests get it.
+        """Have the version opened here and in the engines, and let requests get it, unless they do.
 
         Raises ItemSetError if it cannot be had, or if another became current meanwhile: several front ends must not ask
         the engines for several versions.
         """
-        began = time.monotonic()
-        question: dict[str, Any] = {"prepare": name, "version": version.name, "path": str(version.path)}
+        catalogue, followed, began = self._checks.catalogue, self._sets[name], time.monotonic()
+        current = catalogue.versions.current(name)
+        if current is not None and current.version == version.name:
+            return
+        message = Prepare(name, version.name, str(version.path))
 
-        def ask_ahead() -> None:  # the engines open it while it is checked here
-            question["sealed"] = seal(version.name, self._config.item_set_cache)
-            self._ask(question | {"ahead": True})
+        def prepare_ahead() -> None:  # the engines open it while it is checked here
+            nonlocal message
+            message = msgspec.structs.replace(message, seal=seal(version.name, self._config.item_set_cache))
+            self._ask(msgspec.structs.replace(message, ahead=True))
 
-        opened = self._checks.open(name, version.name, version.path, ask_ahead)
+        opened = self._checks.open(name, version.name, version.path, prepare_ahead)
         while True:
-            answers = self._ask(question)
-            if refused := [answer["refused"] for answer in answers if answer.get("refused")]:
-                raise ItemSetError(refused[0])
-            if all(answer["ready"] for answer in answers):
+            answers = self._ask(message)
+            if refused := next((answer.refused for answer in answers if answer.refused), None):
+                raise ItemSetError(refused)
+            stages = {answer.stage for answer in answers}
+            if all(stage.is_ready for stage in stages):
                 break
-            if not all(answer["ready"] or answer.get("copying") for answer in answers):
+            if Stage.OPENING in stages:
                 time.sleep(AGAIN)
-            if self._went_on(self._sets[name], version):
+            sequence = version.sequence
+            with suppress(ItemSetError):
+                sequence = published.current(followed.folder).sequence
+            if sequence != version.sequence:
                 raise ItemSetError("another version became current")
-        self._serve(name, opened, "host" if any(answer["path"] == "host" for answer in answers) else "device")
+        self._superseded.discard(version.name)
+        self._delete_copies(catalogue.serve(opened))
+        followed.since, followed.path = datetime.now(UTC), "host" if Stage.HOST in stages else "device"
+        metrics.served(name, version.name)
         self._log.info(
             "Version %s of the item set %r is served: %s items, %.2f s after it was noticed",
             version.name,
@@ -265,19 +264,11 @@ class Follower:
             time.monotonic() - began,
         )
 
-    def _serve(self, name: str, opened: Opened, path: str) -> None:
-        self._superseded.discard(opened.version)
-        self._close(self._checks.catalogue.serve(opened))
-        followed = self._sets[name]
-        followed.since, followed.path = datetime.now(UTC), path
-        self._on_served(name, opened.version)
-
-    def _close(self, versions: Iterable[str]) -> None:
+    def _delete_copies(self, versions: Iterable[str]) -> None:
         """Delete this machine's copies of these versions, and of earlier ones, once nobody has them open."""
         self._superseded.update(versions)
         self._superseded -= delete_unused(self._config.item_set_cache, self._superseded)
 
     def _serves_everywhere(self, name: str, sequence: int) -> bool:
         """Say which version this front end serves; return whether all serve it, or a later one."""
-        told = self._ask({"serves": name, "sequence": sequence, "front": self._front})
-        return all(len(one["fronts"]) >= self._fronts and min(one["fronts"].values()) >= sequence for one in told)
+        return all(one.everywhere for one in self._ask(Serves(name, sequence, self._front, self._fronts)))

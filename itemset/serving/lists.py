@@ -8,20 +8,17 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from itemset.item_set import ItemSet
 from itemset.ranking.draws import CutOffError, Drawing
 from itemset.ranking.importance import Importance
 from itemset.ranking.search import Answer, Found, FoundT, Item, Pass, Rounds, Search, described
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.drawing import IMPORTANCE, DrawOptions
 from itemset.serving.request import ListOptions
 from itemset.serving.words import APPROXIMATE, DRAWS, REPLACE
-
-if TYPE_CHECKING:
-    from itemset.serving.admission import Words
 
 SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
 SLICE = 32  # items of an answer that are written out in one turn of the event loop

@@ -1,8 +1,8 @@
-"""Which version of each registered set a process has open, and which one requests get.
+"""Which versions of each registered set a process has open, and which one requests get.
 
-A set that is followed changes while it is served: then the processes have its current version and the one before it
-open. Older ones live for as long as requests hold them. A request carries its version in its reference, from where it
-was taken up to its end.
+A version's life: `begin` opens it on a thread, `serve` makes it the current one, and the second `serve` after that (or
+`drop`) forgets it. The version before the current one stays open, so that a rollback opens nothing. A request carries
+its version in its reference, and what it holds lives for as long as it does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import Seal, open_copy
+from itemset.serving.rollout_messages import Prepare
 from itemset.trie.filters import passing
 from itemset.views import view
 
 VERSION = "version:"
 """How the reference of a registered set begins: VERSION, the version's name, @ and the name of the set or view."""
 ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
-_KEPT = 2  # versions of a set that stay open: a rollback opens nothing
+_KEPT = 2  # versions of a set that stay open
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,26 +43,26 @@ class Opened:
         return sum(own) + ROUNDING * len(self.sets)
 
     def reference(self, name: str) -> str:
-        """How a request carries this version of the set, or of a view of it."""
+        """Return how a request carries this version of the set, or of a view of it."""
         return f"{VERSION}{self.version}@{name}"
 
 
 class Versions:
     """The open versions of registered sets. Safe for threads.
 
-    serving: what requests get now, a version of each set. registered: the same by name, of sets and views. Both are new
-        objects whenever that changes.
+    serving: the current version of each set. registered: the current sets and views by name. Both are new objects
+        whenever that changes.
     """
 
     def __init__(self, config: StaticConfig) -> None:
         self._config = config
-        self._bases = {called: base for called, (base, _) in config.views.items()}
+        self._bases = {name: base for name, (base, _) in config.views.items()}
         self.serving: tuple[Opened, ...] = ()
         self.registered: Mapping[str, ItemSet] = {}
-        self._serving: dict[str, list[Opened]] = {}  # by set: the versions taken up, the latest last
         self._current: Mapping[str, Opened] = {}  # by the names of sets and views
+        self._open: dict[str, list[Opened]] = {}  # by set: those that stay open, the current one last
+        self._opening: dict[tuple[str, str], Future[Opened]] = {}  # by set and version: begun, and not served yet
         self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # by reference
-        self._opening: dict[tuple[str, str], Future[Opened]] = {}
         self._thread = ThreadPoolExecutor(1, "item-set-versions")
         self._lock = threading.Lock()
 
@@ -72,65 +73,58 @@ class Versions:
         path: str | Path | None,
         *,
         make_views: bool = True,
-        sealed: Seal | None = None,
+        seal: Seal | None = None,
     ) -> Opened:
-        """Open a version of a set, and make the views of it: it may take seconds.
+        """Open a version of a set and make its views, which may take seconds.
 
         version: None for that of the file. path: its file; None if this machine has a copy. make_views: else only judge
-        their queries, and let the set stand for them. sealed: as for `held.open_copy`. Raises ItemSetError as that
-        does, and for a view that cannot be made.
+        their queries, and let the set stand for them. seal: as for `held.open_copy`. Raises ItemSetError as that does,
+        and for a view that cannot be made.
         """
         try:
             item_set = self._known.get(f"{VERSION}{version}@{name}")
             if item_set is None or version is None:
-                item_set, version = open_copy(path, self._config.item_set_cache, version, sealed)
+                item_set, version = open_copy(path, self._config.item_set_cache, version, seal)
         except ItemSetError as error:
             raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
         sets = {name: item_set}
-        for called, (base, query) in self._config.views.items():
+        for view_name, (base, query) in self._config.views.items():
             if base in sets:
                 try:
                     if make_views:
-                        sets[called] = view(sets[base], query)
+                        sets[view_name] = view(sets[base], query)
                     else:
                         passing(query, sets[base].attributes.slice(0, 0))
-                        sets[called] = sets[base]
+                        sets[view_name] = sets[base]
                 except ItemSetError as error:
-                    raise ItemSetError(f"the item view {called!r} cannot be made: {error}") from error
+                    raise ItemSetError(f"the item view {view_name!r} cannot be made: {error}") from error
         opened = Opened(name, version, sets)
         with self._lock:
-            self._known |= {opened.reference(called): item_set for called, item_set in sets.items()}
+            self._known |= {opened.reference(name): item_set for name, item_set in sets.items()}
         return opened
 
-    def begun(
-        self,
-        name: str,
-        version: str,
-        path: str | Path | None,
-        on_thread: Callable[[ItemSet], object] = lambda item_set: None,
-        *,
-        sealed: Seal | None = None,
-    ) -> Opened | None:
-        """Do `open` on a thread, and then `on_thread` for the set and each view; None until that has ended.
+    def begin(self, message: Prepare, check: Callable[[ItemSet], object]) -> Opened | None:
+        """Return the version once it is open, and until then None: a thread opens it, and checks the set and each view.
 
-        Raises ItemSetError as they do, once.
+        Raises ItemSetError as `open` and `check` do, once.
         """
+        name, version = message.name, message.version
 
         def work() -> Opened:
-            opened = self.open(name, version, path, sealed=sealed)
+            opened = self.open(name, version, message.path, seal=message.seal)
             for item_set in opened.sets.values():
-                on_thread(item_set)
+                check(item_set)
             return opened
 
         with self._lock:
-            for opened in self._serving.get(name, ()):
+            for opened in self._open.get(name, ()):
                 if opened.version == version:
                     return opened
             future = self._opening.get((name, version))
             if future is None:
-                for other in [key for key, one in self._opening.items() if key[0] == name and one.done()]:
-                    del self._opening[other]  # nobody has asked for it again
-                self._opening[name, version] = self._thread.submit(work)
+                for key in [key for key, other in self._opening.items() if key[0] == name and other.done()]:
+                    del self._opening[key]  # it was never served
+                future = self._opening[name, version] = self._thread.submit(work)
                 return None
             if not future.done():
                 return None
@@ -138,52 +132,47 @@ class Versions:
                 del self._opening[name, version]  # another time it may be well
         return future.result()
 
-    def prepared(self, name: str, version: str) -> Opened | None:
-        """Return a version that `begun` has opened, None if there is none."""
+    def begun(self, name: str, version: str) -> Opened | None:
+        """Return a version that `begin` has opened, None if there is none."""
         with self._lock:
             future = self._opening.get((name, version))
-            if future is None or not future.done() or future.exception() is not None:
-                return None
-        return future.result()
+            return future.result() if future and future.done() and future.exception() is None else None
 
     def serve(self, opened: Opened) -> list[str]:
-        """Requests that name this set, or a view of it, get this version from now on.
-
-        Returns the versions of it that are kept open no more.
-        """
+        """Make this the current version of its set and its views. Return the versions of it that are forgotten."""
         with self._lock:
-            before = [one for one in self._serving.get(opened.name, ()) if one.version != opened.version]
-            self._serving[opened.name] = [*before[1 - _KEPT :], opened]
+            before = [one for one in self._open.get(opened.name, ()) if one.version != opened.version]
+            self._open[opened.name] = [*before[1 - _KEPT :], opened]
             self._opening.pop((opened.name, opened.version), None)
-            self._change()
+            self._update()
         return [one.version for one in before[: 1 - _KEPT]]
 
     def drop(self, name: str) -> list[str]:
-        """No request gets this set from now on. Returns its versions that were open."""
+        """Forget a set. Return its versions."""
         with self._lock:
-            closed = self._serving.pop(name, [])
+            closed = self._open.pop(name, [])
             for key in [key for key in self._opening if key[0] == name]:
                 del self._opening[key]
-            self._change()
+            self._update()
         return [one.version for one in closed]
 
-    def _change(self) -> None:
-        self.serving = tuple(versions[-1] for versions in self._serving.values())
+    def _update(self) -> None:
+        self.serving = tuple(versions[-1] for versions in self._open.values())
         self._current = {name: opened for opened in self.serving for name in opened.sets}
         self.registered = {name: opened.sets[name] for name, opened in self._current.items()}
 
     def open_sets(self) -> set[str]:
-        """Return the digests of the sets, not of views, whose versions are kept open."""
+        """Return the digests of the sets, not of views, whose versions stay open."""
         with self._lock:
-            return {one.sets[one.name].digest for versions in self._serving.values() for one in versions}
+            return {one.sets[one.name].digest for versions in self._open.values() for one in versions}
 
     def is_closed(self, reference: str) -> bool:
-        """Return whether this is the reference of a version that is not kept open."""
-        version, _, called = reference.removeprefix(VERSION).partition("@")
+        """Return whether this is the reference of a version that does not stay open."""
         if not reference.startswith(VERSION):
             return False
+        version, name = _parse(reference)
         with self._lock:
-            return all(one.version != version for one in self._serving.get(self.of(called), ()))
+            return all(one.version != version for one in self._open.get(self.of(name), ()))
 
     def current(self, name: str) -> Opened | None:
         """Return the version that requests for this set, or view, get; None if there is no such name."""
@@ -196,22 +185,29 @@ class Versions:
         return name
 
     def known(self, reference: str) -> ItemSet | None:
-        """Do `get`, but open nothing."""
+        """Return what `get` returns, but open nothing."""
         item_set = self._known.get(reference)
         return self.registered.get(reference) if item_set is None else item_set
+
+    def get(self, reference: str) -> ItemSet | None:
+        """Return the set of a reference or a name, None if this process cannot have it."""
+        if (item_set := self.known(reference)) is not None or not reference.startswith(VERSION):
+            return item_set
+        version, name = _parse(reference)
+        try:  # closed here, while a request elsewhere has held it: this machine has a copy then
+            return self.open(self.of(name), version, None).sets.get(name)
+        except ItemSetError:
+            return None
 
     def __getitem__(self, reference: str) -> ItemSet:
         """Do `get`. Raises ItemSetError if this process cannot have it."""
         if (item_set := self.get(reference)) is not None:
             return item_set
-        raise ItemSetError(f"{reference} is no longer to be had: ask again")
+        version, name = _parse(reference)
+        raise ItemSetError(f"version {version} of the item set {name!r} is no longer loaded: retry the request")
 
-    def get(self, reference: str) -> ItemSet | None:
-        """Return what a reference stands for, or a name; None if this process cannot have it."""
-        if (item_set := self.known(reference)) is not None or not reference.startswith(VERSION):
-            return item_set
-        version, _, called = reference.removeprefix(VERSION).partition("@")
-        try:  # closed here, while a request elsewhere has held it: this machine has a copy then
-            return self.open(self.of(called), version, None).sets.get(called)
-        except ItemSetError:
-            return None
+
+def _parse(reference: str) -> tuple[str, str]:
+    """Return the version and the name in the reference of a registered set or view."""
+    version, _, name = reference.removeprefix(VERSION).partition("@")
+    return version, name

@@ -216,7 +216,7 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interpret", action="store_true", help="check on the CPU, measure nothing")
     parser.add_argument("--compile", action="store_true", help="compile the kernels, run nothing")
@@ -227,7 +227,28 @@ def main() -> None:
     parser.add_argument("--longer", type=int, default=1, metavar="N", help="check N times as many steps")
     parser.add_argument("--json", metavar="FILE", help="written after every row")
     parser.add_argument("--plot", metavar="FILE")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def saver(path: str | None) -> Callable[[Record], None]:
+    """What writes a report, as `runner.Report` does."""
+    command = " ".join(["bash benchmarks/gpu.sh", *sys.argv[1:]])
+    about = {"command": command, "machine": machine(), "versions": versions()}
+
+    def save(report: Record) -> None:
+        if path:
+            kept = {name: about | {"rows": rows} for name, rows in report.items() if rows and isinstance(rows, list)}
+            others = {name: value for name, value in report.items() if not isinstance(value, list)}
+            temporary = Path(path + ".tmp")
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(kept | others, indent=1) + "\n")
+            temporary.replace(path)
+
+    return save
+
+
+def main() -> None:
+    args = parsed()
     if missing := lacking(NEEDED):
         print(*missing, sep="\n", file=sys.stderr)
         sys.exit(2)
@@ -252,24 +273,7 @@ def main() -> None:
         carried=args.carried,
         deadline=time.time() + args.minutes * 60 if args.minutes else float("inf"),
     )
-
-    about = {
-        "command": " ".join(["bash benchmarks/gpu.sh", *sys.argv[1:]]),
-        "machine": machine(),
-        "versions": versions(),
-    }
-    if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-
-    def save(report: Record) -> None:
-        if args.json:
-            temporary = Path(args.json + ".tmp")
-            kept = {name: about | {"rows": rows} for name, rows in report.items() if rows and isinstance(rows, list)}
-            others = {name: value for name, value in report.items() if not isinstance(value, list)}
-            temporary.write_text(json.dumps(kept | others, indent=1) + "\n")
-            temporary.replace(args.json)
-
-    report = run_parts(parts, work, options, save)
+    report = run_parts(parts, work, options, saver(args.json))
     if not args.interpret and not args.compile:
         print(goals(report))
     if args.plot and report["A"]:

@@ -130,19 +130,17 @@ def machine() -> str:
     models = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     words = f"{os.cpu_count()} cores of {models[0] if models else 'an unknown kind'}, {memory / 2**20:.0f} GiB"
-    if not GPU:
-        return f"{words}, no accelerator"
-    import torch
-
-    return f"{words}, {torch.cuda.get_device_name()}"
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    devices = [line.partition(":")[2].strip() for file in files for line in _lines(str(file)) if "Model:" in line]
+    return f"{words}, {', '.join(devices) or 'no accelerator'}"
 
 
 def versions() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    result = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            result[package] = version(package)
+    return result
 
 
 def _lines(path: str) -> list[str]:

@@ -8,8 +8,7 @@ requests: a real vLLM engine (model runner V1, in one process, two of SmolLM2's 
 little) for each backend and size: ms to the first token of a request with a new list, of later ones with the same
 list, and of one without; MiB that the list adds at its peak.
 load: a real server gets many large lists at once, then equal ones, then one item of ten million characters, while
-others ask for /health, a set of two items that the server knows, and new ones. At the end clients bring large lists
-and leave: processor seconds from then on are for nobody.
+others ask for /health, a set of two items that the server knows, and new ones.
 """
 
 from __future__ import annotations
@@ -120,28 +119,6 @@ def under(load: Callable[[], Any], address: str, pid: int) -> Row:
     return row
 
 
-def wasted(address: str, bodies: Sequence[bytes], pid: int) -> float:
-    """Processor seconds that the server spends after clients have sent these and left, until it rests."""
-    import psutil
-
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-
-    def seconds() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-    connections = [sent(address, data) for data in bodies]
-    time.sleep(2)  # they have been read, and encoding has begun
-    for connection in connections:
-        connection.close()
-    begun = last = seconds()
-    resting, idle = 0, 0.6  # an engine's loops take a part of a processor for themselves
-    while resting < 3:
-        time.sleep(1)
-        resting = resting + 1 if seconds() - last < idle else 0
-        last = seconds()
-    return last - begun
-
-
 def load(engine: str, lists: int, items: int) -> list[Row]:
     def at_once(address: str, bodies: Sequence[bytes]) -> None:
         with ThreadPoolExecutor(len(bodies)) as pool:
@@ -160,8 +137,7 @@ def load(engine: str, lists: int, items: int) -> list[Row]:
         for name, bodies in loads.items():
             work = lambda: at_once(address, bodies) if bodies else time.sleep(5)  # noqa: B023, E731
             rows.append({"load": name} | under(work, address, pid))
-        leaving = [body([f"left {i} of list {k}" for i in range(items)]) for k in range(max(1, lists // 5))]
-        return [*rows, {"load": "after clients left: processor seconds", "the load, s": wasted(address, leaving, pid)}]
+    return rows
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Our index beside other tries: size, build, lookup; what a change and a check of it take.
+"""Our index beside the published layout: size, build, lookup; what a change and a check of it take.
 
 python benchmarks/index.py --sizes 1e5 1e6 1e7 2e7 --json docs/benchmarks/index.json
 python benchmarks/index.py --parts change --sizes 1e7 --before ../before
@@ -6,7 +6,7 @@ python benchmarks/index.py --parts change --sizes 1e7 --before ../before
 Items are uniform random semantic IDs, 8 tokens of 2,048 codes, with their row numbers as keys. Every row is measured in
 a process of its own, so that its peak memory is its own.
 
-tries: "ours", the layout that the STATIC paper publishes (arXiv 2602.22647), nested dicts and marisa-trie.
+tries: "ours" and the layout that the STATIC paper publishes (arXiv 2602.22647).
 change: half of the changes are removals, half new items. "build" is of the changed set's sorted rows, "update" of the
 old set in memory; read, verify and write are of files. The two files must be equal.
 """
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from runner import Memory, Report, Row, checkouts, in_turns, isolated, parser, whole
 
 LENGTH, CODES, QUERIES = 8, 2_048, 100_000
-LARGEST = {"ours": 10**9, "STATIC": 2 * 10**7, "dict": 10**6, "marisa": 10**7}  # where it still ends in minutes
+LARGEST = {"ours": 10**9, "STATIC": 2 * 10**7}  # items, where it still fits and ends in minutes
 PARTS = ("tries", "change")
 
 
@@ -107,42 +107,7 @@ def static(count: int) -> Row:
     return {"build sorted, s": seconds, "peak / input": peak, "bytes an item": nbytes / count}
 
 
-def dict_trie(count: int) -> Row:
-    """Nested dicts, as examples of Hugging Face's prefix_allowed_tokens_fn have them."""
-    ids = semantic_ids(count)
-    with Memory() as memory:
-        root: dict[int, Any] = {}
-        for item in ids.tolist():
-            node = root
-            for token in item:
-                node = node.setdefault(token, {})
-
-    def find() -> None:
-        for item in asked:
-            node = root
-            for token in item:
-                node = node[token]
-
-    asked = queries(ids).tolist()
-    row: Row = {"build unsorted, s": memory.seconds, "peak / input": memory.peak / ids.nbytes}
-    return row | {"bytes an item": memory.peak / count, "lookup, µs": each(find)}
-
-
-def marisa(count: int) -> Row:
-    import marisa_trie
-
-    ids = semantic_ids(count)
-    with Memory() as memory:
-        trie = marisa_trie.BinaryTrie(key.tobytes() for key in ids.byteswap())
-    asked = [key.tobytes() for key in queries(ids).byteswap()]
-    row: Row = {"build unsorted, s": memory.seconds, "peak / input": memory.peak / ids.nbytes}
-    return row | {
-        "bytes an item": len(trie.tobytes()) / count,
-        "lookup, µs": each(lambda: [trie[key] for key in asked]),
-    }
-
-
-TRIES = {"ours": ours, "STATIC": static, "dict": dict_trie, "marisa": marisa}
+TRIES = {"ours": ours, "STATIC": static}
 
 
 def change(count: int, half: int, rounds: int) -> Row:

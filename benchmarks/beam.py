@@ -1,24 +1,19 @@
-"""Times `itemset.beam` beside the same beam by a mask over the vocabulary, on a GPU if there is one, else in torch.
+"""`itemset.beam` beside the same beam by a mask over the vocabulary, on a GPU if there is one.
 
 python benchmarks/beam.py --json docs/benchmarks/beam.json
 
 A set of 10^6 random semantic IDs of 4 codes, in a vocabulary of 151,936. No model runs: the logits of the four steps
-are given. The mask is how this project did it before: log-softmax of all logits in float32, the vocabulary masked, the
-best of rows x vocabulary. Both find the same items. On a GPU each search is also replayed from a CUDA graph.
+are given. The mask: log-softmax of all logits in float32, the vocabulary masked, the best of rows x vocabulary. Both
+find the same items. On a GPU each search is also replayed from a CUDA graph.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from runner import Report, Row, in_turns, parser, random_ids
 from torch import Tensor
 
 import itemset
@@ -51,12 +46,12 @@ def masked(arena: Arena, number: int, logits: list[Tensor], width: int) -> tuple
     return tokens, scores
 
 
-def table(device: str, repeats: int, emit: Callable[[str, Any], None]) -> None:
-    """Emit a row for each width and type of logits: ms of a search of STEPS steps, its median, and peak memory."""
-    codes = np.random.default_rng(0).integers(0, CODES, (ITEMS, STEPS))
-    items = itemset.build(codes + (VOCABULARY - CODES))  # where a model that learned them has them
-    arena = Arena(room_for(items), device)
-    number = arena.acquire(items)
+def table(device: str, repeats: int, emit: Callable[[str, Any], None], items: int = ITEMS) -> None:
+    """Emit a row for each width and type of logits: median ms of a search of STEPS steps, and its peak memory."""
+    codes = random_ids(items, STEPS, (0, CODES)).astype("int64")
+    item_set = itemset.build(codes + (VOCABULARY - CODES))  # where a model that learned them has them
+    arena = Arena(room_for(item_set), device)
+    number = arena.acquire(item_set)
     for width in WIDTHS:
         for dtype in (torch.float32, torch.bfloat16):
             # The same for all rows: prefixes of almost equal scores may stand in either order.
@@ -74,35 +69,14 @@ def table(device: str, repeats: int, emit: Callable[[str, Any], None]) -> None:
                 found = ways["children"]()
                 torch.testing.assert_close(found.scores[0], scores, rtol=1e-4, atol=1e-4)
                 assert sorted(found.tokens[0].tolist()) == sorted(tokens.tolist())
+            row: Row = {"rows": width, "logits": str(dtype).removeprefix("torch.")}
             if device == "cuda":
                 from gpu_peers import capture
 
+                row |= {f"{name}, MiB": peak(way) for name, way in ways.items()}
                 ways |= {f"{name}, graph": capture([way]) for name, way in list(ways.items())}
-            row: dict[str, Any] = {"rows": width, "logits": str(dtype).removeprefix("torch.")}
-            for name, times in measured(ways, device, repeats).items():
-                row[f"{name}, ms"] = round(statistics.median(times), 3)
-            row["times faster"] = round(row["masked, ms"] / row["children, ms"], 1)
-            if device == "cuda":
-                row |= {f"{name}, MiB": peak(way) for name, way in ways.items() if "graph" not in name}
-            emit("beam", row)
-
-
-def measured(ways: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each way, taken in turns."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            wait(device)
-            began = time.perf_counter()
-            way()
-            wait(device)
-            times[name].append((time.perf_counter() - began) * 1e3)
-    return times
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+            row |= {f"{name}, ms": ms for name, ms in in_turns(ways, repeats).items()}
+            emit("beam", row | {"times faster": row["masked, ms"] / row["children, ms"]})
 
 
 def peak(way: Callable[[], Any]) -> float:
@@ -111,27 +85,23 @@ def peak(way: Callable[[], Any]) -> float:
     before = torch.cuda.memory_allocated()
     way()
     torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    rows: list[dict[str, Any]] = []
-
-    def emit(_: str, row: dict[str, Any]) -> None:
-        if not rows:
-            print(f"| {' | '.join(row)} |\n|{'--:|' * len(row)}")
-        rows.append(row)
-        print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
-
-    table("cuda" if torch.cuda.is_available() else "cpu", args.repeats, emit)
-    if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "beam": rows}, indent=1) + "\n")
+    options = parser(__doc__)
+    options.add_argument("--items", type=int, default=ITEMS)
+    options.add_argument("--repeats", type=int, default=7)
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    table(
+        "cuda" if torch.cuda.is_available() else "cpu",
+        arguments.repeats,
+        lambda _, row: rows.append(row),
+        arguments.items,
+    )
+    Report(arguments).add("beam", rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Checks the kernels and measures a step on a GPU beside xgrammar's bitmask, STATIC, PPV and a trie on the host.
+"""Checks the kernels and measures a step on a GPU beside xgrammar's bitmask and STATIC.
 
 bash benchmarks/gpu.sh --json docs/benchmarks/gpu.json --plot docs/benchmarks/gpu.png
 bash benchmarks/gpu.sh --minutes 10     what fits in ten minutes: the most important parts come first
 bash benchmarks/gpu.sh --interpret      the checks alone, on the CPU, through Triton's interpreter
 bash benchmarks/gpu.sh --compile        every kernel to machine code for three GPUs, without one; registers and spills
-bash benchmarks/gpu.sh --cpu            table A on the CPU, in torch, at reduced sizes
+bash benchmarks/gpu.sh --interpret --parts goals micro grid     the measurements at tiny sizes, to try the scripts
 bash benchmarks/gpu.sh --first 1        the first half hour with a GPU, in three commands of ten minutes: 1, 2 and 3
 
 The parts, in their order:
 goals    the rows for which goals stand, each held against the host path first
 quick    a tenth of the checks
 copies   sets copied beside running steps, against the host path
-lists    rounds of ranked lists against torch; `itemset.beam` against masking the vocabulary (`beam.py`)
-check    every step of random schedules of requests, held against torch and a dict trie
-a, b     tables A and B, beside other methods
+lists    rounds of ranked lists; `itemset.beam` beside masking the vocabulary (`beam.py`)
+check    every step of random schedules of requests, compared with a dict trie
+a        table A, beside other methods
 sanitize some of the checks under compute-sanitizer: memory, races, barriers
 micro    wide rows, odd strides, the mask and the sampling together, rounds of lists and draws (`gpu_micro.py`)
 grid     ranked lists with Qwen3's shapes (`gpu_grid.py`), which needs transformers
@@ -48,11 +48,12 @@ from pathlib import Path
 from typing import Any
 
 from gpu_needs import lacking
-from gpu_report import Record, goals, plot, summary
+from gpu_report import Record, goals
+from runner import machine, plot, table, versions
 
 NEEDED = ["torch", "triton", "numpy", "numba", "pyarrow"]
 # Minutes that a part may take. None needs half of it: a kernel that hangs must not take the others' time.
-PARTS = {"goals": 6.0, "quick": 4.0, "copies": 3.0, "lists": 6.0, "check": 15.0, "a": 40.0, "b": 40.0}
+PARTS = {"goals": 6.0, "quick": 4.0, "copies": 3.0, "lists": 6.0, "check": 15.0, "a": 40.0}
 FIRST: dict[str, dict[str, float]] = {
     "1": {"quick": 1.5, "sanitize": 2.0, "goals": 3.0, "micro": 2.5},
     "2": {"grid": 9.0},
@@ -68,7 +69,6 @@ class Options:
     """What a part is told. deadline: the second (`time.time`) from which it begins no further row."""
 
     device: str = "cuda"
-    quick: bool = False
     longer: int = 1
     deadline: float = float("inf")
     carried: str = ""
@@ -77,9 +77,11 @@ class Options:
 def work(part: str, options: Options, emit: Emit) -> None:
     """One part, in its own process: here torch and Triton are imported."""
     if part == "compile":
-        import gpu_checks
+        from kernel_costs import kernels_of
 
-        gpu_checks.compile_all(emit)
+        for architecture in (80, 90, 100):
+            for name, form in kernels_of(architecture).items():
+                emit("kernels", {"sm": architecture, "kernel": name, **form._asdict()})
         return
     if part == "engine":
         import gpu_engine
@@ -100,17 +102,16 @@ def work(part: str, options: Options, emit: Emit) -> None:
 
         check_lists(options.device, options.longer)
         if os.environ.get("TRITON_INTERPRET") != "1":
-            beam.table(options.device, 3 if options.device == "cpu" else 21, emit)
+            beam.table(options.device, 21, emit)
         return
     if part == "copies":
         from gpu_checks import copies
 
         emit("copies", copies(options.device))
         return
-    from gpu_steps import CPU, QUICK, Bench, Plan, table_a, table_b
+    from gpu_steps import Bench, table_a
 
-    plan = CPU if options.device == "cpu" else QUICK if options.quick else Plan()
-    bench = Bench(options.device, plan, deadline=options.deadline)
+    bench = Bench(options.device, deadline=options.deadline)
     emit("machine", bench.machine())
     if part == "micro":
         from gpu_micro import micro
@@ -120,8 +121,6 @@ def work(part: str, options: Options, emit: Emit) -> None:
         from gpu_grid import grid
 
         grid(bench, emit)
-    elif part == "b":
-        table_b(bench, emit)
     else:
         table_a(bench, emit, only_goals=part == "goals")
 
@@ -182,21 +181,8 @@ def run_parts(
 
     parts: minutes that each may take. A part whose turn comes after the deadline is noted under `skipped`.
     """
-    report: Record = {
-        "machine": {},
-        "goals": [],
-        "A": [],
-        "constants": [],
-        "B": [],
-        "beam": [],
-        "kernels": [],
-        "sanitize": [],
-        "micro": [],
-        "grid": [],
-        "engine": [],
-        "failed": {},
-        "skipped": [],
-    }
+    tables = ("goals", "A", "beam", "kernels", "sanitize", "micro", "grid", "engine", "skipped")
+    report: Record = {"machine": {}, "failed": {}, **{name: [] for name in tables}}
 
     def found(name: str, value: Any) -> None:
         if isinstance(report.get(name), list):
@@ -216,8 +202,8 @@ def run_parts(
         if failure := run_part(part, task, options, min(minutes, left + 0.5), found):
             report["failed"][part] = failure
         print(f"== {part}: {failure or 'done'}, {time.monotonic() - started:.0f} s", flush=True)
-        if part in ("goals", "a", "b"):
-            print(summary(part, report), flush=True)
+        if rows := report["goals" if part == "goals" else "A"] if part in ("goals", "a") else []:
+            print(f"\nµs of a step\n\n{table(rows)}", flush=True)
         save(report)
     return report
 
@@ -230,29 +216,47 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interpret", action="store_true", help="check on the CPU, measure nothing")
     parser.add_argument("--compile", action="store_true", help="compile the kernels, run nothing")
-    parser.add_argument("--cpu", action="store_true", help="measure on the CPU, check nothing")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes of tables A and B")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all; with --interpret lists and check, with --cpu a")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all; with --interpret lists and check")
     parser.add_argument("--first", choices=FIRST, help="one of three commands for a bare machine, ten minutes each")
     parser.add_argument("--carried", metavar="DIRECTORY", default="", help="what `gpu_engine.py` has packed")
     parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing after so many minutes")
     parser.add_argument("--longer", type=int, default=1, metavar="N", help="check N times as many steps")
     parser.add_argument("--json", metavar="FILE", help="written after every row")
     parser.add_argument("--plot", metavar="FILE")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def saver(path: str | None) -> Callable[[Record], None]:
+    """What writes a report, as `runner.Report` does."""
+    command = " ".join(["bash benchmarks/gpu.sh", *sys.argv[1:]])
+    about = {"command": command, "machine": machine(), "versions": versions()}
+
+    def save(report: Record) -> None:
+        if path:
+            kept = {name: about | {"rows": rows} for name, rows in report.items() if rows and isinstance(rows, list)}
+            others = {name: value for name, value in report.items() if not isinstance(value, list)}
+            temporary = Path(path + ".tmp")
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(kept | others, indent=1) + "\n")
+            temporary.replace(path)
+
+    return save
+
+
+def main() -> None:
+    args = parsed()
     if missing := lacking(NEEDED):
         print(*missing, sep="\n", file=sys.stderr)
         sys.exit(2)
-    on_cpu = args.cpu or args.interpret
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which only the parts' processes do
-    chosen = args.parts or (["lists", "check"] if args.interpret else ["a"] if args.cpu else list(PARTS))
+    chosen = args.parts or (["lists", "check"] if args.interpret else list(PARTS))
     everything = [part for part in PARTS if part in chosen and (args.parts or part not in ("grid", "engine"))]
-    parts = {part: 600.0 if on_cpu else PARTS[part] for part in everything}
+    parts = {part: 600.0 if args.interpret else PARTS[part] for part in everything}
     if args.first:
         parts, args.minutes = FIRST[args.first], args.minutes or 9.0
         args.json = args.json or f"gpu_first_{args.first}.json"
@@ -260,31 +264,20 @@ def main() -> None:
         os.environ["XGRAMMAR_KERNEL"] = str(kernel.resolve())
     if args.compile:
         parts = {"compile": 60.0}
-    elif not on_cpu and not has_gpu():
-        print("there is no CUDA GPU here: see --interpret, --compile and --cpu", file=sys.stderr)
+    elif not args.interpret and not has_gpu():
+        print("there is no CUDA GPU here: see --interpret and --compile", file=sys.stderr)
         sys.exit(2)
     options = Options(
-        device="cpu" if on_cpu else "cuda",
-        quick=args.quick,
+        device="cpu" if args.interpret else "cuda",
         longer=args.longer,
         carried=args.carried,
         deadline=time.time() + args.minutes * 60 if args.minutes else float("inf"),
     )
-
-    if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-
-    def save(report: Record) -> None:
-        if args.json:
-            temporary = Path(args.json + ".tmp")
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
-            temporary.replace(args.json)
-
-    report = run_parts(parts, work, options, save)
-    if not on_cpu and not args.compile:
+    report = run_parts(parts, work, options, saver(args.json))
+    if not args.interpret and not args.compile:
         print(goals(report))
     if args.plot and report["A"]:
-        plot(report["A"], args.plot)
+        plot(report["A"], Path(args.plot), "rows", "ours", "set")
     for skipped in report["skipped"]:
         print("not run, the time was up:", ", from ".join(skipped.values()))
     for part, why in report["failed"].items():

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 # Checks the kernels and measures on the GPU: bash benchmarks/gpu.sh --help. With an engine and this project installed:
-# bash benchmarks/gpu.sh vllm [DIRECTORY for the results]   paths, speculation, ranked lists with and without item_set_shared_prefix
-# bash benchmarks/gpu.sh sglang [DIRECTORY]                 paths
+# bash benchmarks/gpu.sh vllm [DIRECTORY for the results]   paths, speculation, lists, draws, item_set_shared_prefix
+# bash benchmarks/gpu.sh sglang [DIRECTORY]                 paths, lists, draws
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 if [[ ${1:-} == vllm || ${1:-} == sglang ]]; then
     out=${2:-$root/docs/benchmarks}
     mkdir -p "$out"
-    run() { "$python" "$root/benchmarks/$1" --json "$out/gpu_$2.json" "${@:3}"; }
+    run() { "$python" "$root/benchmarks/$1.py" --json "$out/gpu_$1.json" "${@:2}"; }
     if [[ $1 == sglang ]]; then
         "$python" "$root/benchmarks/gpu_needs.py" torch triton sglang xgrammar transformers --plugin sglang.srt.plugins
-        run sglang_paths.py sglang_paths
     else
-        "$python" "$root/benchmarks/gpu_needs.py" torch triton vllm xgrammar transformers matplotlib --plugin vllm.general_plugins
-        run vllm_paths.py vllm_paths --plot "$out/gpu_vllm_paths.png"
-        run speculation.py speculation
-        run ranking.py ranking --plot "$out/gpu_ranking.png"
-        run lists.py lists_shared --parts shared
+        "$python" "$root/benchmarks/gpu_needs.py" torch triton vllm xgrammar transformers --plugin vllm.general_plugins
+        run paths --kinds device --drafts none ngram forced "draft model" --items 1e6
+        run shared_prefix
     fi
+    run paths
+    run lists
+    run draws
     exit
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

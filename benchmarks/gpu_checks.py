@@ -1,16 +1,11 @@
-"""Checks every kernel on the device at hand: random schedules of requests, held against torch and a dict trie; sets
-that are copied beside running steps; rounds of lists. And compiles every kernel without a device."""
+"""Checks every kernel on the device at hand: random schedules of requests, compared with a dict trie and with each
+other; sets that are copied beside running steps; rounds of lists."""
 
 from __future__ import annotations
 
 import importlib
 import random
-import re
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.backends.nvidia
-from gpu_peers import Step, capture, constants
+from gpu_peers import Step, capture, constants, slots_of
 from torch import Tensor
 
 import itemset
+from itemset.masking import triton_kernels as kernels
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.batch import CHAIN, TREE, Batch
+from itemset.masking.batch import CHAIN, LOCAL, TREE, Batch
 from itemset.masking.copies import Copies
-from itemset.masking.slots import Slots, kernels_for
+from itemset.masking.slots import Slots
+from itemset.trie.walk import DEAD
 
-ARCHITECTURES = (80, 90, 100)
 VOCABULARY, STOP = 2_048, 0
 STEPS = 300
 BUSY = 200_000  # clock cycles by which a step is held up, so that copies meet steps in flight
@@ -45,8 +40,8 @@ class Unordered(Copies):
         pass
 
 
-def copies(device: str) -> dict[str, Any]:
-    """Check, then time. Returns the times in µs. AssertionError if a step has masked other tokens than its set has."""
+def copies(device: str) -> dict[str, int]:
+    """AssertionError if a step has masked other tokens than its set has. Returns how many would without the order."""
     checked, wrong = wrong_steps(device, ordered=True)
     assert wrong == 0, f"{wrong} of {checked} steps beside copies masked other tokens than the host path"
     print(f"{checked:,} steps beside copies agree with the host path", flush=True)
@@ -54,7 +49,7 @@ def copies(device: str) -> dict[str, Any]:
         return {}
     _, without = wrong_steps(device, ordered=False)
     print(f"without their order, {without} of them do not", flush=True)
-    return {"steps that would go wrong without the order": without} | times(device)
+    return {"steps that would go wrong without the order": without}
 
 
 def pool(sets: int, items: int) -> list[itemset.ItemSet]:
@@ -82,7 +77,7 @@ def wrong_steps(device: str, *, ordered: bool) -> tuple[int, int]:
     arena = Arena(4 * max(map(room_for, sets)), device)
     if not ordered:
         arena._copies = Unordered(arena.device, 1024)
-    slots = Slots(arena, 1, max_rows=1, kernels="triton")
+    slots = slots_of(arena, 1)
     one = torch.zeros(1, dtype=torch.int32, device=device)
     batch = Batch(one, one[:, None], begin=one, end=one)
     marks = torch.full_like(slots.marks[:1], -1)
@@ -106,78 +101,35 @@ def wrong_steps(device: str, *, ordered: bool) -> tuple[int, int]:
 
 def _step(slots: Slots, batch: Batch, number: Tensor, marks: Tensor, logits: Tensor) -> None:
     slots.assign(batch.slots, number, marks)
-    slots.step(batch, logits, most=1)
-
-
-def times(device: str) -> dict[str, float]:
-    """µs for which the host is busy with a new set, and for which steps that do not read it are held up.
-
-    The set is as large as the plugins' room for inline sets is by default.
-    """
-    large = itemset.build(np.random.default_rng(1).integers(1, VOCABULARY, (4_800_000, 8), dtype=np.uint16))
-    arena = Arena(room_for(large) + 4096, device)
-    small = arena.acquire(itemset.build([[1, 2], [3]]))
-    number = torch.ones(1 << 22, device=device)
-    result: dict[str, float] = {"bytes": room_for(large)}
-    for name, begins in (("with a copy", True), ("without a copy", False)):
-        torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        started = time.perf_counter()
-        if begins:
-            resident = arena.plan.acquire(large)
-            arena.place(large, resident.number, resident.start)
-            result["host, the first time"] = (time.perf_counter() - started) * 1e6
-            first.record()
-        for _ in range(200):
-            arena.use([small])
-            number.add_(1)
-        last.record()
-        torch.cuda.synchronize()
-        result[f"200 steps {name}"] = first.elapsed_time(last) * 1e3
-    arena._placed.clear()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    arena.place(large, resident.number, resident.start)
-    result["host"] = (time.perf_counter() - started) * 1e6
-    torch.cuda.synchronize()
-    result["host and copy"] = (time.perf_counter() - started) * 1e6
-    return result
+    slots.step(batch, logits)
 
 
 class Compared(Slots):
-    """Before each step, every kernel in Triton is held against the one in torch, bit for bit."""
+    """Before each step, the kernels are compared with each other: a step in one launch with a walk and a mask in two,
+    and what `advance` and `forced` find with the masks. The schedule compares the step itself with the oracle."""
 
-    def step(self, batch: Batch, logits: Tensor, *, most: int | None = None) -> None:
-        torch_kernels, triton_kernels = (kernels_for(self.arena.device, name) for name in ("torch", "triton"))
-        expected = self.results(torch_kernels, batch, logits, most)
-        for name, found in self.results(triton_kernels, batch, logits, most).items():
-            assert torch.equal(found, expected[name]), f"{name}: Triton differs from torch"
-        super().step(batch, logits, most=most)
-
-    def results(self, kernels: ModuleType, batch: Batch, logits: Tensor, most: int | None) -> dict[str, Tensor]:
-        """What each kernel makes of a step; nothing here is changed."""
-        arena, marks, rows = self.arena, self.marks, len(batch.slots)
-        states, again, legal, drafted = (torch.empty_like(self.row_states[:rows]) for _ in range(4))
+    def step(self, batch: Batch, logits: Tensor, **given: Any) -> None:
+        arena, marks, rows, slots = self.arena, self.marks, len(batch.slots), batch.slots
+        states, again, after = (torch.empty_like(self.row_states[:rows]) for _ in range(3))
         masked, stepped = (logits.new_empty(rows, logits.stride(0))[:, : logits.shape[1]] for _ in range(2))
-        ahead = torch.full((rows, 5), -7, dtype=torch.int32, device=logits.device)  # `forced` leaves rows as they are
-        cells = self.cells.clone()
-        kernels.walk(arena, cells, marks, batch, states, most)
-        kernels.mask(arena, masked.copy_(logits), states, marks, batch.slots)
-        kernels.step(arena, self.cells.clone(), marks, batch, again, stepped.copy_(logits), most)
-        kernels.forced(arena, states, marks, batch.slots, ahead)
-        kernels.advance(arena, states, masked.argmax(1), None, legal)
-        kernels.advance(arena, states, batch.tokens, marks[batch.slots.long()], drafted)
-        return {
-            "walk": states,
-            "walk's cells": cells[:-1],  # the last one is nobody's
-            "mask": masked,
-            "step": stepped,
-            "step's states": again,
-            "forced": ahead,
-            "advance": legal,
-            "advance with marks": drafted,
-        }
+        cells, other = self.cells.clone(), self.cells.clone()
+        kernels.walk(arena, cells, marks, batch, states)
+        kernels.mask(arena, masked.copy_(logits), states, marks, slots)
+        kernels.step(arena, other, marks, batch, again, stepped.copy_(logits))
+        assert torch.equal(again, states), "a step walks to other states than a walk"
+        assert torch.equal(other[:-1], cells[:-1]), "a step leaves other cells than a walk"  # the last one is nobody's
+        assert torch.equal(stepped, masked), "a step masks other tokens than a mask"
+        alive, best = (states & LOCAL) != DEAD, masked.max(1)
+        kernels.advance(arena, states, best.indices, marks[slots.long()], after)
+        refused = alive & best.values.isfinite() & (after & LOCAL == DEAD)
+        assert not bool(refused.any()), "advance refuses a token that the mask allows"
+        ahead = torch.full((rows, 5), -1, dtype=torch.int32, device=logits.device)
+        for token in kernels.forced(arena, states, marks, slots, ahead).long().T.contiguous():
+            kernels.advance(arena, states, token, marks[slots.long()], after)
+            refused = alive & (token >= 0) & (after & LOCAL == DEAD)
+            assert not bool(refused.any()), "advance refuses a token that is forced"
+            states = torch.where(token >= 0, after, states)
+        super().step(batch, logits, **given)
 
 
 class Replayed(Slots):
@@ -196,7 +148,7 @@ class Replayed(Slots):
             step = partial(super().step, self.batch._replace(layout=layout), self.logits)
             self.replay[layout] = capture([step]) if arena.device.type == "cuda" else step
 
-    def step(self, batch: Batch, logits: Tensor, *, most: int | None = None) -> None:
+    def step(self, batch: Batch, logits: Tensor, **given: Any) -> None:
         self.batch.slots.fill_(-1)
         for fixed, now in zip(self.batch, batch, strict=True):
             if isinstance(fixed, Tensor) and isinstance(now, Tensor):
@@ -207,11 +159,11 @@ class Replayed(Slots):
 
 
 def checks(device: str, factor: float = 1) -> None:
-    """Every step of random schedules of requests, against torch and a dict trie. AssertionError at a difference.
+    """Every step of random schedules of requests, against a dict trie. AssertionError at a difference.
 
     factor: how many times as many steps as usual.
     """
-    schedule, kernels = from_tests("schedule"), kernels_for(device, "triton")
+    schedule = from_tests("schedule")
     slow = device == "cpu"  # Triton's interpreter takes milliseconds for each row of a launch
     # Few tokens are many chunks, and a node is read in many parts.
     small = {"WHOLE": 16, "CHUNK": 16, "CHUNKS": 2, "LANES": 4}
@@ -227,7 +179,7 @@ def checks(device: str, factor: float = 1) -> None:
                 engine = schedule.Schedule(vocabulary, kernels="triton", device=device, window=window)
                 engine.slots = Compared(engine.arena, schedule.SLOTS, kernels="triton", **shape)
                 engine.run(round(steps * factor))
-                report(f"{engine.checked:,} rows agree with torch and with the oracle", vocabulary, values)
+                report(f"{engine.checked:,} rows agree with the oracle", vocabulary, values)
             engine = schedule.Schedule(vocabulary + 1, kernels="triton", device=device)
             fixed = {"width": schedule.WIDTH, "vocabulary": schedule.PADDED}
             engine.slots = Replayed(engine.arena, schedule.SLOTS, **shape, **fixed)
@@ -237,8 +189,8 @@ def checks(device: str, factor: float = 1) -> None:
 
 
 def check_lists(device: str, factor: float = 1) -> None:
-    """Random searches of ranked lists, each function of each round in Triton against torch. AssertionError at a
-    difference."""
+    """Random searches of ranked lists, each function of each round in Triton against the reference of the tests.
+    AssertionError at a difference."""
     compared = from_tests("compared_lists").compared
     expand = importlib.import_module("itemset.ranking.triton_expand")
     slow = device == "cpu"
@@ -263,7 +215,7 @@ def check_lists(device: str, factor: float = 1) -> None:
                     end_token=draw.choice([None, vocabulary - 1]), **options,
                 )  # fmt: skip
             calls += run.compared
-    print(f"{calls:,} calls of rounds of lists agree with torch", flush=True)
+    print(f"{calls:,} calls of rounds of lists agree with the reference", flush=True)
 
 
 def report(what: str, vocabulary: int, values: dict[str, int]) -> None:
@@ -271,26 +223,6 @@ def report(what: str, vocabulary: int, values: dict[str, int]) -> None:
 
 
 def from_tests(module: str) -> ModuleType:
-    """schedule: random requests, and the oracle that every row is held against. compared_lists; compile_kernels."""
+    """schedule: random requests, and the oracle that every row is held against; compared_lists."""
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     return importlib.import_module(module)
-
-
-def compile_all(emit: Callable[[str, Any], None]) -> None:
-    """Emit a row a kernel and architecture: registers a thread, bytes of it that spill to memory, and shared bytes."""
-    compiled = from_tests("compile_kernels").compiled
-    for architecture in ARCHITECTURES:
-        for name, code in compiled(architecture):
-            emit("kernels", {"kernel": name, "sm": architecture} | usage(code["cubin"]))
-
-
-def usage(cubin: bytes) -> dict[str, int]:
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        listing = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", listing)}
-    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"], "shared": found["SHARED"]}

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_peers import capture
+from gpu_peers import capture, loaded
 from gpu_steps import Bench, Emit, note
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import itemset
-from itemset.masking.arena import Arena, room_for
 from itemset.ranking.beams import Beams
 
 CODES, LEVELS, ITEMS = 8_192, 3, 1_000_000
@@ -34,8 +33,7 @@ def grid(bench: Bench, emit: Emit) -> None:
     words = WORDS if bench.cuda else 1_000
     tokens = np.random.default_rng(0).integers(0, CODES, (ITEMS if bench.cuda else 1_000, LEVELS))
     item_set = itemset.build(tokens + words + np.arange(LEVELS) * CODES)
-    arena = Arena(room_for(item_set), bench.device)
-    number, models = arena.acquire(item_set), dict[str, Any]()
+    (arena, number), models = loaded(item_set, bench.device), dict[str, Any]()
     for name, context, width in CELLS if bench.cuda else TINY:
         if bench.is_late("grid", f"{name}, {context} tokens, width {width}", emit):
             return
@@ -50,7 +48,7 @@ def grid(bench: Bench, emit: Emit) -> None:
             seen[:] = []
             beams = Beams(
                 arena, [number], item_set.level_plan, width=width, k=width, end_token=None, stepwise=True,
-                kernels=bench.kernels,
+                kernels="triton",
             )  # fmt: skip
             for logits in passes_of(model, prompt, beams):
                 seen.append(logits.shape[0])

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_peers import Step, allowed_by
+from gpu_peers import Step, allowed_by, loaded
 from gpu_steps import Bench, Emit
 from torch import Tensor
 
 import itemset
-from itemset.masking.arena import Arena, room_for
+from itemset.masking import triton_kernels as kernels
+from itemset.masking.arena import Arena
 from itemset.masking.host import HostState, fill_bitmasks
-from itemset.masking.slots import kernels_for
 from itemset.ranking.beams import Beams
 from itemset.ranking.races import Races
 from itemset.trie.walk import STATE_BITS
@@ -33,8 +33,7 @@ def micro(bench: Bench, emit: Emit) -> None:
     for name, items in sets.items():
         item_set = itemset.build(items)
         for kind, one in (("whole", item_set), ("with exclusions", without(item_set, np.arange(0, ITEMS, 9_973)))):
-            arena = Arena(room_for(one), bench.device)
-            number = arena.acquire(one)
+            arena, number = loaded(one, bench.device)
             for level in range(3):
                 if bench.is_late("micro", f"{name}, {kind}, level {level}", emit):
                     return
@@ -70,7 +69,6 @@ def mask_row(
     logits = torch.randn(rows, VOCABULARY, device=bench.device).bfloat16()
     bitmask = torch.zeros(rows, -(-VOCABULARY // 32), dtype=torch.int32)
     fill_bitmasks(hosts, [host.state for host in hosts], list(range(rows)), bitmask.numpy())
-    kernels = kernels_for(bench.device, bench.kernels)
     expected = logits.masked_fill(~allowed_by(bitmask.to(bench.device), VOCABULARY), -torch.inf)
     assert torch.equal(kernels.mask(arena, logits, states, marks, slots), expected)
     result = {
@@ -87,13 +85,12 @@ def sampled(
     bench: Bench, item_set: itemset.ItemSet, vocabulary: int, padded: bool, copied: bool, rows: int
 ) -> dict[str, Any]:
     """Mask and take the best token: of the model's logits, or of a copy in float32, as a processor of vLLM gets it."""
-    arena = Arena(room_for(item_set), bench.device)
-    states = torch.full((rows,), arena.acquire(item_set) << STATE_BITS, device=bench.device)
+    arena, number = loaded(item_set, bench.device)
+    states = torch.full((rows,), number << STATE_BITS, device=bench.device)
     marks = torch.tensor([[-1, 0]] * rows, dtype=torch.int32, device=bench.device)
     slots, stride = torch.arange(rows, device=bench.device), vocabulary + (-vocabulary % 64 if padded else 0)
     logits = torch.randn(rows, stride, device=bench.device).bfloat16()[:, :vocabulary]
     best = torch.empty(rows, dtype=torch.int64, device=bench.device)
-    kernels = kernels_for(bench.device, bench.kernels)
 
     def step(mask: bool) -> None:
         seen = logits.float() if mask and copied else logits
@@ -110,13 +107,12 @@ def sampled(
 def lists(bench: Bench, emit: Emit) -> None:
     """The rounds of a list and of a race over given logits, in one graph."""
     item_set = itemset.build(codes(2_048))
-    arena = Arena(room_for(item_set), bench.device)
-    number, keys = arena.acquire(item_set), torch.arange(1, device=bench.device)
+    (arena, number), keys = loaded(item_set, bench.device), torch.arange(1, device=bench.device)
     for width in WIDTHS if bench.cuda else (8,):
         if bench.is_late("micro", f"rounds of width {width}", emit):
             return
         logits = torch.randn(1, width, VOCABULARY, device=bench.device).bfloat16()
-        given: dict[str, Any] = {"width": width, "k": width, "stepwise": True, "kernels": bench.kernels}
+        given: dict[str, Any] = {"width": width, "k": width, "stepwise": True, "kernels": "triton"}
         ways: dict[str, Callable[[], Beams]] = {
             "list": lambda given=given: Beams(arena, [number], item_set.level_plan, end_token=None, **given),
             "race": lambda given=given: Races(arena, [number], item_set.level_plan, keys, end_token=0, **given),

@@ -21,16 +21,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from itemset import ItemSet
+from itemset.masking.arena import Arena, room_for
 from itemset.masking.host import HostState
+from itemset.masking.slots import Slots
 
 Step = Callable[[], Any]
 Apply = Callable[[Tensor, Tensor], Any]  # of a bitmask [rows, words] to logits [rows, vocabulary], in place
 
 LENGTH = 8  # tokens of an item that is measured
-FIXED_LEVELS = 3  # levels whose branching `with_children` fixes
 STOP = 0  # every row's stop token. No row is measured where it is allowed
 MOST_DENSE = 2_048  # codes up to which STATIC keeps its second level as a table of codes x codes
 KEY_BITS = 63
+
+
+def loaded(item_set: ItemSet, device: str) -> tuple[Arena, int]:
+    """An arena with one set, and the set's number."""
+    arena = Arena(room_for(item_set), device)
+    return arena, arena.acquire(item_set)
+
+
+def slots_of(arena: Arena, rows: int, **given: Any) -> Slots:
+    """Slots whose steps run in Triton, in its interpreter on a CPU."""
+    return Slots(arena, rows, kernels="triton", **{"max_rows": rows, **given})
 
 
 def run(steps: Sequence[Step]) -> None:
@@ -75,17 +87,6 @@ def zipf(items: int, vocabulary: int, exponent: float = 1.2) -> NDArray[Any]:
     shares /= shares.sum()
     levels = [draw.permutation(vocabulary)[draw.choice(vocabulary, items, p=shares)] for _ in range(LENGTH)]
     return np.stack(levels, axis=1).astype(_dtype(vocabulary))
-
-
-def with_children(items: int, vocabulary: int, children: int) -> NDArray[Any]:
-    """Uniform items, but that each node of the first levels has so many children, as far as there are items."""
-    draw = np.random.default_rng(0)
-    tokens, rest = uniform(items, vocabulary), np.arange(items)
-    children = min(children, vocabulary)
-    for level in range(FIXED_LEVELS):
-        tokens[:, level] = draw.permutation(vocabulary)[:children][rest % children]
-        rest //= children
-    return tokens
 
 
 def _dtype(vocabulary: int) -> type[np.unsignedinteger[Any]]:
@@ -142,30 +143,20 @@ def in_order(items: Tensor, bits: int) -> Tensor:
     return items[order]
 
 
-def fill_bitmasks(item_set: ItemSet, walks: Walks, vocabulary: int) -> Tensor:
+def bitmasks_of(item_set: ItemSet, walks: Walks, vocabulary: int) -> Tensor:
     """The host path's bitmasks for these rows: [steps, rows, words] int32, on the host."""
     bitmasks = torch.zeros(*walks.levels.shape, -(-vocabulary // 32), dtype=torch.int32)
-    rows = bitmasks.flatten(0, 1).numpy()
-    for row, state in zip(rows, host_states(item_set, walks), strict=True):
+    rows, walked = bitmasks.flatten(0, 1).numpy(), walks.tokens.flatten(0, 1).tolist()
+    for row, tokens, level in zip(rows, walked, walks.levels.flatten().tolist(), strict=True):
+        state = HostState(item_set, [STOP])
+        assert state.accept(tokens[:level])
         state.fill_bitmask(row)
     return bitmasks
-
-
-def host_states(item_set: ItemSet, walks: Walks) -> list[HostState]:
-    states = []
-    for tokens, level in zip(walks.tokens.flatten(0, 1).tolist(), walks.levels.flatten().tolist(), strict=True):
-        states.append(HostState(item_set, [STOP]))
-        assert states[-1].accept(tokens[:level])
-    return states
 
 
 def allowed_by(bitmask: Tensor, vocabulary: int) -> Tensor:
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     return ((bitmask[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocabulary]
-
-
-def apply_in_torch(logits: Tensor, bitmask: Tensor) -> None:
-    logits.masked_fill_(~allowed_by(bitmask, logits.shape[1]), -torch.inf)
 
 
 def xgrammar_apply() -> Apply | None:
@@ -258,87 +249,3 @@ class Static:
         forbidden.scatter_(1, tokens, False)
         logits.masked_fill_(forbidden[:, : self.vocabulary], -torch.inf)
         return pairs[..., 1].gather(1, chosen)
-
-
-class Ppv:
-    """PPV, the baseline of the STATIC paper: whether an item begins with a row's prefix and a candidate token is looked
-    up by binary search among the sorted items. A row's state is its prefix."""
-
-    def __init__(self, items: Tensor, bits: int) -> None:
-        """items: [N, length], sorted."""
-        self.bits, self.keys = bits, pack(items, bits)
-
-    def steps(self, walks: Walks, logits: list[Tensor], candidates: int | None) -> list[Step]:
-        """candidates: how many of the most probable tokens are looked up; all where None."""
-        depths = torch.arange(walks.tokens.shape[2], device=walks.tokens.device)
-        levels = walks.levels[:, :, None]
-        # Each row's least key, what one more in its next token adds to it, and all ones behind that token.
-        least = pack(torch.where(depths < levels, walks.tokens, 0), self.bits)
-        unit = pack((depths == levels).int(), self.bits)
-        behind = pack(torch.where(depths > levels, (1 << self.bits) - 1, 0), self.bits)
-        return [
-            partial(
-                self.step, *(part[:, i, :, None].contiguous() for part in (least, unit, behind)), target, candidates
-            )
-            for i, target in enumerate(logits)
-        ]
-
-    def step(self, least: Tensor, unit: Tensor, behind: Tensor, logits: Tensor, candidates: int | None) -> None:
-        if candidates is None:
-            tokens = torch.arange(logits.shape[1], device=logits.device)
-        else:
-            tokens = logits.topk(candidates, sorted=False).indices
-        wanted = least + unit * tokens
-        at = self.count_below(wanted)
-        found = (at < self.keys.shape[1]) & ~_below(wanted + behind, self.keys[:, at.clamp(max=self.keys.shape[1] - 1)])
-        if candidates is None:
-            logits.masked_fill_(~found, -torch.inf)
-        else:
-            forbidden = torch.ones_like(logits, dtype=torch.bool).scatter_(1, tokens, ~found)
-            logits.masked_fill_(forbidden, -torch.inf)
-
-    def count_below(self, wanted: Tensor) -> Tensor:
-        """How many keys are below each wanted one."""
-        count = self.keys.shape[1]
-        at = torch.zeros(wanted.shape[1:], dtype=torch.int64, device=wanted.device)
-        for bit in reversed(range(count.bit_length())):
-            behind = at + (1 << bit)
-            last = (behind - 1).clamp(max=count - 1)
-            at = torch.where((behind <= count) & _below(self.keys[:, last], wanted), behind, at)
-        return at
-
-
-def _below(left: Tensor, right: Tensor) -> Tensor:
-    below = left[-1] < right[-1]
-    for word in reversed(range(len(left) - 1)):
-        below = (left[word] < right[word]) | ((left[word] == right[word]) & below)
-    return below
-
-
-class CpuTrie:
-    """The host path with its round trip: the tokens come from the device, each row's state and bitmask are computed on
-    the host, and the bitmasks go to the device and are applied there."""
-
-    def __init__(self, item_set: ItemSet, walks: Walks, logits: Tensor, apply: Apply) -> None:
-        """walks: of one step; its last decoded token is what the device hands over."""
-        self.logits, self.apply = logits, apply
-        before = walks._replace(levels=(walks.levels - 1).clamp(min=0))
-        self.states = host_states(item_set, before)
-        # -1 where a request has just begun: no token yet.
-        last = walks.tokens[0].gather(1, before.levels[0, :, None].long())[:, 0]
-        self.tokens = torch.where(walks.levels[0] > 0, last, -1)
-        words = -(-logits.shape[1] // 32)
-        self.bitmask = torch.zeros(len(logits), words, dtype=torch.int32, device=logits.device)
-        self.staging = torch.zeros(len(logits), words, dtype=torch.int32, pin_memory=logits.is_cuda)
-
-    def step(self) -> None:
-        for token, state, row in zip(self.tokens.tolist(), self.states, self.staging.numpy(), strict=True):
-            if token >= 0:
-                state.accept((token,))
-            state.fill_bitmask(row)
-        self.bitmask.copy_(self.staging, non_blocking=True)
-        self.apply(self.logits, self.bitmask)
-
-    def undo(self) -> None:
-        for token, state in zip(self.tokens.tolist(), self.states, strict=True):
-            state.rollback(int(token >= 0))

@@ -6,37 +6,8 @@ from typing import Any
 
 Record = dict[str, Any]
 
-TOP = 50  # candidates of PPV's approximate baseline
-PEERS_A = ("xgrammar", "copy + xgrammar", "copy bound", "STATIC", "STATIC eager")
-PEERS_B = ("PPV exact", f"PPV top-{TOP}", "CPU trie")
 BEAM = ("uniform", 2 * 10**7, 140, 2_048)
 LARGE = (512, 151_936)
-
-
-def table(records: list[Record], peers: tuple[str, ...]) -> str:
-    """A line a record; after each peer's time, ours divided by it. Columns that no record has are omitted."""
-    columns = list(dict.fromkeys(name for record in records for name in record))
-    lines = ["| " + " | ".join(f"{name} (ours / it)" if name in peers else name for name in columns) + " |"]
-    lines.append("|" + "--:|" * len(columns))
-    for record in records:
-        cells = []
-        for name in columns:
-            value = record.get(name, "")
-            cell = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-            cells.append(f"{cell} ({record['ours'] / value:.2f})" if name in peers and value else cell)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def summary(part: str, report: Record) -> str:
-    """The tables of a part, as far as it came."""
-    name, peers = {"goals": ("goals", PEERS_A), "a": ("A", PEERS_A), "b": ("B", PEERS_B)}[part]
-    kind = ("vocabulary", "set", "items", "children", "rows")
-    records = sorted(report[name], key=lambda record: [record[key] for key in kind if key in record])
-    text = f"\n{name}: µs of a step\n{table(records, peers)}\n"
-    if part == "a" and report["constants"]:
-        text += f"\nOther constants, µs\n{table(report['constants'], ())}\n"
-    return text
 
 
 def goals(report: Record) -> str:
@@ -73,29 +44,3 @@ def goals(report: Record) -> str:
         else:
             lines.append(f"| {name} | {bound} | | not measured | |")
     return "\n".join(lines)
-
-
-def plot(records: list[Record], path: str) -> None:
-    import matplotlib.pyplot as plt
-
-    records = sorted(records, key=lambda record: int(record["rows"]))
-    vocabularies = sorted({record["vocabulary"] for record in records})
-    largest = max(record["items"] for record in records)
-    figure, axes = plt.subplots(1, len(vocabularies), figsize=(5 * len(vocabularies), 4), squeeze=False)
-    for axis, vocabulary in zip(axes[0], vocabularies, strict=True):
-        here = [record for record in records if record["vocabulary"] == vocabulary]
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for record in here:
-            name = f"ours, {record['items']:,} {record['set']}"
-            lines.setdefault(name, []).append((record["rows"], record["ours"]))
-            if record["set"] == "uniform" and record["items"] == largest:
-                for peer in PEERS_A:
-                    if peer in record:
-                        lines.setdefault(peer, []).append((record["rows"], record[peer]))
-        for name, points in lines.items():
-            axis.loglog(*zip(*points, strict=True), marker="o", ls="-" if name.startswith("ours") else "--", label=name)
-        axis.set(xlabel="rows", ylabel="µs a step", title=f"{vocabulary:,} tokens")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)

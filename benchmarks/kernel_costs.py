@@ -1,6 +1,6 @@
 """Reads Triton's compiled kernels without a GPU: registers, spills, programs an SM, and how long a step should take.
 
-python benchmarks/kernel_costs.py --architectures 80 90
+python benchmarks/kernel_costs.py --architectures 80 90 --json docs/benchmarks/kernel_costs.json
 
 The time is an estimate for an H200: the longest chain of loads of which each needs the one before, each at the latency
 of the memory it reads, and the bytes at the memory's bandwidth. The chain is that of an ordinary row: one new token, no
@@ -9,13 +9,10 @@ drafts, and no node with more children than are compared at once.
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -24,15 +21,12 @@ from typing import Any, NamedTuple
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
+from runner import Report, Row, parser
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from itemset.masking import triton_kernels as kernels
 from itemset.masking import triton_tables as tables
-from itemset.masking.batch import CHAIN, COLUMNS, TREE
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import compile_kernels
 
 COLD, NEAR = 0.6, 0.27  # µs of a load that misses the L2 cache, and of one that hits it
 BANDWIDTH = 4.3e6  # bytes a µs
@@ -40,35 +34,25 @@ SMS = 132
 REGISTERS, MOST_WARPS, MOST_PROGRAMS, SHARED = 65_536, 64, 32, 227 << 10  # of an SM
 RARE = (tables.narrowed, tables.first_from, tables.is_stop, tables.is_dead)  # what an ordinary row does not call
 
-POINTERS = {
-    "logits": "*fp32",
-    **dict.fromkeys(["sets", "states", "cells", "positions", "out"], "*i64"),
-    **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
-}
 ALIGNED = ("words", "sets", "logits", "logits_stride", "vocabulary")  # as Triton finds them: multiples of 16
-GIVEN = object()  # not constant
-NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
-NO_MASK = {"logits": None, "CHUNK": 1}
 
 
-def variants() -> dict[str, tuple[Any, dict[str, Any], int]]:
-    """Each kernel in the forms that engines launch: constants and warps."""
-    walk, walk_warps = kernels._walk_kernel, kernels.WALK_WARPS
-    mask = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS}
-    forms: dict[str, tuple[Any, dict[str, Any], int]] = {
-        "advance": (kernels._advance_kernel, {}, walk_warps),
-        "forced": (kernels._forced_kernel, {"GUESS": True}, walk_warps),
-        "walk": (walk, NO_DRAFTS | NO_MASK, walk_warps),
-        "walk, chain": (walk, {"LAYOUT": CHAIN} | NO_MASK, walk_warps),
-        "walk, chain, positions": (walk, {"LAYOUT": CHAIN, "positions": GIVEN} | NO_MASK, walk_warps),
-        "walk, chain, rows each": (walk, {"LAYOUT": CHAIN, "above": None, "rows_each": GIVEN} | NO_MASK, walk_warps),
-        "walk, tree": (walk, {"LAYOUT": TREE} | NO_MASK, walk_warps),
-        "walk, columns": (walk, {"LAYOUT": COLUMNS} | NO_MASK, walk_warps),
-        "mask": (kernels._mask_kernel, mask, kernels.MASK_WARPS),
-    }
-    for chunk in (2048, 4096):
-        forms[f"step, {chunk:,} logits"] = (walk, NO_DRAFTS | {"CHUNK": chunk}, kernels.step_warps(chunk))
+def variants() -> dict[str, Any]:
+    """The forms in which the tests compile each kernel, with float32 logits; ordinary rows' walk, and whole steps."""
+    from compile_kernels import VARIANTS, form_of  # of the tests
+
+    forms = {name: changed(form_of(name)) for name in VARIANTS}
+    forms["walk, no drafts"] = changed(forms["walk"], above=None, tokens=None)
+    for chunk in (2_048, 4_096):
+        step = changed(forms["step"], CHUNK=chunk)
+        forms[f"step, {chunk:,} logits"] = step._replace(warps=kernels.step_warps(chunk))
     return forms
+
+
+def changed(form: Any, **constants: Any) -> Any:
+    types = form.types | dict.fromkeys(constants, "constexpr")
+    types |= {"logits": "*fp32"} if types.get("logits") == "*bf16" else {}
+    return form._replace(types=types, constants=form.constants | constants)
 
 
 class Compiled(NamedTuple):
@@ -84,16 +68,7 @@ class Compiled(NamedTuple):
     us_near: float
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: int) -> Compiled:
-    common = {"STOPS": 128, "STOP_LANES": 128, "LANES": kernels.LANES, "BY_SLOT": True}
-    common |= {"rows_each": None, "positions": None}
-    constants = {name: value for name, value in (common | constants).items() if name in kernel.arg_names}
-    constants = {name: value for name, value in constants.items() if value is not GIVEN}
-    types = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
-    return costs(compile_kernels.Form(kernel, types, constants, warps), architecture)
-
-
-def costs(form: compile_kernels.Form, architecture: int) -> Compiled:
+def costs(form: Any, architecture: int) -> Compiled:
     kernel, types, constants, warps = form
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -228,7 +203,7 @@ def step_us(forms: dict[str, Compiled], rows: int, vocabulary: int, *, cold: boo
         (form,) = (forms[name] for name in forms if name == f"step, {vocabulary:,} logits")
         waves = -(-rows // (SMS * form.programs))
         return {"step": waves * latency(form) + write, "write": write}
-    walk, mask = forms["walk"], forms["mask"]
+    walk, mask = forms["walk, no drafts"], forms["mask"]
     span = min(vocabulary, kernels.CHUNK * kernels.CHUNKS)
     programs = rows * -(-vocabulary // span)
     one = latency(mask) + span * 4 / (BANDWIDTH / SMS)  # one program's, alone on its SM
@@ -236,37 +211,26 @@ def step_us(forms: dict[str, Compiled], rows: int, vocabulary: int, *, cold: boo
     return {"step": -(-rows // (SMS * walk.programs)) * latency(walk) + masks, "write": write}
 
 
+def kernels_of(architecture: int) -> dict[str, Compiled]:
+    return {name: costs(form, architecture) for name, form in variants().items()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90, 100])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-    figures: dict[str, Any] = {"triton": triton.__version__}
-    print(f"Triton {triton.__version__}\n")
-    for architecture in args.architectures:
-        forms = {name: compiled(*form, architecture) for name, form in variants().items()}
-        for name in compile_kernels.VARIANTS:
-            if name.startswith("lists_"):
-                forms[name.replace("_", " ", 1)] = costs(compile_kernels.form_of(name), architecture)
-        print(f"| sm_{architecture} | {' | '.join(name.replace('_', ' ') for name in Compiled._fields)} |")
-        print(f"|---|{'--:|' * len(Compiled._fields)}")
-        for name, form in forms.items():
-            print(f"| {name} | {' | '.join(f'{value:.4g}' for value in form)} |")
-        print()
-        figures[f"sm_{architecture}"] = {name: form._asdict() for name, form in forms.items()}
-        if architecture != 90:
-            continue
-        for rows, vocabulary, cold in ((140, 2048, True), (140, 2048, False), (512, 151_936, True)):
-            us = step_us(forms, rows, vocabulary, cold=cold)
-            place = "outside" if cold else "in"
-            print(
-                f"{rows} rows x {vocabulary:,}, tables {place} the L2 cache: {us['step']:.2f} µs, "
-                f"one write {us['write']:.2f} µs, ratio {us['step'] / us['write']:.2f}"
-            )
-            figures[f"{rows} x {vocabulary}, {place} L2"] = us
-        print()
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    options = parser(__doc__)
+    options.add_argument("--architectures", type=int, nargs="+", default=[80, 90, 100])
+    arguments = options.parse_args()
+    report, rows, steps = Report(arguments), list[Row](), list[Row]()
+    for architecture in arguments.architectures:
+        forms = kernels_of(architecture)
+        rows += [{"sm": architecture, "kernel": name, **form._asdict()} for name, form in forms.items()]
+        for many, vocabulary, cold in ((140, 2048, True), (140, 2048, False), (512, 151_936, True)):
+            if architecture == 90:
+                us = step_us(forms, many, vocabulary, cold=cold)
+                row = {"rows": many, "vocabulary": vocabulary, "tables": f"{'outside' if cold else 'in'} the L2 cache"}
+                row |= {"step, µs": us["step"], "one write, µs": us["write"], "step / write": us["step"] / us["write"]}
+                steps.append(row)
+    report.add("kernels", rows)
+    report.add("steps", steps)
 
 
 if __name__ == "__main__":

@@ -1,165 +1,124 @@
-"""Measures what a ranked list takes: the search's own work by length, whole lists by prompt, width and block size, and
-lists that are made inside a step, beside rounds of requests and Hugging Face's `generate()`.
+"""Ranked lists in the real engines: made in a step, in rounds of requests, by the engine's own beam search, by a draft
+head, and by Hugging Face's generate().
 
 python benchmarks/lists.py --json docs/benchmarks/lists.json
-python benchmarks/lists.py --parts inside
-python benchmarks/lists.py --parts together
-python benchmarks/lists.py --parts shared
+python benchmarks/lists.py --counts 1 8 --widths 64 256 --ways "in a step" --before ../before
 
-10^6 random semantic IDs of 8 tokens; lists in the real vLLM engine (V1 without a GPU) with a tiny random Llama, one at
-a time, each of a prompt that the prefix cache has not seen. Every block size has a fresh process. A figure is the
-median of three lists.
-
-What is measured of lists inside a step is said in `lists_inside`; of item_set_shared_prefix in `lists_shared`.
+In SGLang's virtual environment it measures SGLang, else vLLM's model runner V2, without a GPU in Triton's interpreter.
+10^6 random semantic IDs of 4 tokens, a tiny random Llama in float32, prompts that no prefix cache has seen. All ways of
+an engine take turns, beside an ordinary request for one token of each prompt ("one token"); the least time of several
+counts, because other work only ever adds to it. The engine's own search knows no set; of its beams, "legal" are in it.
+`--counts` are lists whose prompts end in one step. The draft head has random weights: its time says something, its
+items do not.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import lists_inside
-import lists_shared
 import numpy as np
-from vllm_paths import CUDA, LENGTH, in_process, model_path, semantic_ids
+import runner
+from runner import END, GPU, VOCABULARY, Engine, Report, Row, checkouts, in_turns, isolated, parser, random_prompts
 
-LENGTHS = (10, 100, 1_000)
-PROMPTS = (16, 120, 480, 900)
-WIDTHS = (10, 64, 256)
-VOCABULARY = 2_112
-END = 1
-PARTS = ("lists", "inside", "together", "shared")
-Row = dict[str, Any]
+CODES, MOST = 4, 2_048  # tokens of an ID; beams at a time
+PLACEHOLDERS = range(2_000, 2_000 + CODES)
+WAYS = ("in a step", "rounds", "own", "draft head", "generate()")
 
 
-def search_times(file: str) -> list[Row]:
-    """The longest `take` of a list, its rounds answered by random log-probabilities."""
+def measure(engine: str, file: str, head: str, ways: list[str], cells: list[list[int]], repeats: int) -> list[Row]:
+    """A row for each cell: prompt tokens, width, lists."""
     import itemset
-    from itemset.ranking.search import Search
 
-    item_set = itemset.load(file)
-    table = np.log(np.random.default_rng(1).dirichlet(np.ones(VOCABULARY), 64))
-    rows = []
-    for k in LENGTHS:
-        for exact in (False, True):
-            search = Search(item_set, k, end_token=END, exact=exact, max_passes=5 * k)
-            times = []
-            while search.passes:
-                scores = [table[sum(one.tokens) % 64] for one in search.passes]
-                answers = [
-                    (of[list(one.tokens[one.known :])], of[one.after])
-                    for of, one in zip(scores, search.passes, strict=True)
-                ]
-                started = time.perf_counter()
-                search.take(answers)
-                times.append(time.perf_counter() - started)
-            best = search.result
-            rows.append({"k": k, "exact": exact, "ms": 1e3 * max(times), "passes": best.passes, "rounds": best.rounds})
+    options = {"ranked_list_beams": MOST} | ({"item_set_draft_head": head} if head else {})
+    running, item_set, rows = Engine(engine, file, options=options), itemset.load(file), []
+    for tokens, width, count in cells:
+        prompts, found = random_prompts(tokens, count), {}
+
+        def ask(way: str) -> None:
+            words = {"in a step": {"item_set": "ids"}, "rounds": {"item_set": "ids", "max_passes": 10_000}}
+            words["draft head"] = words["in a step"]
+            found[way] = running.best(next(prompts), CODES, width, **words.get(way, {}))  # noqa: B023
+
+        calls: dict[str, Callable[[], Any]] = {"one token": lambda: running.one_token(next(prompts))}  # noqa: B023
+        calls |= {way: lambda way=way: ask(way) for way in ways}
+        row: Row = {"prompt": tokens, "width": width, "lists": count}
+        row |= {f"{name}, ms": ms for name, ms in in_turns(calls, repeats, min).items()}
+        legal = {way: [item_set.find(item) is not None for of in items for item in of] for way, items in found.items()}
+        assert all(all(of) for way, of in legal.items() if way != "own")
+        row |= {"own, legal": float(np.mean(legal["own"]))} if "own" in legal else {}
+        rows.append(row)
     return rows
 
 
-def whole_lists(file: str, block: int) -> list[Row]:
-    from vllm import LLM
+def generate(file: str, cells: list[list[int]], repeats: int) -> list[float]:
+    """Milliseconds of each cell by Hugging Face's `generate()`, whose beams our processor keeps in the set."""
+    import torch
+    from transformers import AutoModelForCausalLM
 
-    from vllm_static.ranking import RankingParams
+    import itemset
+    from itemset.huggingface import ItemSetLogitsProcessor
 
-    llm = LLM(
-        model=model_path(),
-        structured_outputs_config={"backend": "static"},
-        additional_config={"item_sets": {"set": file}},
-        max_model_len=1_000,
-        block_size=block,
-        enforce_eager=not CUDA,
-    )
-    rng, rows = np.random.default_rng(2), []
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(runner.tiny_model()).eval().to("cuda" if GPU else "cpu")
+    item_set, times = itemset.load(file), []
+    for tokens, width, count in cells:
+        processor, prompts = (
+            ItemSetLogitsProcessor(item_set, prompt_length=tokens, stop_tokens=END),
+            random_prompts(tokens),
+        )
 
-    def one(tokens: int, width: int, **options: Any) -> tuple[float, int]:
-        prompt = {"prompt_token_ids": rng.integers(100, 2_000, tokens).tolist()}
-        params = RankingParams(beam_width=width, max_tokens=LENGTH + 1, extra_args={"item_set": "set", **options})
-        started = time.perf_counter()
-        (found,) = llm.beam_search([prompt], params)
-        return time.perf_counter() - started, found.passes
+        def ask() -> Any:
+            ids = torch.tensor(next(prompts), device=model.device)  # noqa: B023
+            shape = {"num_beams": width, "num_return_sequences": width, "max_new_tokens": CODES + 1}  # noqa: B023
+            return model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[processor], **shape)  # noqa: B023
 
-    one(16, 10)  # compiles what is to be compiled
-    for tokens in PROMPTS:
-        for width in WIDTHS:
-            for options in ({}, {"renormalised": True}):
-                times, passes = zip(*(one(tokens, width, **options) for _ in range(3)), strict=True)
-                rows.append({"block": block, "prompt": tokens, "width": width, "ms": 1e3 * median(times)})
-                rows[-1] |= {"passes": median(passes), "renormalised": bool(options)}
-                print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+        times.append(count * in_turns({"generate": ask}, repeats, min)["generate"])
+    return times
 
 
-def search_table(rows: list[Row]) -> str:
-    lines = ["| list of | passes | rounds | longest round of the search, ms |", "|---|--:|--:|--:|"]
-    for row in rows:
-        what = f"{row['k']:,}{', exact' if row['exact'] else ''}"
-        lines.append(f"| {what} | {row['passes']:,} | {row['rounds']} | {row['ms']:.1f} |")
-    return "\n".join(lines)
+def random_head(path: Path) -> str:
+    from itemset.ranking.head import DraftHead
 
-
-def lists_table(rows: list[Row], blocks: list[int]) -> str:
-    heads = [f"ms, blocks of {block}{more}" for block in blocks for more in ("", ", renormalised")]
-    lines = [f"| prompt tokens | width | {' | '.join(heads)} |", "|--:|--:|" + "--:|" * len(heads)]
-    for prompt in PROMPTS:
-        for width in WIDTHS:
-            mine = {
-                (row["block"], row["renormalised"]): row
-                for row in rows
-                if (row["prompt"], row["width"]) == (prompt, width)
-            }
-            cells = [f"{mine[block, shares]['ms']:,.0f}" for block in blocks for shares in (False, True)]
-            lines.append(f"| {prompt} | {width} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    DraftHead([range(100, 2_000)] * CODES, PLACEHOLDERS, hidden_size=128, vocab_size=VOCABULARY).save(path)
+    return str(path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, default=10**6)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[128, 32, 16], help="--block-size")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
-    parser.add_argument("--model", help="of the part shared")
-    parser.add_argument("--json", type=Path, help="write all results there")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.task:
-        name, *rest = json.loads(arguments.task)
-        parts: dict[str, Callable[..., list[Row]]] = {
-            "lists": whole_lists,
-            "together": lists_inside.together,
-            **lists_inside.PARTS,
-            **lists_shared.PARTS,
-        }
-        print(json.dumps(parts[name](*rest)))
-        return
-    results: dict[str, list[Row]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        if "lists" in arguments.parts:
-            file = semantic_ids(arguments.items, Path(directory) / "ids.itemset")
-            results["search"], results["lists"] = search_times(file), []
-            print(f"{search_table(results['search'])}\n")
-            for block in arguments.blocks:
-                results["lists"] += in_process(__file__, "lists", file, block, v2=CUDA)
-            print(lists_table(results["lists"], arguments.blocks))
-        if "inside" in arguments.parts:
-            results |= lists_inside.measure(__file__, arguments.items, Path(directory))
-            print(lists_inside.tables(results))
-        if "together" in arguments.parts:
-            results["together"] = lists_inside.together_of(__file__, arguments.items, Path(directory))
-            print(lists_inside.together_table(results["together"]))
-        if "shared" in arguments.parts:
-            results |= lists_shared.measure(__file__, arguments.items, Path(directory), arguments.model)
-            print(lists_shared.tables(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    options = parser(__doc__)
+    options.add_argument("--items", type=runner.whole, default=10**6)
+    options.add_argument("--prompts", type=int, nargs="+", default=[62, 480], help="tokens")
+    options.add_argument("--widths", type=int, nargs="+", default=[64, 256])
+    options.add_argument("--counts", type=int, nargs="+", default=[1], help="lists at a time")
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:3]))
+    options.add_argument("--repeats", type=int, default=7)
+    arguments = options.parse_args()
+    engine = runner.engine_here()
+    cells = [[p, w, n] for p in arguments.prompts for w in arguments.widths for n in arguments.counts if w * n <= MOST]
+    by_engine = [way for way in WAYS[:3] if way in arguments.ways]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = runner.saved(runner.random_ids(arguments.items, CODES), Path(folder, "ids.itemset"))
+        for code, checkout in checkouts(arguments):
+            given = {"env": runner.environment_of(engine), "checkout": checkout}
+            found = isolated(measure, engine, file, "", by_engine, cells, arguments.repeats, **given)
+            if "draft head" in arguments.ways:
+                head = random_head(Path(folder, "draft.head"))
+                drafted = isolated(measure, engine, file, head, ["draft head"], cells, arguments.repeats, **given)
+                found = [
+                    row | {"draft head, ms": one["draft head, ms"]} for row, one in zip(found, drafted, strict=True)
+                ]
+            rows += [code | row for row in found]
+        if "generate()" in arguments.ways:
+            for row, ms in zip(rows, isolated(generate, file, cells, 2), strict=False):
+                row["generate(), ms"] = ms
+    for row in rows:
+        times = {way: row[f"{way}, ms"] for way in WAYS if f"{way}, ms" in row}
+        first = next(iter(times))
+        row |= {f"{way} / {first}": ms / times[first] for way, ms in times.items() if way != first}
+    Report(arguments).add(engine, rows, x="width", y="in a step, ms", by="prompt")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,22 @@
-"""Puts mixed traffic on a real vLLM server by vLLM's own `vllm bench serve`, and checks every answer.
+"""Mixed requests at a real server, each answer checked, and the server's memory.
 
-python benchmarks/load.py --requests 100000 --json docs/benchmarks/load.json
+python benchmarks/load.py --requests 100000 --minutes 35 --json docs/benchmarks/load.json
 
-docs/deployment.md, "On CPUs", has the settings without which the engine grows on a CPU.
-
-The client is `vllm.benchmarks.serve.benchmark`; only what one request does is ours, since it has to read the answer.
-The set is the film titles of the examples, with their years; the model is tiny and random, so that the server's own
-work is what is measured. Answers with items are held against the titles, keys, years and order that they must have;
-JSON is judged by `jsonschema`. A request that should be refused must get HTTP 400, all others 200; some clients leave
-before the answer. Memory is what the processes of the server hold themselves (USS), every two seconds. Sets that
-requests bring may take 32 MiB of it, which they do after a quarter of 100,000 requests.
+docs/deployment.md, "On CPUs", has the settings without which the engine grows on a CPU. The client is vLLM's own `vllm
+bench serve`; only what one request does is ours, since it has to read the answer. The set is the film titles of the
+examples, with their years; the model is tiny and random. Answers with items are compared with the titles, keys, years
+and order that they must have, JSON is judged by `jsonschema`. A request that should be refused must get HTTP 400, all
+others 200; some clients leave before the answer. Memory is what the server's processes hold themselves, every two
+seconds. Sets that requests bring may take `--inline-mib` of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import io
 import json
-import os
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -32,26 +27,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
-import psutil
+from runner import Report, Row, parser, server, tiny_model
 
 import itemset
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
 SINCE = 1990
 WORDS = ("red", "quiet", "lost", "golden", "last", "broken", "silver", "brave", "hidden", "little", "electric", "wild")
 KNOWN = [[f"{word} {other}" for other in WORDS] for word in WORDS]  # inline lists that come again and again
 FILM = {"type": "string", "item_set": "films"}
 COUNT = {"type": "integer", "minimum": 0, "maximum": 99}
-SCHEMA = {
-    "type": "object",
-    "properties": {"film": FILM, "also": FILM, "n": COUNT},
-    "required": ["film", "also", "n"],
-    "additionalProperties": False,
-}
+
+
+def record(**properties: Any) -> Row:
+    known = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties} | known
+
+
+SCHEMAS = (
+    record(film=FILM, also=FILM, n=COUNT),
+    {"type": "array", "items": FILM, "uniqueItems": True, "minItems": 5, "maxItems": 5},
+    record(user=record(liked={"type": "array", "items": FILM, "maxItems": 2}), next=record(film=FILM, n=COUNT)),
+    {"$defs": {"film": FILM}, **record(a={"$ref": "#/$defs/film"}, b={"$ref": "#/$defs/film"})},
+)
 REFUSED = (
     {"item_set": "flims"},
     {"item_set": "films", "item_filter": {"yaer": 1}},
@@ -60,7 +58,9 @@ REFUSED = (
     {"item_set": "films", "draws": 0},
     {"item_set": ["films"]},
 )
-Body = dict[str, Any]
+Made = tuple[
+    Row, Callable[[Any], int]
+]  # a request's body, and what checks the answer and returns how many items it has
 
 
 class WrongError(Exception):
@@ -80,10 +80,13 @@ class Films:
     years: dict[str, int]
 
     @cached_property
-    def judge(self) -> Any:
+    def judges(self) -> list[Any]:
         """Of answers in JSON, by an enum of all titles in the set's place."""
-        film = {"enum": list(self.key_of)}
-        return jsonschema.Draft202012Validator(SCHEMA | {"properties": {"film": film, "also": film, "n": COUNT}})
+        import jsonschema
+
+        enum = json.dumps({"enum": list(self.key_of)})
+        schemas = [json.loads(json.dumps(schema).replace(json.dumps(FILM), enum)) for schema in SCHEMAS]
+        return [jsonschema.Draft202012Validator(schema) for schema in schemas]
 
     def legal(self, text: str, item: Any, *, since: int = 0) -> None:
         holds(text in self.key_of, f"{text!r} is no title")
@@ -91,7 +94,7 @@ class Films:
         holds(self.years[text] >= since, f"{text!r} is older than {since}")
 
 
-def item(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
+def item(random: random.Random, films: Films) -> Made:
     def check(answer: Any) -> int:
         for choice in answer["choices"]:
             films.legal(choice["text"], choice["item"])
@@ -102,7 +105,7 @@ def item(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int
     return {"item_set": "films", "n": n, "temperature": temperature}, check
 
 
-def filtered(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
+def filtered(random: random.Random, films: Films) -> Made:
     without = random.sample(list(films.key_of), random.choice((0, 3, 40)))
 
     def check(answer: Any) -> int:
@@ -115,10 +118,9 @@ def filtered(random: random.Random, films: Films) -> tuple[Body, Callable[[Any],
     return {"item_set": "films", "item_filter": {"year": {"$gte": SINCE}}, "temperature": 1, **excluded}, check
 
 
-def inline(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
+def inline(random: random.Random, films: Films) -> Made:
+    texts = random.choice(KNOWN)
     if random.random() < 0.5:
-        texts = random.choice(KNOWN)
-    else:
         texts = [f"{random.choice(WORDS)} {random.randrange(10**6)}" for _ in range(random.choice((2, 10, 200)))]
 
     def check(answer: Any) -> int:
@@ -130,7 +132,7 @@ def inline(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], i
     return {"structured_outputs": {"choice": texts}, "temperature": 1}, check
 
 
-def ranked(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
+def ranked(random: random.Random, films: Films) -> Made:
     n, recent = random.choice((3, 10)), random.random() < 0.3
 
     def check(answer: Any) -> int:
@@ -146,23 +148,30 @@ def ranked(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], i
     return body | ({"item_filter": {"year": {"$gte": SINCE}}} if recent else {}), check
 
 
-def in_json(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
+def in_json(random: random.Random, films: Films) -> Made:
+    which = random.randrange(len(SCHEMAS))
+
     def check(answer: Any) -> int:
         (choice,) = answer["choices"]
-        said = [one["text"] for one in choice["items"]]
         for one in choice["items"]:
             films.legal(one["text"], one)
         if choice["finish_reason"] == "stop":
             given = json.loads(choice["text"])
-            error = next(films.judge.iter_errors(given), None)
+            error = next(films.judges[which].iter_errors(given), None)
             holds(error is None, f"jsonschema: {error}")
-            holds(said == [given["film"], given["also"]], f"items {said}")
-        return len(said)
+            named = [text for text in _strings(given) if text in films.key_of]
+            holds([one["text"] for one in choice["items"]] == named, f"items {choice['items']}")
+        return len(choice["items"])
 
-    return {"structured_outputs": {"json": SCHEMA}, "temperature": 1, "max_tokens": 200}, check
+    return {"structured_outputs": {"json": SCHEMAS[which]}, "temperature": 1, "max_tokens": 250}, check
 
 
-def free_text(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
+def _strings(value: Any) -> list[str]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, str) else [text for one in inner for text in _strings(one)]
+
+
+def free_text(random: random.Random, films: Films) -> Made:
     def check(answer: Any) -> int:
         (choice,) = answer["choices"]
         holds("item" not in choice and answer["usage"]["completion_tokens"] >= 1, "an item, or nothing")
@@ -171,7 +180,7 @@ def free_text(random: random.Random, films: Films) -> tuple[Body, Callable[[Any]
     return {"temperature": 1, "max_tokens": random.choice((4, 16, 40))}, check
 
 
-def refusal(random: random.Random, films: Films) -> tuple[Body, Callable[[Any], int]]:
+def refusal(random: random.Random, films: Films) -> Made:
     def check(answer: Any) -> int:
         holds(len(answer["error"]["message"]) > 20, f"no reason: {answer}")
         return 0
@@ -184,7 +193,7 @@ class Kind:
     """Requests of one kind: how many of a hundred, what makes one, and how its answer comes."""
 
     share: int
-    make: Callable[[random.Random, Films], tuple[Body, Callable[[Any], int]]]
+    make: Callable[[random.Random, Films], Made]
     stream: bool = False
     leaves: bool = False
     status: int = 200
@@ -255,7 +264,7 @@ class Tally:
             pbar.update(1)
         return output
 
-    async def _answer(self, url: str, session: Any, body: Body, output: Any) -> tuple[int, Any]:
+    async def _answer(self, url: str, session: Any, body: Row, output: Any) -> tuple[int, Any]:
         """Status and answer. A stream's pieces are put together."""
         started = time.perf_counter()
         async with session.post(url, json=body) as response:
@@ -272,48 +281,46 @@ class Tally:
                     text, last = text + event["choices"][0]["text"], event["choices"][0]
             return response.status, {"choices": [{"text": text, "item": (last or {}).get("item")}]}
 
-
-class Memory:
-    """What a server's processes hold, by the share of the requests that are done."""
-
-    def __init__(self, pid: int, tally: Tally, heap: Callable[[], list[int]]) -> None:
-        """heap: MiB that stand beside those of the processes."""
-        root = psutil.Process(pid)
-        each = (root, *root.children(recursive=True))
-        self._processes = [one for one in each if one.memory_full_info().uss > 1 << 27]
-        self.names = [_name(process) for process in self._processes]
-        self._tally, self._over, self._heap = tally, threading.Event(), heap
-        self.samples: list[tuple[int, list[int]]] = []
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._over.wait(2):
-            held = [process.memory_full_info().uss for process in self._processes]
-            self.samples.append((self._tally.done, held + [mib << 20 for mib in self._heap()]))
-
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def quarters(self) -> list[list[float]]:
-        """MiB of each process, on average in each quarter of the requests."""
+    def rows(self) -> list[Row]:
         found = []
-        for quarter in range(4):
-            held = [one for done, one in self.samples if quarter <= 4 * done / self._tally.done < quarter + 1]
-            found.append((np.mean(held, 0) / 2**20).tolist() if held else [])
+        for name in (*self.kinds, "all"):
+            kinds = self.kinds if name == "all" else [name]
+            counts = sum((self.counts[kind] for kind in kinds), Counter[str]())
+            times = [1e3 * one for kind in kinds for one in self.seconds[kind]] or [0.0]
+            row: Row = {"requests of": name, **{key: counts[key] for key in ("requests", "items", "faults")}}
+            found.append(row | {f"p{p}, ms": float(np.percentile(times, p)) for p in (50, 90, 99)})
         return found
 
 
-def _name(process: psutil.Process) -> str:
-    """vLLM names its engine's process; the other large one is the front end."""
-    return "engine" if "Engine" in process.name() or "Engine" in " ".join(process.cmdline()) else "front end"
+@contextlib.contextmanager
+def memory(pid: int, tally: Tally, rows: list[Row]) -> Any:
+    """Sample what a server's large processes hold. Adds to rows the MiB of each, by quarter of the requests."""
+    import psutil
+
+    root, over, samples = psutil.Process(pid), threading.Event(), list[tuple[int, list[int]]]()
+    processes = [one for one in (root, *root.children(recursive=True)) if one.memory_full_info().uss > 1 << 27]
+    names = ["engine" if "Engine" in f"{one.name()} {one.cmdline()}" else "front end" for one in processes]
+
+    def watch() -> None:
+        while not over.wait(2):
+            samples.append((tally.done, [process.memory_full_info().uss for process in processes]))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    for quarter in range(4):
+        held = [one for done, one in samples if quarter <= 4 * done / max(1, tally.done) < quarter + 1]
+        sizes = (np.mean(held, 0) / 2**20).tolist() if held else []
+        rows.append(
+            {"quarter of the requests": quarter + 1, **{f"{n}, MiB": m for n, m in zip(names, sizes, strict=False)}}
+        )
 
 
-def catalogue(folder: Path, model: Path) -> tuple[Path, Films]:
+def catalogue(folder: Path) -> tuple[Path, Films]:
     from films_data import titles_by_key
     from transformers import AutoTokenizer
 
@@ -322,14 +329,14 @@ def catalogue(folder: Path, model: Path) -> tuple[Path, Films]:
         key_of.setdefault(title, key)
     years = {title: int(title[-5:-1]) if title[-5:-1].isdigit() else 0 for title in key_of}
     path = folder / "films.itemset"
-    tokenizer = AutoTokenizer.from_pretrained(model)
     keys, attributes = list(key_of.values()), {"year": list(years.values())}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
     itemset.build_text(list(key_of), tokenizer, keys=keys, attributes=attributes, escape="json").save(path)
     return path, Films(key_of, years)
 
 
-async def run(server: Any, tally: Tally, concurrency: int) -> Any:
-    """The requests, by vLLM's own client. Returns what it says of them."""
+async def send(running: Any, tally: Tally, concurrency: int) -> None:
+    """All requests, by vLLM's own client."""
     from vllm.benchmarks import serve
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
@@ -339,107 +346,41 @@ async def run(server: Any, tally: Tally, concurrency: int) -> Any:
         SampleRequest(prompt="a film", prompt_len=8, expected_output_len=8, request_overrides={"number": number})
         for number in range(tally.total)
     ]
+    url, model = running.url, running.model_name
+    rates: Row = {"request_rate": float("inf"), "burstiness": 1.0, "max_concurrency": concurrency, "num_warmups": 0}
+    chosen: Row = {"selected_percentile_metrics": ["ttft"], "selected_percentiles": [99.0], "goodput_config_dict": {}}
+    absent = dict.fromkeys(("tokenizer", "logprobs", "lora_modules", "extra_headers", "extra_body"))
+    flags: Row = {"disable_tqdm": False, "profile": False, "ignore_eos": False, "ready_check_timeout_sec": 0}
     with contextlib.redirect_stdout(io.StringIO()):
-        return await serve.benchmark(
-            task_type=serve.TaskType.GENERATION,
-            endpoint_type="checked",
-            api_url=f"{server.url}/v1/completions",
-            base_url=server.url,
-            model_id=server.model_name,
-            model_name=server.model_name,
-            tokenizer=None,
-            input_requests=requests,
-            logprobs=None,
-            request_rate=float("inf"),
-            burstiness=1.0,
-            disable_tqdm=False,
-            num_warmups=0,
-            profile=False,
-            selected_percentile_metrics=["ttft", "e2el"],
-            selected_percentiles=[50.0, 90.0, 99.0],
-            ignore_eos=False,
-            goodput_config_dict={},
-            max_concurrency=concurrency,
-            lora_modules=None,
-            extra_headers=None,
-            extra_body=None,
-            ready_check_timeout_sec=0,
-        )
-
-
-def table(result: Mapping[str, Any]) -> str:
-    columns = ("requests", "items", "faults", "p50_ms", "p90_ms", "p99_ms")
-    lines = ["| | requests | items checked | faults | p50, ms | p90, ms | p99, ms |", "|---|" + "--:|" * len(columns)]
-    lines += [f"| {name} | {' | '.join(f'{row[c]:,.0f}' for c in columns)} |" for name, row in result["kinds"].items()]
-    names, quarters = result["processes"], result["quarters_mib"]
-    lines += ["", f"| MiB, by quarter of the requests | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
-    lines += [f"| {i} | {' | '.join(f'{mib:,.0f}' for mib in held)} |" for i, held in enumerate(quarters, 1)]
-    seconds, requests = result["seconds"], result["requests"]
-    return "\n".join([*lines, "", f"{seconds:,.0f} s, {requests / seconds:,.0f} requests a second"])
+        await serve.benchmark(
+            task_type=serve.TaskType.GENERATION, endpoint_type="checked", api_url=f"{url}/v1/completions", base_url=url,
+            model_id=model, model_name=model, input_requests=requests, **rates, **chosen, **absent, **flags,
+        )  # fmt: skip
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of requests")
-    parser.add_argument("--minutes", type=float, default=600, help="after which no more are sent")
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--inline-mib", type=int, default=32, help="that sets which requests bring may take")
-    parser.add_argument("--heap", action="store_true", help="also what of the engine's heap is in use, and free")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from models import cached_tiny_llama
-    from servers import Server
-
-    model = cached_tiny_llama()
+    options = parser(__doc__)
+    options.add_argument("--requests", type=int, default=10_000)
+    options.add_argument("--only", nargs="+", choices=KINDS, help="kinds of requests")
+    options.add_argument("--minutes", type=float, default=600, help="after which no more are sent")
+    options.add_argument("--concurrency", type=int, default=64)
+    options.add_argument("--inline-mib", type=int, default=32, help="that sets which requests bring may take")
+    arguments = options.parse_args()
+    report = Report(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        index, films = catalogue(Path(folder), model)
-        # A random model would write spaces alone where they are allowed.
-        answers = {"backend": "static", "disable_any_whitespace": True}
-        flags = ("--structured-outputs-config", json.dumps(answers), "--item-set", f"films={index}")
-        tally = Tally(films, args.requests, time.perf_counter() + args.minutes * 60, args.only or list(KINDS))
-        options: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 512}
-        options["additional_config"] = {"inline_set_host_memory": args.inline_mib << 20}
-        if args.heap:
-            path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-            os.environ |= {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
-            options["worker_extension_cls"] = "heap.Heap"
-        with Server("v1", model, arguments=flags, forked=False, **options) as server:
-
-            def heap() -> list[int]:
-                if not args.heap:
-                    return []
-                (found,) = server.post("/collective_rpc", {"method": "heap_in_mib"})[1]["results"]
-                return [found["used"], found["free"]]
-
-            with Memory(server._process._popen.pid, tally, heap) as memory:
-                started = time.perf_counter()
-                asyncio.run(run(server, tally, args.concurrency))
-                seconds = time.perf_counter() - started
-            _, metrics = server.get("/metrics")
-    kinds = {}
-    for name in KINDS:
-        times = tally.seconds[name] or [0.0]
-        counts = {column: tally.counts[name][column] for column in ("requests", "items", "faults")}
-        kinds[name] = counts | {f"p{p}_ms": 1e3 * float(np.percentile(times, p)) for p in (50, 90, 99)}
-    total = {column: sum(row[column] for row in kinds.values()) for column in ("requests", "items", "faults")}
-    every = [one for times in tally.seconds.values() for one in times]
-    kinds["all"] = total | {f"p{p}_ms": 1e3 * float(np.percentile(every, p)) for p in (50, 90, 99)}
-    result = {
-        "kinds": kinds,
-        "processes": memory.names + ["its heap: used", "free"] * args.heap,
-        "quarters_mib": memory.quarters(),
-        "seconds": seconds,
-    }
-    result["requests"] = tally.done
-    print(table(result))
-    ours = [line for line in str(metrics).splitlines() if line.startswith("item_set:") and "_total" in line]
-    print(*[line for line in ours if "refused" in line or "illegal" in line], sep="\n")
-    print(*tally.faults[:20], sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return bool(tally.faults)
+        index, films = catalogue(Path(folder))
+        until = time.perf_counter() + arguments.minutes * 60
+        tally, rows = Tally(films, arguments.requests, until, arguments.only or list(KINDS)), list[Row]()
+        given = {"inline_set_host_memory": arguments.inline_mib << 20}
+        with server("vllm-v1", {"films": index}, options=given, max_num_seqs=64, max_model_len=512) as running:
+            started = time.perf_counter()
+            with memory(running._process._popen.pid, tally, rows):
+                asyncio.run(send(running, tally, arguments.concurrency))
+            seconds = time.perf_counter() - started
+    report.add("mixed", tally.rows())
+    report.add("memory", rows)
+    print(f"\n{seconds:,.0f} s, {tally.done / seconds:,.0f} requests a second", *tally.faults[:20], sep="\n")
+    return 1 if tally.faults else 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""Item sets and ranked lists over HTTP with several ranks, engines or front ends, on a CPU.
+"""Item sets and ranked lists over HTTP with several ranks, engines or front ends, on a CPU; every answer is looked up.
 
-python benchmarks/parallel.py                     in vLLM's environment
-python benchmarks/parallel.py --engine sglang     in SGLang's
+python benchmarks/parallel.py                     vLLM or SGLang, whichever this environment has
 python benchmarks/parallel.py --only ray          with the package `ray`: vLLM has it on GPUs alone
-python benchmarks/parallel.py --engine sglang --only router    with `sglang-router`: two servers, asked through it
+python benchmarks/parallel.py --only router       with `sglang-router`: two servers, asked through it
 
-Starts a server with a tiny model for each configuration, asks it for items and lists at once, and looks every answer
-up. Prints a row of a table for each: what was served, or in which words the engine itself refuses. `--only WORD` runs
-the configurations whose name has the word in it.
+A row for each configuration: what was served, or in which words the engine itself refuses. `--only WORD` runs the
+configurations whose name has the word in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -22,9 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "sglang")]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+from runner import END, Report, Row, engine_here, parser, server, tiny_model
 
 VLLM = (
     ("--tensor-parallel-size", "2"),
@@ -45,27 +40,21 @@ SGLANG = (
 )
 COLOURS = ["red", "green", "blue"]
 REQUESTS = 48
-EOS = 1
 ERROR = re.compile(r"^(?!.*(?:WARNING|root cause above)).*?((?:\w+Error|Exception|static-backend)\b.*)$", re.MULTILINE)
 
 
-def start(engine: str, runner: str, flags: tuple[str, ...], sets: list[str]) -> Any:
+def start(runner: str, flags: tuple[str, ...], sets: list[str]) -> Any:
     """A server. Raises EngineError with the end of its log if it does not start."""
-    from models import cached_tiny_llama
-
-    given = (*flags, *sets)
-    if engine == "sglang":
-        from sglang_servers import Server as SGLangServer
-
-        arguments = ("--grammar-backend", "static", *given)
-        cores = {} if flags[0] == "--tokenizer-worker-num" else {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-        return SGLangServer(cached_tiny_llama(), arguments=arguments, env=cores, forked=False, timeout=300)
+    if runner == "sglang":
+        bound = "" if flags[0] == "--tokenizer-worker-num" else "0|1"
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = bound
+        return server("sglang", {}, arguments=(*flags, *sets))
     from servers import Server
 
     # A core each, on one NUMA node; and no torch.compile, which looks for a Triton that compiles.
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    arguments = ("--guided-decoding-backend", "static", *given)
-    return Server(runner, cached_tiny_llama(), arguments=arguments, env=env, timeout=300)
+    arguments = ("--guided-decoding-backend", "static", *flags, *sets)
+    return Server(runner, tiny_model(), arguments=arguments, env=env, timeout=300)
 
 
 class Routed:
@@ -77,11 +66,11 @@ class Routed:
         from servers import HttpServer, ServerProcess, free_port
 
         with ExitStack() as stack:
-            self._each = [stack.enter_context(start("sglang", "", ("--dp-size", "1"), sets)) for _ in range(2)]
+            self._each = [stack.enter_context(start("sglang", ("--dp-size", "1"), sets)) for _ in range(2)]
             port = free_port()
             command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
             command += ["--policy", "round_robin"]
-            command += ["--worker-urls", *(server.url for server in self._each)]
+            command += ["--worker-urls", *(one.url for one in self._each)]
             self._router = stack.enter_context(HttpServer(ServerProcess(command, port, dict(os.environ)), 120))
             self._all = stack.pop_all()
         self.post, self.log = self._router.post, self._router.log
@@ -90,20 +79,20 @@ class Routed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        answered = [server.log().count("POST /v1/completions") for server in self._each]
+        answered = [one.log().count("POST /v1/completions") for one in self._each]
         print(f"requests that each server answered: {answered}", file=sys.stderr)
         self._all.close()
 
 
-def served(server: Any, named: dict[str, Any]) -> str:
+def served(running: Any, named: dict[str, Any]) -> str:
     """What it answers to requests of all kinds at once. Raises AssertionError for an answer outside its set."""
     ranked = {"item_set": "prefixes", "use_beam_search": True, "n": 7}
     kinds = [*({"item_set": name} for name in named), {"structured_outputs": {"choice": COLOURS}}, ranked]
 
-    def ask(i: int) -> tuple[dict[str, Any], list[Any]]:
+    def ask(i: int) -> tuple[Row, list[Any]]:
         body = kinds[i % len(kinds)]
-        more = {"model": server.model_name, "prompt": f"request {i}", "max_tokens": 40, "return_token_ids": True}
-        status, answer = server.post("/v1/completions", {**more, **body}, timeout=200)
+        more = {"model": running.model_name, "prompt": f"request {i}", "max_tokens": 40, "return_token_ids": True}
+        status, answer = running.post("/v1/completions", {**more, **body}, timeout=200)
         if status >= 500:
             raise OSError(f"HTTP {status}: {answer}")  # the engine has ended; its log says why
         assert status == 200, (body, answer)
@@ -119,7 +108,7 @@ def served(server: Any, named: dict[str, Any]) -> str:
             assert len({choice["item"]["key"] for choice in choices}) == 7
         elif "item_set" in body:
             (choice,) = choices
-            item = tuple(token for token in choice["token_ids"] if token != EOS)
+            item = tuple(token for token in choice["token_ids"] if token != END)
             assert item in named[body["item_set"]].items, (body, choice)
         else:
             assert choices[0]["text"] in COLOURS, choices
@@ -127,37 +116,35 @@ def served(server: Any, named: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
-    parser.add_argument("--only", default="", help="a word in the names of the configurations to run")
-    asked = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="a word in the names of the configurations to run")
+    arguments = options.parse_args()
     from engines import EngineError
     from sets import named_flags, token_sets
 
-    every = [(runner, flags) for runner in ("v1", "v2") for flags in VLLM]
-    if asked.engine == "sglang":
-        every = [("", flags) for flags in SGLANG]
-    wrong = 0
+    on_sglang, rows = engine_here() == "sglang", list[Row]()
+    every = [("sglang", flags) for flags in SGLANG] if on_sglang else [(r, f) for r in ("v1", "v2") for f in VLLM]
     with tempfile.TemporaryDirectory() as folder:
         named = token_sets(Path(folder))
         sets = named_flags(named)
         for runner, flags in every:
-            name = " ".join(filter(None, [f"`{' '.join(flags)}`", runner.upper()]))
-            if asked.only not in name:
+            name = f"`{' '.join(flags)}` {runner.upper()}"
+            if arguments.only not in name:
                 continue
             try:
-                made = Routed(sets) if flags == ROUTER else start(asked.engine, runner, flags, sets)
-                with made as server:
+                with Routed(sets) if flags == ROUTER else start(runner, flags, sets) as running:
                     try:
-                        said = served(server, named)
+                        said = served(running, named)
                     except OSError as error:
-                        wrong, said = 1, f"ENDED: {(ERROR.findall(server.log()) or [str(error)])[-1]:.300}"
+                        said = f"ENDED: {(ERROR.findall(running.log()) or [str(error)])[-1]:.300}"
             except EngineError as error:
                 said = f"does not start: {(ERROR.findall(str(error)) or [str(error)[-200:]])[-1]}"
             except AssertionError as error:
-                wrong, said = 1, f"WRONG: {str(error)[:300]}"
-            print(f"| {name} | {said} |", flush=True)
-    return wrong
+                said = f"WRONG: {str(error)[:300]}"
+            rows.append({"configuration": name, "served": said})
+            print(rows[-1], file=sys.stderr, flush=True)
+    Report(arguments).add("parallel", rows)
+    return any(row["served"].startswith(("ENDED", "WRONG")) for row in rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Sorting on a Ray cluster: the same index, byte for byte; what goes wrong, and what cannot be combined.
 
-What needs the package `ray` is skipped without it. `benchmarks/ray_build.py` builds on two nodes, of which one dies.
+What needs the package `ray` is skipped without it.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ Row = dict[str, Any]
 def measure(file: str, head: str) -> list[Row]:
     from vllm import LLM, SamplingParams
 
-    from itemset.serving.words import REFERENCE
-    from vllm_static.one_request import best_of, list_params
+    from itemset.serving.wire import EngineRequest, ListResult, ListSpec, SetRef
+    from vllm_static.one_request import list_params
 
     options = {"item_sets": {"set": file}, "ranked_list_beams": max(WIDTHS), "item_set_draft_head": head}
     llm = LLM(
@@ -49,9 +49,8 @@ def measure(file: str, head: str) -> list[Row]:
     plain, rng, rows = SamplingParams(max_tokens=1, temperature=0, detokenize=False), np.random.default_rng(3), []
     for tokens in PROMPTS:
         for width in WIDTHS:
-            shape: dict[str, Any] = {"k": 10, "width": width, "end_token": END, "renormalised": False}
-            beams = list_params({REFERENCE: "set"}, **shape)
-            drafted = list_params({REFERENCE: "set"}, **shape, placeholders=CODES)
+            beams = list_params(EngineRequest(SetRef("set"), ListSpec(10, width, END)))
+            drafted = list_params(EngineRequest(SetRef("set"), ListSpec(10, width, END, placeholders=CODES)))
 
             def times() -> tuple[float, float, float]:
                 asked = [prompts(rng, tokens) for _ in range(3)]  # noqa: B023
@@ -61,7 +60,8 @@ def measure(file: str, head: str) -> list[Row]:
                     ms_of(lambda: found.extend(llm.generate(prompt, params, use_tqdm=False)))  # noqa: B023
                     for prompt, params in zip(asked, (plain, beams, drafted), strict=True)  # noqa: B023
                 ]
-                assert all(len(best_of(one.prompt_token_id_logprobs).items) == 10 for one in found[1:])
+                tables = [ListResult.of_table(one.prompt_token_id_logprobs) for one in found[1:]]
+                assert all(len(table.items[0]) == 10 for table in tables)
                 return took[0], took[1], took[2]
 
             ordinary, by_beams, by_head = (

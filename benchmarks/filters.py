@@ -36,14 +36,11 @@ from itemset.item_set import ItemSet
 from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.host import HostState, fill_bitmasks
-from itemset.serving.admission import Words
-from itemset.serving.catalogue import Catalogue
+from itemset.serving.catalogue import Catalogue, receive, set_ref
 from itemset.serving.chosen import Chosen
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import arrived, carried
 from itemset.serving.versions import Opened
-from itemset.serving.words import FILTERED, INDEX
 from itemset.trie.filters import passing
 from itemset.trie.rows import as_rows
 from itemset.trie.view import bits_of
@@ -155,10 +152,10 @@ def exclusions(base: ItemSet, repeats: int) -> Iterator[Row]:
                 before.append(ms(lambda: serving.get(ItemRequest("set", item_filter=query), "set")) if query else 0.0)  # noqa: B023
                 asked = ItemRequest("set", item_filter=query, exclude_keys=keys)
                 begun = time.process_time()
-                here.append(ms(lambda: made.append(carried(front, serving.get(asked, "set").reference))))  # noqa: B023
+                here.append(ms(lambda: made.append(set_ref(front, serving.get(asked, "set").reference))))  # noqa: B023
                 busy.append(1e3 * (time.process_time() - begun))
-                there.append(ms(lambda: arrived(engine, made[-1])))  # noqa: B023
-            sent = [len(one[INDEX]) + len(one.get(FILTERED, b"")) for one in made]
+                there.append(ms(lambda: receive(engine, made[-1])))  # noqa: B023
+            sent = [len(one.index or b"") + len(one.filter or b"") for one in made]
             tracemalloc.start()
             start = tracemalloc.get_traced_memory()[0]
             held = [without(of, base._keys.places_of(keys)) for keys in lists]

@@ -224,7 +224,7 @@ def waits(llm: Any, width: int) -> Row:
     """The steps of three requests that decode, in ms, with lists of this width in every fourth one, or without."""
     from vllm import SamplingParams
 
-    from itemset.serving.words import REFERENCE
+    from itemset.serving.wire import EngineRequest, ListSpec, SetRef
     from vllm_static.one_request import list_params
 
     rng, llm_engine, steps = np.random.default_rng(5), llm.llm_engine, list[float]()
@@ -233,7 +233,7 @@ def waits(llm: Any, width: int) -> Row:
         llm_engine.add_request(f"plain-{width}-{i}", prompt, params)
     while llm_engine.has_unfinished_requests():
         if width and 8 <= len(steps) < 48 and len(steps) % 4 == 0:
-            one = list_params({REFERENCE: "set"}, k=10, width=width, end_token=END, renormalised=False)
+            one = list_params(EngineRequest(SetRef("set"), ListSpec(10, width, END)))
             llm_engine.add_request(f"list-{width}-{len(steps)}", prompts(rng, 62)[0], one)
         steps.append(ms_of(llm_engine.step))
     steps = steps[8:48]

@@ -59,8 +59,9 @@ def lists(backend: str, way: str, model: str, file: str, dummy: bool) -> list[Ro
     """Of each prompt and width the time of a list, and the list. way: of item_set_shared_prefix."""
     from vllm import LLM, SamplingParams
 
-    from itemset.serving.words import REFERENCE
-    from vllm_static.one_request import best_of, list_params
+    from itemset.serving.one_request import best_of
+    from itemset.serving.wire import EngineRequest, ListResult, ListSpec, SetRef
+    from vllm_static.one_request import list_params
 
     if not CUDA:
         from engines import take_triton_attention
@@ -85,7 +86,7 @@ def lists(backend: str, way: str, model: str, file: str, dummy: bool) -> list[Ro
     plain, rng, rows = SamplingParams(max_tokens=1, temperature=0, detokenize=False), np.random.default_rng(3), []
     for tokens in PROMPTS:
         for width in WIDTHS:
-            asked = list_params({REFERENCE: "set"}, k=width, width=width, end_token=1, renormalised=False)
+            asked = list_params(EngineRequest(SetRef("set"), ListSpec(width, width, 1)))
             one = prompts(np.random.default_rng(tokens), tokens)
             (answer,) = llm.generate(one, asked, use_tqdm=False)  # compiles what is to be compiled
             table = answer.prompt_token_id_logprobs
@@ -99,7 +100,7 @@ def lists(backend: str, way: str, model: str, file: str, dummy: bool) -> list[Ro
             keys = tokens + width * CODES if way == "on" else width * (tokens + CODES)
             row = {"backend": backend, "way": way, "prompt": tokens, "width": width, "ms": ms - ordinary}
             row |= {"ordinary_ms": ordinary, "read_mib": keys * token_bytes / 2**20}
-            row["items"] = [[list(item), score] for item, score in best_of(table).items]
+            row["items"] = [[list(item), score] for item, score in best_of(ListResult.of_table(table)).items]
             rows.append(row)
             print({key: value for key, value in row.items() if key != "items"}, file=sys.stderr, flush=True)
     return rows

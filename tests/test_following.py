@@ -22,9 +22,9 @@ from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
 from itemset.masking.holding import Arrivals, Holdings
 from itemset.serving import held
-from itemset.serving.admission import Checks, Words
+from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.following import Follower
 from itemset.serving.preparing import Preparer
 from itemset.serving.request import ItemRequest

@@ -14,9 +14,9 @@ import pytest
 from models import tiny_tokenizer
 
 import itemset
-from itemset.serving.admission import Checks, Words
+from itemset.serving.admission import Checks
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.encoding import Encoder, Steps
 from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, InlineTexts, _slices
 from itemset.serving.request import ItemRequest

@@ -16,9 +16,9 @@ from models import tiny_tokenizer
 from itemset import ItemSetError
 from itemset.inside import marks
 from itemset.inside.marks import PLACES, TEXT, Marker
-from itemset.serving.admission import Checks, Words
+from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.grammars import Grammars
 from itemset.serving.inside import EBNF, ENVELOPE, JSON, SMALL, Constraint, Constraints, holds_sets
 

@@ -11,9 +11,8 @@ import pytest
 
 import itemset
 from itemset.ranking.search import Answer, Best, Pass, Search
-from itemset.serving.admission import Words
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.lists import Lists, Pace, Refusals, run_together, search_for
 from itemset.serving.request import ListOptions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +12,16 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Found, Rounds
 from itemset.serving import lists
-from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of, where
+from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, where
 from itemset.serving.chosen import Chosen
 from itemset.serving.compiling import compile_all
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
 from itemset.serving.startup import opening, seconds
 from itemset.serving.versions import Opened
+from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint
-
-
-@dataclass(frozen=True)
-class Words:
-    """What an engine calls things, for the sentences that its users read.
-
-    context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
-    output. options: where the plugin's options stand.
-    """
-
-    context: str
-    context_flag: str
-    min_tokens: str
-    max_tokens: str
-    options: str
-
-    def option(self, name: str) -> str:
-        """How to set an option that is a number."""
-        return f'{{"{name}": N}} in {self.options}'
 
 
 class Checks:
@@ -125,12 +107,9 @@ class Checks:
         Texts are encoded and built, and filters applied, unless they were not long ago; this waits. Raises
         RefusedError, or ItemSetError for what is wrong with an item.
         """
-        if asked.choice is not None:
-            if isinstance(asked.choice, InlineSet):
-                return asked.choice.reference
-            return self._inline.get(asked.choice, asked.escape).reference
-        reference = self.catalogue.reference(self._name(asked))
-        return self._chosen.get(asked, reference).reference if asked.chooses else reference
+        made = self.pinned(asked).choice
+        assert isinstance(made, InlineSet)
+        return made.reference
 
     def _name(self, asked: ItemRequest) -> str:
         name, registered = asked.item_set or "", self.catalogue.registered
@@ -143,11 +122,12 @@ class Checks:
         """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
         if isinstance(asked.choice, InlineSet):
             return asked
+        if asked.choice is not None:
+            return replace(asked, choice=self._inline.get(asked.choice, asked.escape))
+        reference = self.catalogue.reference(self._name(asked))
         if asked.chooses:
-            return replace(asked, choice=self._chosen.get(asked, self.catalogue.reference(self._name(asked))))
-        reference = self.reference(asked)
-        kept = self.catalogue.inline(reference)
-        return replace(asked, choice=kept or InlineSet(reference, b"", self.catalogue[reference], 0))
+            return replace(asked, choice=self._chosen.get(asked, reference))
+        return replace(asked, choice=InlineSet(reference, b"", self.catalogue[reference], 0))
 
     async def prepare(self, asked: ItemRequest) -> ItemRequest:
         """The request with its set made: with it `reference` is immediate. Raises as that does.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta
@@ -101,6 +101,24 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     def views(self) -> dict[str, tuple[str, dict[str, Any]]]:
         """The set and the query of each item view, by its name. Raises ItemSetError for one that is malformed."""
         return {name: _parted(name, given) for name, given in self.item_views.items()}
+
+
+class Words(NamedTuple):
+    """What an engine calls things, for the sentences that its users read.
+
+    context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
+    output. options: where the plugin's options stand.
+    """
+
+    context: str
+    context_flag: str
+    min_tokens: str
+    max_tokens: str
+    options: str
+
+    def option(self, name: str) -> str:
+        """How to set an option that is a number."""
+        return f'{{"{name}": N}} in {self.options}'
 
 
 def _parted(name: str, given: str) -> tuple[str, dict[str, Any]]:

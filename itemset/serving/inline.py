@@ -6,21 +6,19 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import build
-from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.encoding import Encoder, Steps
+from itemset.serving.wire import INLINE
 from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
-
-if TYPE_CHECKING:
-    from itemset.serving.admission import Words
 
 NAME = "choice[{}]"
 ITEM_TEXT_LIMIT = 1 << 17

@@ -26,9 +26,9 @@ from itemset.inside.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
 from itemset.serving import words
 from itemset.serving.admission import Checks
-from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of
+from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, set_ref
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import Carried, carried
+from itemset.serving.wire import INLINE, HolesSpec, name_of
 from itemset.serving.words import at
 from itemset.text import Escape, continues, encode
 from itemset.trie.walk import NO_TOKEN
@@ -187,9 +187,9 @@ class Constraint:
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
 
-    def carried(self, catalogue: Catalogue) -> list[Carried]:
-        """Return what the request carries of its sets."""
-        return [carried(catalogue, reference) for reference in self.references]
+    def holes_spec(self, catalogue: Catalogue) -> HolesSpec:
+        """Return what the request carries."""
+        return HolesSpec(self.spec(), [set_ref(catalogue, one) for one in self.references], self.slate)
 
 
 def _characters(key: str, marked: Marked) -> int:

@@ -8,20 +8,17 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from itemset.item_set import ItemSet
 from itemset.ranking.draws import CutOffError, Drawing
 from itemset.ranking.importance import Importance
 from itemset.ranking.search import Answer, Found, FoundT, Item, Pass, Rounds, Search, described
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, Words
 from itemset.serving.drawing import IMPORTANCE, DrawOptions
 from itemset.serving.request import ListOptions
 from itemset.serving.words import APPROXIMATE, DRAWS, REPLACE
-
-if TYPE_CHECKING:
-    from itemset.serving.admission import Words
 
 SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
 SLICE = 32  # items of an answer that are written out in one turn of the event loop
@@ -62,7 +59,7 @@ def search_for(
     most = max(1, most)
     if isinstance(options, ListOptions):
         of_search = {name: value for name, value in asdict(options).items() if name != "without_end"}
-        return Search(item_set, end_token=options.counted(end_token), proof_passes=most, **of_search)
+        return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **of_search)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         of_draw = {"seed": options.seed, "max_passes": passes}
@@ -122,17 +119,21 @@ class Refusals:
         """Why rounds must make a list of this set and width, as far as it is known."""
         return self.always or self._of.get((reference, width))
 
-    def refused(self, reason: str, *, of: tuple[str, int] | None = None, always: bool = False) -> None:
-        """Note that the engine did not make a list. of: this set and width will not be made either."""
+    def refused(
+        self, reason: str, *, detail: str = "", of: tuple[str, int] | None = None, always: bool = False
+    ) -> None:
+        """Note that the engine did not make a list. detail: what the log says. of: this set and width will not be made
+        either."""
         if always:
             self.always = reason
         if of is not None:
             if len(self._of) >= _KEPT:
                 self._of.clear()
             self._of[of] = reason
-        if reason not in self._logged and len(self._logged) < _KEPT:
-            self._logged.add(reason)
-            self._warn("A ranked list takes rounds of requests: %s", reason)
+        detail = detail or reason
+        if detail not in self._logged and len(self._logged) < _KEPT:
+            self._logged.add(detail)
+            self._warn("A ranked list takes rounds of requests: %s", detail)
 
 
 class Pace:

@@ -18,11 +18,10 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import Seal, open_copy
+from itemset.serving.wire import VERSION, version_of, version_reference
 from itemset.trie.filters import passing
 from itemset.views import view
 
-VERSION = "version:"
-"""How the reference of a registered set begins: VERSION, the version's name, @ and the name of the set or view."""
 ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open: a rollback opens nothing
 
@@ -43,7 +42,7 @@ class Opened:
 
     def reference(self, name: str) -> str:
         """How a request carries this version of the set, or of a view of it."""
-        return f"{VERSION}{self.version}@{name}"
+        return version_reference(self.version, name)
 
 
 class Versions:
@@ -81,7 +80,7 @@ class Versions:
         does, and for a view that cannot be made.
         """
         try:
-            item_set = self._known.get(f"{VERSION}{version}@{name}")
+            item_set = self._known.get(version_reference(version or "", name))
             if item_set is None or version is None:
                 item_set, version = open_copy(path, self._config.item_set_cache, version, sealed)
         except ItemSetError as error:
@@ -179,8 +178,8 @@ class Versions:
 
     def is_closed(self, reference: str) -> bool:
         """Return whether this is the reference of a version that is not kept open."""
-        version, _, called = reference.removeprefix(VERSION).partition("@")
-        if not reference.startswith(VERSION):
+        version, called = version_of(reference)
+        if not version:
             return False
         with self._lock:
             return all(one.version != version for one in self._serving.get(self.of(called), ()))
@@ -204,13 +203,15 @@ class Versions:
         """Do `get`. Raises ItemSetError if this process cannot have it."""
         if (item_set := self.get(reference)) is not None:
             return item_set
-        raise ItemSetError(f"{reference} is no longer to be had: ask again")
+        version, name = version_of(reference)
+        called = f"version {version[:12]} of item set {name!r}" if version else f"item set {name!r}"
+        raise ItemSetError(f"{called} is no longer loaded: retry the request")
 
     def get(self, reference: str) -> ItemSet | None:
         """Return what a reference stands for, or a name; None if this process cannot have it."""
         if (item_set := self.known(reference)) is not None or not reference.startswith(VERSION):
             return item_set
-        version, _, called = reference.removeprefix(VERSION).partition("@")
+        version, called = version_of(reference)
         try:  # closed here, while a request elsewhere has held it: this machine has a copy then
             return self.open(self.of(called), version, None).sets.get(called)
         except ItemSetError:

@@ -67,12 +67,9 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
         return response
     body = response.model_dump(mode="json")
     for choice, info in zip(body["choices"], infos, strict=True):
-        if "rank" in info:
-            choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM if name in info}
-        elif "draw" in info:
-            choice["item"] = {"logprob": info["sequence_score"]} | {
-                name: info[name] for name in IN_ITEM if name in info
-            }
+        if "rank" in info or "draw" in info:
+            score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
+            choice["item"] = score | {name: info[name] for name in IN_ITEM if name in info}
         else:
             choice.update({name: info[name] for name in FIELDS if name in info})
     return ORJSONResponse(body)

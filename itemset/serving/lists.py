@@ -85,9 +85,9 @@ def run_together(
 
 
 def found_by(search: Rounds[FoundT]) -> FoundT:
-    """What a search has found at its end. Raises RefusedError if draws were cut off, and as `found_some` does."""
+    """What a search has found at its end. Raises RefusedError if draws were cut off, or nothing was found."""
     try:
-        return found_some(search.result)
+        found = search.result
     except CutOffError as error:
         raise RefusedError(
             "draws",
@@ -95,10 +95,6 @@ def found_by(search: Rounds[FoundT]) -> FoundT:
             "Fewer draws, or a smaller set, take fewer passes",
             "max_passes",
         ) from error
-
-
-def found_some(found: FoundT) -> FoundT:
-    """The same. Raises RefusedError if there is nothing to answer with."""
     if not found.items:
         raise RefusedError("beam search", "no item was found before the limit: raise max_passes", "max_passes")
     return found

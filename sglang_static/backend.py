@@ -15,18 +15,18 @@ from itemset import ItemSet, ItemSetError
 from itemset.inside.vocabulary import Vocabulary
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slates import Slate
-from itemset.serving.catalogue import Catalogue
+from itemset.serving.catalogue import Catalogue, receive_set
 from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
 from itemset.serving.grammars import Grammars
 from itemset.serving.preparing import Preparer
-from itemset.serving.words import HOLES, LIST, REFERENCE
+from itemset.serving.wire import WIRE, HolesSpec, read
 from sglang_static import compat, processor
 from sglang_static.device import claim
 from sglang_static.following import RankDevices
 from sglang_static.inside import HoleGrammar
 from sglang_static.metrics import SchedulerFigures
-from sglang_static.request import carried_set
+from sglang_static.request import receive_request
 
 logger = logging.getLogger(__name__)
 
@@ -116,17 +116,18 @@ class StaticBackend:
         be served is ended with its reason, HTTP 400.
         """
         custom = request.sampling_params.custom_params or {}
-        if HOLES in custom:
-            return self._admit_holes(manager, request, custom)
-        if custom.get(REFERENCE) is None:
+        if (carried := read(custom)) is None:
             return None
+        if carried.holes is not None:
+            del custom[WIRE]
+            return self._admit_holes(manager, request, carried.holes)
         try:
-            item_set = carried_set(self._catalogue, custom)
+            _, item_set = receive_request(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
             start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
             # With n above 1 SGLang first asks for no token, so that the others find the prompt in its cache.
             asks = request.sampling_params.max_new_tokens > 0
-            if self._claim(request, item_set, start, stops, counted=asks and LIST not in custom):
+            if self._claim(request, item_set, start, stops, counted=asks and carried.ranked is None):
                 return False
             request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
             manager._apply_request_reasoning_config(request)
@@ -143,18 +144,18 @@ class StaticBackend:
             self._figures.admitted("device" if taken else "host")
         return taken
 
-    def _admit_holes(self, manager: Any, request: Any, custom: dict[str, Any]) -> bool:
-        spec, each, slate = custom.pop(HOLES)
+    def _admit_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
+        spec = holes.grammar
         try:
-            sets = {one[REFERENCE]: carried_set(self._catalogue, one) for one in each}
+            sets = {one.reference: receive_set(self._catalogue, one) for one in holes.sets}
             for item_set in sets.values():
                 self._check_room(manager.scheduler, request, item_set)
         except ItemSetError as error:
             self._figures.refused()
             request.set_finish_with_abort(str(error))
             return False
-        if slate is not None:
-            (item_set,), (more, separator) = sets.values(), slate
+        if holes.slate is not None:
+            (item_set,), (more, separator) = sets.values(), holes.slate
             if self._makes_slate(manager, request, item_set, more, separator):
                 return False
 
@@ -163,7 +164,7 @@ class StaticBackend:
             return compat.behind_reasoning(manager, request, grammar)
 
         self._figures.admitted("host")
-        compat.compile_later(manager, request, HOLES, compiled, self._grammars.threads(spec))
+        compat.compile_later(manager, request, WIRE, compiled, self._grammars.threads(spec))
         return True
 
     def _makes_slate(self, manager: Any, request: Any, item_set: ItemSet, more: int, separator: int) -> bool:

@@ -1,4 +1,4 @@
-"""The hooks into SGLang's beam search, by which a ranked list is one request: what they call is in `lists`.
+"""The hooks into SGLang's beam search, by which a ranked list is one request: they call its group, see `lists`.
 
 SGLang's other beam searches go their way. A group of beams that belongs to a list is known by its `num_candidates`.
 """
@@ -18,21 +18,6 @@ WHOLE = 0
 def is_list(group: Any) -> bool:
     """Whether a beam group, or None, belongs to a list."""
     return group is not None and group.num_candidates == WHOLE
-
-
-@hook(
-    "sglang.srt.beam_search.coordinator:BeamCoordinator.validate_and_init",
-    why="a ranked list is a beam search inside its set, not a refused constraint",
-)
-def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str | None:
-    from itemset.serving.words import LIST
-
-    if LIST in (req.sampling_params.custom_params or {}):
-        from sglang_static import lists
-
-        return lists.give_group(self, req, original)
-    error: str | None = original()
-    return error
 
 
 _admitted: WeakSet[Any] = WeakSet()

@@ -10,22 +10,20 @@ from typing import Any
 from itemset.inside.vocabulary import Vocabulary
 from itemset.serving import metrics
 from itemset.serving.admission import Checks
-from itemset.serving.answer import Expected
-from itemset.serving.asgi import while_connected
+from itemset.serving.asgi import body, while_connected
 from itemset.serving.body_constraints import refuse_lost
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.constraint import Constraint
-from itemset.serving.embedded_answer import ExpectedItems
-from itemset.serving.following import Follower
+from itemset.serving.front_end import FrontEndBase, Wanted
 from itemset.serving.inside import Constraints
 from itemset.serving.lists import Lists
-from itemset.serving.travel import carried
-from itemset.serving.words import BEAMS, HOLES, LIST, WEIGHT
-from sglang_static import compat, http, weights
+from itemset.serving.wire import WIRE
+from itemset.serving.words import BEAMS, wrong_type
+from sglang_static import answers, compat, weights
 from sglang_static.inside import constraint_of, validate, with_constraint
-from sglang_static.one_request import OneRequest, Wanted
-from sglang_static.request import OTHERS, as_json, asked, in_place, wants_list
+from sglang_static.one_request import EngineLists
+from sglang_static.request import CONSTRAINT, OTHERS, asked, in_place, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +31,8 @@ WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_t
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
 
 
-class FrontEnd:
-    """One of each process that takes requests. Safe for threads."""
+class FrontEnd(FrontEndBase):
+    """SGLang's, one of each process that takes requests. Safe for threads."""
 
     def __init__(self, manager: Any) -> None:
         """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
@@ -45,10 +43,7 @@ class FrontEnd:
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
         self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
         self._tokenizer, self._defaults = tokenizer, manager.preferred_sampling_params or {}
-        self.config = config
-        self.follower: Follower | None = None
-        """What follows the published sets among them, once there is an event loop."""
-        self.checks = Checks(
+        checks = Checks(
             config,
             tokenizer,
             WORDS,
@@ -58,16 +53,16 @@ class FrontEnd:
             end_tokens=self._ends,
             on_encoded=metrics.ENCODED.inc,
         )
-        self.constraints = Constraints(
-            self.checks,
+        constraints = Constraints(
+            checks,
             tokenizer,
             lambda: Vocabulary(compat.token_info(tokenizer, model.vocab_size, model.hf_eos_token_id)),
             options=compat.json_options(),
             validate=validate,
         )
         seats = compat.seats(manager.server_args)
+        super().__init__(config, checks, constraints, EngineLists(seats))
         self.lists = Lists(seats, lambda: compat.unfinished(manager))
-        self.one_request = OneRequest(seats)
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
         reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
         self.host_path = reason is not None
@@ -81,19 +76,17 @@ class FrontEnd:
         Await it on the event loop before anything is done with a request. Encoding of inline sets stops if the client
         leaves. Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
         """
-        fields, given, processors = http.fields(), request.sampling_params, request.custom_logit_processor
+        fields, given, processors = _fields(), request.sampling_params, request.custom_logit_processor
         each = given if isinstance(given, list) else [given]
-        for params in each:
-            if params is not None and not isinstance(params, dict):
-                message = "sampling_params of one prompt must be an object: send no list of them"
-                raise RefusedError("wrong type", message)
+        if not all(params is None or isinstance(params, dict) for params in each):
+            raise wrong_type("sampling_params of one prompt must be an object: send no list of them")
         ranked = bool(each) and wants_list(each[0] or {}, fields)
         wanted = [asked({**self._defaults, **(params or {})}, fields, ranked=ranked) for params in each]
         inside = [
             None if one is not None else await self._constraint({**self._defaults, **(params or {})}, http_request)
             for params, one in zip(each, wanted, strict=True)
         ]
-        refuse_lost(http.stated(), reached=sum(one is not None for one in inside))
+        refuse_lost(body().stated, reached=sum(one is not None for one in inside))
         if ranked and any(inside):
             raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
         if not any(wanted) and not any(inside):
@@ -123,22 +116,20 @@ class FrontEnd:
                 continue
             if one.weighed:
                 self._check_weighed(request, i, params or {})
-            if one.chooses:
-                one = await while_connected(self.checks.prepare(one), http_request)
-            elif (texts := one.choice) is not None:
-                if id(texts) not in made:
-                    made[id(texts)] = (await while_connected(self.checks.prepare(one), http_request)).choice
+            if (texts := one.choice) is not None and id(texts) in made:
                 one = replace(one, choice=made[id(texts)])
-            one = self.checks.pinned(one)
-            judged.append(in_place(params or {}, one))
+            elif texts is not None or one.chooses:
+                one = await while_connected(self.checks.prepare(one), http_request)
+                made[id(texts)] = one.choice
+            judged.append(in_place(params or {}, self.checks.pinned(one)))
         request.sampling_params = judged if isinstance(given, list) else judged[0]
         return ranked
 
     async def _constraint(self, params: Mapping[str, Any], http_request: Any) -> Constraint | None:
         """The constraint with item sets in it that a prompt has. Raises as `Constraints.prepare` does."""
-        if isinstance(before := params.get(HOLES), Constraint):  # the same request comes again
+        if isinstance(before := params.get(CONSTRAINT), Constraint):  # the same request comes again
             return before
-        given = constraint_of(params, http.fields())
+        given = constraint_of(params, _fields())
         if given is None:
             return None
         made = await while_connected(self.constraints.prepare(*given), http_request)
@@ -149,50 +140,30 @@ class FrontEnd:
     def _check_weighed(self, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
         """Raises RefusedError where the weights of the answers to one of a request's prompts cannot be had: see
         `weights`."""
-        reason = self._why_no_weights
         logprobs = getattr(request, "return_logprob", None)
         if isinstance(logprobs, list):
             logprobs = prompt < len(logprobs) and logprobs[prompt]
-        if logprobs and not hasattr(request, weights.ASKED):
-            reason = "it comes in the place of log-probabilities: ask for one of them"
-        if params.get("ignore_eos"):
-            reason = "with ignore_eos an answer goes on after its end: leave one of them out"
-        if reason:
-            raise RefusedError("set weight", f"{WEIGHT} cannot be had here: {reason}", WEIGHT)
+        instead_of = "log-probabilities" if logprobs and not hasattr(request, weights.ASKED) else None
+        self.check_weight(self._why_no_weights, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 
-    def expected(self, wanted: str | Constraint, request: Any, params: Any) -> Expected | ExpectedItems:
-        """What names the items of a request's answers. wanted: its set's reference, or its constraint with sets in it.
-        request: a GenerateReqInput; params: its `SamplingParams`."""
-        stops = frozenset({*(params.stop_token_ids or ()), *self._all_ends})
-        content, catalogue = compat.content_after_reasoning(self._tokenizer, request), self.checks.catalogue
-        if isinstance(wanted, str):
-            weighed = hasattr(request, weights.ASKED)
-            return Expected(catalogue[wanted], stops, content, catalogue.told(wanted), weighed)
-        return ExpectedItems(wanted, self.constraints.vocabulary, catalogue, stops, content)
+    def attach(self, wanted: Wanted, request: Any, params: Any, prompt_tokens: int) -> None:
+        """Make a request's `SamplingParams` carry its set or constraint to the scheduler, and note what is expected of
+        its answers. request: a GenerateReqInput.
 
-    def attach(self, wanted: str | Constraint, params: Any, prompt_tokens: int) -> None:
-        """Make a request's `SamplingParams` carry the set, or a constraint with sets in it, to the scheduler, in
-        `custom_params`.
-
-        wanted: as for `expected`. Raises RefusedError where a set and the other parameters leave no way to end an item.
+        Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        stops = set(params.stop_token_ids or ()) | self._ends
-        least: dict[str, int] = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
-        if isinstance(wanted, str):
-            self.checks.request(wanted, stop_tokens=stops, **least)
-        else:
-            self.constraints.check(wanted, stop_tokens=stops, max_tokens=params.max_new_tokens, **least)
-        if not stops:
+        stops, weighed = set(params.stop_token_ids or ()), hasattr(request, weights.ASKED)
+        least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
+        ends, most = stops | self._ends, params.max_new_tokens
+        carried = self.engine_request(wanted, stop_tokens=ends, max_tokens=most, weighed=weighed, **least)
+        if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
-        for reference in [wanted] if isinstance(wanted, str) else wanted.references:
-            metrics.REQUESTS.labels(metrics.label(reference)).inc()
-        if isinstance(wanted, str):
-            own = as_json(carried(self.checks.catalogue, wanted))
-        else:
-            each = [as_json(one) for one in wanted.carried(self.checks.catalogue)]
-            own = {HOLES: [wanted.spec(), each, wanted.slate]}
-        params.custom_params = {**(params.custom_params or {}), **own}
+        params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
+        content = compat.content_after_reasoning(self._tokenizer, request)
+        expected = self.expected(wanted, frozenset(stops | self._all_ends), content, weighed=weighed)
+        setattr(request, answers.EXPECTED, expected)
+        setattr(request, answers.CALLED, wanted if isinstance(wanted, str) else None)
 
-    def attach_list(self, reference: str, wanted: Wanted, params: Any) -> None:
-        """The same for a request that is a ranked list, and was checked with it."""
-        params.custom_params = {**as_json(carried(self.checks.catalogue, reference)), LIST: list(wanted)}
+
+def _fields() -> Mapping[str, Any]:
+    return body().fields or {}

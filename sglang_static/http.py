@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import asgi, declared, drawing, words
+from itemset.serving import asgi, drawing, lost_fields, words
 from itemset.serving.body_constraints import constraints_of, refuse_loose_tools
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.request import check_options
@@ -42,7 +39,7 @@ SERVED = {
     | {"": tuple(word for word in words.WORDS if word not in (DRAWS, DRAW, WEIGHT))},  # no custom_params are read
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
-SURFACE = words.Surface(
+SURFACE = lost_fields.Surface(
     served=SERVED,
     elsewhere={},
     dropped=("format",),  # Ollama's
@@ -65,78 +62,41 @@ RANKED = SERVED.keys() - {"/v1/responses"}
 UNSEEN = ("/generate", "/v1/responses")
 """Endpoints that begin to stream before a request is judged; the others wait for its first token."""
 
-_fields: ContextVar[dict[str, Any] | None] = ContextVar("item_set_fields", default=None)
-_path: ContextVar[str] = ContextVar("item_set_path", default="")
-_stated: ContextVar[Sequence[tuple[str, Any]]] = ContextVar("item_set_stated", default=())
-_made: ContextVar[Any] = ContextVar("item_set_made", default=None)
-"""What `_make` has made, held until the request comes to ask for it."""
-
-
-def fields() -> dict[str, Any]:
-    """What the HTTP request that is being served says of item sets: nothing outside of one."""
-    return _fields.get() or {}
-
 
 def is_translated() -> bool:
     """Whether the answer is made of a chat's, which must stay SGLang's own object for it."""
-    return _path.get() == "/v1/messages"
+    return asgi.body().path == "/v1/messages"
 
 
-def stated() -> Sequence[tuple[str, Any]]:
-    """The constraints of the HTTP request that is being served in which sets may stand."""
-    return _stated.get()
+class ItemSetFields(asgi.BodyMiddleware):
+    """Keeps the fields that SGLang does not know, and would drop, in `asgi.body()`: `FrontEnd.prepare` reads them."""
+
+    def check(self, scope: Any, given: Any) -> None:
+        """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
+        _check(scope, given)
+
+    async def make(self, request: Any, given: Any) -> None:
+        """Judge a request that is to be streamed, and make its sets. Raises as `FrontEnd.prepare` does."""
+        front_end, body = _front_end(), asgi.body()
+        if front_end is None or not isinstance(given, dict) or not given.get("stream") or body.path not in UNSEEN:
+            return
+        if body.fields is not None or any(constraint_of(one, {}) for one in words.at(given, PARAMS)):
+            processor = given.get("custom_logit_processor")
+            params = copy.deepcopy(given.get(PARAMS))
+            body.made = SimpleNamespace(sampling_params=params, custom_logit_processor=processor)  # held meanwhile
+            await front_end.prepare(body.made, request)
 
 
-class ItemSetFields:
-    """ASGI middleware: has every body judged that SGLang parses.
-
-    Fields that SGLang does not know are lost when it makes a request of a body. They are read just before, and found by
-    `FrontEnd.prepare` in the context of the HTTP request.
-    """
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        scope[asgi.JUDGE], scope[asgi.MAKER] = _judge, _make
-        token = _fields.set(None)
-        _stated.set(())
-        _path.set(asgi.path_of(scope) if "path" in scope else "")
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            _fields.reset(token)
-
-
-@contextlib.contextmanager
-def ordinary() -> Iterator[None]:
-    """For the requests that are made on behalf of one: theirs are no fields of its body."""
-    token = _fields.set(None)
-    try:
-        yield
-    finally:
-        _fields.reset(token)
-
-
-def _judge(scope: Any, body: Any) -> None:
-    """Raises RefusedError, counted, for words that would be lost; keeps the others, and puts `choice` for vLLM's older
-    word."""
-    from itemset.serving.metrics import refusals
-
-    with refusals():
-        _judged(scope, body)
-
-
-def _judged(scope: Any, body: Any) -> None:
-    path, ours = asgi.path_of(scope), _serves_sets()
-    fields = declared.of_route(scope, body)
+def _check(scope: Any, body: Any) -> None:
+    path, ours = asgi.body().path, _front_end() is not None
+    fields = lost_fields.fields_of_route(scope, body)
     SURFACE.check(path, body, fields, ours=ours)
     if not isinstance(body, dict):
         return
     if isinstance(tools := body.get("tools"), list) and body.get("tool_choice") != "none":
         forced = body.get("tool_choice") not in (None, "auto")
         refuse_loose_tools(tools, body.get("tool_choice"), lambda strict: path in SERVED and (forced or strict))
-    _stated.set(constraints_of(body, fields))
+    asgi.body().stated = constraints_of(body, fields)
     if path not in SERVED:
         return
     given = body.get("response_format")
@@ -168,26 +128,8 @@ def _judged(scope: Any, body: Any) -> None:
     if named and ours:
         _refuse_what_is_ignored(path, body)
     if named or body.get(BEAMS):  # which a set inside a constraint excludes
-        _fields.set(found)
+        asgi.body().fields = found
     _move_within_the_contract(body)
-
-
-async def _make(request: Any, body: Any) -> None:
-    """Judge a request that is to be streamed, and make its sets, before its answer begins. Raises as
-    `FrontEnd.prepare` does."""
-    front_end = _front_end()
-    if front_end is None or not isinstance(body, dict) or not body.get("stream"):
-        return
-    constrained = any(constraint_of(one, {}) for one in words.at(body, PARAMS))
-    if asgi.path_of(request.scope) in UNSEEN and (_fields.get() is not None or constrained):
-        seen = SimpleNamespace(
-            sampling_params=copy.deepcopy(body.get(PARAMS)), custom_logit_processor=body.get("custom_logit_processor")
-        )
-        from itemset.serving.metrics import refusals
-
-        _made.set(seen)
-        with refusals():
-            await front_end.prepare(seen, request)
 
 
 def _move_within_the_contract(body: dict[str, Any]) -> None:
@@ -223,11 +165,7 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
     raise RefusedError("beam search", refusal)
 
 
-def _serves_sets() -> bool:
-    """Whether this server uses our backend: the plugin may be installed and another one chosen."""
-    return _front_end() is not None
-
-
 def _front_end() -> Any:
+    """This server's, None if it does not use our backend: the plugin may be installed and another one chosen."""
     state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
     return getattr(getattr(state, "tokenizer_manager", None), "static_front_end", None)

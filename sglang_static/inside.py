@@ -15,8 +15,8 @@ from itemset.inside.marks import mentions
 from itemset.serving.body_constraints import holds_sets
 from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
 from itemset.serving.grammars import SharedGrammar
-from itemset.serving.words import HOLES, REFERENCE, SLATE
-from sglang_static.request import places, without_words_anywhere
+from itemset.serving.words import REFERENCE, SLATE
+from sglang_static.request import CONSTRAINT, places, without_words_anywhere
 
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
@@ -79,7 +79,7 @@ def names_sets(params: Mapping[str, Any]) -> bool:
 def with_constraint(params: Mapping[str, Any], constraint: Constraint) -> dict[str, Any]:
     """The same parameters, with the constraint in place of what it was made of."""
     own = without_words_anywhere(params)
-    return {**{key: value for key, value in own.items() if key not in KINDS}, HOLES: constraint}
+    return {**{key: value for key, value in own.items() if key not in KINDS}, CONSTRAINT: constraint}
 
 
 def validate(kind: str, spec: str) -> None:

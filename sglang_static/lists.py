@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from sglang.srt.beam_search.beam_group import BeamGroup, BeamGroupState, BeamResult
 from sglang.srt.beam_search.fork import MEMBER_LENGTH_MARGIN
@@ -20,12 +21,11 @@ from torch import Tensor
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, LockstepRaces, rows_of_passes, rows_of_races
-from itemset.serving.words import LIST
+from itemset.serving.wire import ListResult, ListSpec, ListTotals, NoList
 from sglang_static import processor
 from sglang_static.beams import WHOLE
-from sglang_static.one_request import ENGINE, REQUEST, SET, Wanted, refusal
 from sglang_static.processor import ItemSetSampler
-from sglang_static.request import carried_set
+from sglang_static.request import receive_request
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
 
@@ -61,7 +61,7 @@ class ItemGroup(BeamGroup):
         sampler: ItemSetSampler,
         item_set: ItemSet,
         resident: Resident,
-        wanted: Wanted,
+        wanted: ListSpec,
         counts: tuple[int, ...],
         group: BeamGroup,
     ) -> None:
@@ -203,12 +203,8 @@ class ItemGroup(BeamGroup):
         each = [_items(rows, scores) for rows, scores in tables]
         self._found = [item for found in each for item in found]
         passes, rounds = zip(*chosen.took.tolist(), strict=True)
-        self.said = {
-            "proven": bool(chosen.proven.all()),
-            "passes": sum(passes) - len(each) + 1,  # all races begin with the pass of the prompt
-            "rounds": max(rounds),
-            "found": [len(found) for found in each],
-        }
+        proven, taken = bool(chosen.proven.all()), sum(passes) - len(each) + 1  # all races begin with the prompt's pass
+        self.said = msgspec.to_builtins(ListTotals(proven, taken, max(rounds), [len(found) for found in each]))
         self._beams = self._item_set = None
         self._pending_steps.clear()
         self.state = BeamGroupState.FINISHED
@@ -217,7 +213,7 @@ class ItemGroup(BeamGroup):
         sampler, wanted, place = self._sampler, self.wanted, self._resident
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
-        options: dict[str, Any] = {"width": wanted.width, "k": wanted.k, "end_token": wanted.counted}
+        options: dict[str, Any] = {"width": wanted.width, "k": wanted.k, "end_token": wanted.scored_end}
         options["kernels"] = sampler.kernels
         of_set = sampler.arena, place.number, item_set.level_plan
         if wanted.races:
@@ -281,11 +277,11 @@ def rows_in(counts: Sequence[int]) -> int:
     return max(2, *counts, 0)
 
 
-def rows_of(item_set: ItemSet, wanted: Wanted) -> tuple[int, ...]:
+def rows_of(item_set: ItemSet, wanted: ListSpec) -> tuple[int, ...]:
     """How many rows each pass after the prompt's has at most."""
     if wanted.races:
         return rows_of_races(item_set.level_plan, wanted.width, len(wanted.races))
-    options: dict[str, Any] = {"renormalised": wanted.renormalised, "end_token": wanted.counted}
+    options: dict[str, Any] = {"renormalised": wanted.renormalised, "end_token": wanted.scored_end}
     return rows_of_passes(item_set.level_plan, wanted.width, **options)
 
 
@@ -295,36 +291,41 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
     make_group: what gives the request a group of SGLang's, or returns why it cannot have one.
     """
     params = req.sampling_params
-    custom = params.custom_params
-    wanted = Wanted(*custom[LIST])
     sampler = processor.current()
     if sampler is None:
-        return refusal(ENGINE, "item sets are on the host path")
+        return _refusal(NoList.NOT_HERE, "item sets are on the host path")
     if sampler.runner.lora_manager is not None:
-        return refusal(ENGINE, "with LoRA adapters each row of a pass needs its request")
+        return _refusal(NoList.NOT_HERE, "with LoRA adapters each row of a pass needs its request")
     try:
-        item_set = carried_set(sampler.catalogue, custom)
+        carried, item_set = receive_request(sampler.catalogue, params.custom_params)
     except ItemSetError as failure:
-        return refusal(REQUEST, str(failure))
+        return _refusal(NoList.NO_ROOM_NOW, str(failure))
+    assert carried.ranked is not None
+    wanted = carried.ranked
     counts = rows_of(item_set, wanted)
     if reason := _too_much(coordinator, counts):
-        return refusal(SET, reason)
+        return _refusal(NoList.TOO_MANY_ROWS, reason)
     if reason := _no_room(coordinator, counts, len(req.origin_input_ids)):
-        return refusal(REQUEST, reason)
+        return _refusal(NoList.NO_ROOM_NOW, reason)
     # SGLang's own group takes twice as many candidates from the vocabulary as it has beams; ours takes none.
     params.beam_width, params.n = min(rows_in(counts), coordinator.model_config.vocab_size // 2), 1
     params.max_new_tokens = 1 + len(counts)
     if error := make_group():
-        return refusal(ENGINE, error)
+        return _refusal(NoList.NOT_HERE, error)
     try:
         resident = sampler.arena.plan.acquire(item_set)
     except ArenaFullError as full:
         coordinator.retire_group(req)
         req.beam_group = None
-        return refusal(REQUEST, str(full))
+        return _refusal(NoList.NO_ROOM_NOW, str(full))
     weakref.finalize(req, sampler.arena.plan.release, resident.number)
     req.beam_group = ItemGroup(sampler, item_set, resident, wanted, counts, req.beam_group)
     return None
+
+
+def _refusal(reason: NoList, detail: str) -> str:
+    """The error of the scheduler, which the front end reads."""
+    return msgspec.json.encode(ListResult(reason=reason, detail=detail)).decode()
 
 
 def _too_much(coordinator: Any, counts: Sequence[int]) -> str | None:

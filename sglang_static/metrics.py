@@ -12,16 +12,8 @@ from itemset.masking.arena import Plan
 from itemset.masking.host import forced_tokens
 from itemset.serving import metrics
 from itemset.serving.metrics import EngineFigures
-from sglang_static.one_request import ENGINE, REQUEST, SET
 
 FIGURES = EngineFigures("sum", used="sum")
-WAYS = {SET: "too large for one request", REQUEST: "no room for one request"}
-"""Why rounds made a list, by the scope of the scheduler's refusal: its reason may hold numbers, and no label may."""
-
-
-def count_rounds(scope: str, reason: str, *, draws: bool) -> None:
-    """Count a ranked list, or draws, that rounds make. scope, reason: of the refusal."""
-    (metrics.DRAWS if draws else metrics.LISTS).labels(reason if scope == ENGINE else WAYS[scope]).inc()
 
 
 def count_answer(

@@ -11,7 +11,8 @@ from itemset.serving import flags, startup
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import HOLES, REFERENCE, WEIGHT
+from itemset.serving.wire import WIRE
+from itemset.serving.words import REFERENCE
 from sglang_static import (
     answers,
     beams,  # noqa: F401 - its hooks
@@ -22,7 +23,7 @@ from sglang_static import (
     weights,
 )
 from sglang_static.compat import hook
-from sglang_static.request import places, without_words
+from sglang_static.request import CONSTRAINT, places, without_words
 
 
 def register() -> None:
@@ -172,35 +173,32 @@ def _parse_body(original: Callable[..., Any], self: Any) -> Any:
 def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
     front_end = self.static_front_end
     if front_end is None:
-        from sglang_static import http, inside
+        from itemset.serving.asgi import body
+        from sglang_static import inside
 
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
-        named = any(place.get(REFERENCE) for place in places(given, http.fields()))
+        named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
         if named or inside.names_sets(given):  # ignored, or an unknown parameter
             raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original()
-    from sglang_static.one_request import WANTED
+    from sglang_static.one_request import CARRIED
 
-    if (wanted := getattr(obj, WANTED, None)) is not None:
+    if (carried := getattr(obj, CARRIED, None)) is not None:
         tokenized = original()
-        front_end.attach_list(*wanted, tokenized.sampling_params)
+        tokenized.sampling_params.custom_params = {WIRE: carried.json()}
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
-    if weighed := getattr(given.get(REFERENCE), "weighed", False):
+    wanted = given.get(REFERENCE) or given.get(CONSTRAINT)
+    if getattr(wanted, "weighed", False):
         weights.ask(obj)
     try:
         tokenized = original()
     finally:
         obj.sampling_params = given  # the same request may be tokenized again
-    wanted = given.get(REFERENCE) or given.get(HOLES)
     if isinstance(wanted, ItemRequest):
         wanted = front_end.checks.reference(wanted)
     if wanted is not None:
-        front_end.attach(wanted, tokenized.sampling_params, len(input_ids or ()))
-        if weighed:
-            tokenized.sampling_params.custom_params[WEIGHT] = True
-        setattr(obj, answers.EXPECTED, front_end.expected(wanted, obj, tokenized.sampling_params))
-        setattr(obj, answers.CALLED, wanted if isinstance(wanted, str) else None)
+        front_end.attach(wanted, obj, tokenized.sampling_params, len(input_ids or ()))
     return tokenized
 
 

@@ -19,17 +19,12 @@ import numpy as np
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from itemset.ranking.draws import Drawing
 from itemset.ranking.search import Answer, Pass
-from itemset.serving import metrics
 from itemset.serving.answer import FIELDS
-from itemset.serving.asgi import while_connected
-from itemset.serving.catalogue import INLINE, RefusedError
-from itemset.serving.lists import found_some
-from itemset.serving.request import ItemRequest
+from itemset.serving.asgi import body, no_body, while_connected
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.wire import Tokens
 from itemset.serving.words import BEAMS, REFERENCE
-from sglang_static import http
-from sglang_static.one_request import Wanted
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 _OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
@@ -59,7 +54,7 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
 
     # SGLang looks for the client only every four seconds of a request that was tokenized (_wait_one_response).
     answers = await while_connected(each(), http_request)
-    if http.fields().get(BEAMS):  # an OpenAI endpoint, which wants an answer a choice
+    if (body().fields or {}).get(BEAMS):  # an OpenAI endpoint, which wants an answer a choice
         return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
     return answers[0] if single else answers
 
@@ -72,12 +67,9 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
         return response
     body = response.model_dump(mode="json")
     for choice, info in zip(body["choices"], infos, strict=True):
-        if "rank" in info:
-            choice["item"] = {"score": info["sequence_score"]} | {name: info[name] for name in IN_ITEM if name in info}
-        elif "draw" in info:
-            choice["item"] = {"logprob": info["sequence_score"]} | {
-                name: info[name] for name in IN_ITEM if name in info
-            }
+        if "rank" in info or "draw" in info:
+            score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
+            choice["item"] = score | {name: info[name] for name in IN_ITEM if name in info}
         else:
             choice.update({name: info[name] for name in FIELDS if name in info})
     return ORJSONResponse(body)
@@ -92,42 +84,29 @@ async def _one(
         what = "a ranked list has" if asked.ranked else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
     end = tokenizer.eos_token_id
-    options = asked.ranked
-    item_set, search = await asyncio.to_thread(  # the set's tokens may have to be looked through
-        front_end.checks.ranked,
-        asked,
-        prompt_tokens=len(prompt),
-        max_tokens=params.get("max_new_tokens", 128),
-        end_token=end,
-        after=AFTER,
-    )
-    reference = front_end.checks.reference(asked)
-    said, of_set = dict[str, Any](), front_end.checks.catalogue.told(reference)
+    limits = {"prompt_tokens": len(prompt), "max_tokens": params.get("max_new_tokens", 128), "after": AFTER}
+    reasons = {"LoRA adapter": lora is not None}
+    begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
+    job = await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
+    said, texts, skip = dict[str, Any](), dict[Tokens, str](), params.get("skip_special_tokens", True)
 
     def read(one: Pass, output: dict[str, Any]) -> Answer:
         said.update(output["meta_info"])
         return _answer(one, output["meta_info"])
 
-    metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
-    found, skip = None, params.get("skip_special_tokens", True)
-    if reason := _why_rounds(asked, lora):
-        (metrics.LISTS if options else metrics.DRAWS).labels(reason).inc()
-    elif options:
-        wanted = Wanted(options.k, options.beam, end, options.renormalised, without_end=options.without_end)
-        found = await front_end.one_request.best(generate, manager, prompt, reference, wanted, skip)
-    elif isinstance(search, Drawing) and asked.drawn:
-        said |= await front_end.one_request.draw(generate, manager, prompt, reference, asked.drawn, end, search)
-    if found is None:
-        best = await front_end.lists.run(search, partial(_ask, generate, manager, lora, prompt), read)
-    else:
-        best = found_some(found.best)
-        said.update(found.said)
-    results = []
-    async for part in front_end.lists.entries(best, item_set, of_set):
+    best: Any = None
+    if job.carried is not None:
+        result, texts, info = await front_end.one_request.ask(generate, manager, prompt, job.carried, skip)
+        said |= info
+        best = front_end.one_request.found(job.carried, result, job.search)
+    if best is None:
+        best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
+    results: list[dict[str, Any]] = []
+    async for part in front_end.lists.entries(best, job.item_set, job.of_set):
         for item, entry in part:
             ids = [*item.tokens, end]
             # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
-            info = {name: value for name, value in said.items() if "logprob" not in name} | {
+            said_of_item = {name: value for name, value in said.items() if "logprob" not in name} | {
                 "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
                 "prompt_tokens": len(prompt),
                 "completion_tokens": len(ids),
@@ -135,20 +114,11 @@ async def _one(
                 "sequence_score": item.score,
                 **{name: value for name, value in entry.items() if name not in ("score", "logprob")},
             }
-            text = found.texts[item.tokens] if found else tokenizer.decode(item.tokens, skip_special_tokens=skip)
-            results.append({"output_ids": ids, "text": text, "meta_info": info})
+            text = texts.get(item.tokens) or tokenizer.decode(item.tokens, skip_special_tokens=skip)
+            results.append({"output_ids": ids, "text": text, "meta_info": said_of_item})
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
     return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}
-
-
-def _why_rounds(asked: ItemRequest, lora: str | None) -> str | None:
-    """Why a list, or draws, are not tried as one request; None if they are."""
-    options = asked.ranked
-    proof = options is not None and options.exact
-    bounded = options is not None and options.max_passes is not None
-    reasons = {"exact": proof, "max_passes": bounded, "LoRA adapter": lora is not None}
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
@@ -162,7 +132,7 @@ async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[
         log_metrics=False,
     )
     output: dict[str, Any] = {}
-    with http.ordinary():
+    with no_body():
         async for part in generate(obj=asked, request=None):
             output = part
     return output

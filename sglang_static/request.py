@@ -1,20 +1,21 @@
-"""Where SGLang keeps what a request says of item sets."""
+"""Where SGLang keeps what a request asks of item sets: an ItemRequest at `sampling_params["item_set"]`, once judged."""
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any
 
 from itemset import ItemSet
-from itemset.serving.catalogue import Catalogue, RefusedError
+from itemset.serving.catalogue import Catalogue, RefusedError, receive_set
 from itemset.serving.constraint import Constraint
 from itemset.serving.drawing import refuse_beside, wants_draws
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import Carried, arrived
-from itemset.serving.words import BEAMS, CHOICE, CUSTOM, FILTERED, HOLES, INDEX, REFERENCE, SELECTION, SLATE, WEIGHT
+from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
+from itemset.serving.words import BEAMS, CHOICE, CUSTOM, REFERENCE, SELECTION, SLATE, WEIGHT
 
-_WORDS = (REFERENCE, CHOICE, HOLES, SLATE, WEIGHT, *SELECTION)
+CONSTRAINT = "item_set_constraint"
+"""Where a prompt's sampling parameters have its Constraint, as an ItemRequest stands at `item_set`."""
+_WORDS = (REFERENCE, CHOICE, CONSTRAINT, SLATE, WEIGHT, *SELECTION)
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's own constraints, in `sampling_params`."""
 
@@ -41,7 +42,7 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
     """
     if isinstance(before := params.get(REFERENCE), ItemRequest):  # the same request comes again
         return before
-    if isinstance(params.get(HOLES), Constraint):
+    if isinstance(params.get(CONSTRAINT), Constraint):
         return None
     found = places(params, fields)
     given = {key: value for place in found for key, value in place.items()}
@@ -104,16 +105,14 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if key not in _WORDS}
 
 
-def as_json(carried: Carried) -> dict[str, Any]:
-    """What a request carries of its set, as `custom_params` take it: bytes in base64."""
-    return {word: b64encode(one).decode() if isinstance(one, bytes) else one for word, one in carried.items()}
-
-
-def carried_set(catalogue: Catalogue, custom: dict[str, Any]) -> ItemSet:
-    """The set that a request's `custom_params` carry to the scheduler, from which its tables are taken.
+def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[EngineRequest, ItemSet]:
+    """Return what a request with one set carries in its `custom_params`, and the set, whose bytes are taken out.
 
     Raises ItemSetError for a set that is not known, or whose tables are damaged.
     """
-    carried = {word: b64decode(custom.pop(word)) for word in (INDEX, FILTERED) if word in custom}
-    kept = arrived(catalogue, {REFERENCE: custom[REFERENCE], **carried})
-    return kept.item_set if kept else catalogue[custom[REFERENCE]]
+    carried = read(custom)
+    assert carried is not None
+    assert carried.item_set is not None
+    item_set = receive_set(catalogue, carried.item_set)
+    custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
+    return carried, item_set

@@ -1,4 +1,4 @@
-"""Ranked lists beside SGLang's other requests: which lists wait to be admitted, and which steps they sit out.
+"""Ranked lists beside SGLang's other requests: they get their groups, wait to be admitted, and sit out some steps.
 
 A list has hundreds of rows, so that a step with it may take many times as long as one without. Two rules keep both
 sides going. Lists together have at most half of the rows and KV slots, or one list more than that alone: what waits for
@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from itemset.serving.wire import read
 from sglang_static.beams import admitted_lists, is_list
 from sglang_static.compat import hook
 
@@ -89,6 +90,20 @@ def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
         if late or (over and len(admitted) > 1):
             late.append(request)
     return late
+
+
+@hook(
+    "sglang.srt.beam_search.coordinator:BeamCoordinator.validate_and_init",
+    why="a ranked list is a beam search inside its set, not a refused constraint",
+)
+def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str | None:
+    carried = read(req.sampling_params.custom_params)
+    if carried is not None and carried.ranked is not None:
+        from sglang_static import lists
+
+        return lists.give_group(self, req, original)
+    error: str | None = original()
+    return error
 
 
 @hook(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from itemset.serving.words import WEIGHT
+from itemset.serving.wire import read
 from sglang_static.compat import hook
 
 ASKED = "item_set_weight"
@@ -109,7 +109,8 @@ def _weighed(logits: Tensor, rows: Sequence[int]) -> Iterator[list[Tensor]]:
 def _asking(batch: Any) -> list[int]:
     if not batch.return_logprob:  # nobody asks, see `ask`
         return []
-    return [i for i, one in enumerate(batch.reqs or ()) if (one.sampling_params.custom_params or {}).get(WEIGHT)]
+    carried = [read(one.sampling_params.custom_params) for one in batch.reqs or ()]
+    return [i for i, one in enumerate(carried) if one is not None and one.weighed]
 
 
 def _on(logits: Tensor, rows: Sequence[int]) -> Tensor:

@@ -20,7 +20,7 @@ from vllm import SamplingParams
 
 import itemset
 from itemset.masking.batch import LOCAL
-from itemset.serving.words import FILTERED, INDEX
+from itemset.serving.wire import EngineRequest, SetRef, read
 from itemset.trie.walk import FREE, STATE_BITS
 
 PARSER = Path(__file__).parent / "tiny_reasoning.py"
@@ -350,8 +350,9 @@ def watch_indexes(llm: Any) -> None:
     processor.indexes, processor.filters, add_request = 0, 0, processor.add_request
 
     def watched(req_idx: int, sampling_params: Any) -> bool:
-        processor.indexes += INDEX in (sampling_params.extra_args or {})
-        processor.filters += FILTERED in (sampling_params.extra_args or {})
+        ref = (read(sampling_params.extra_args) or EngineRequest()).item_set or SetRef("")
+        processor.indexes += ref.index is not None
+        processor.filters += ref.filter is not None
         return add_request(req_idx, sampling_params)
 
     processor.add_request = watched

@@ -18,7 +18,7 @@ from itemset.errors import ItemSetError
 from itemset.huggingface import draft_states
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking.head import DraftHead
-from itemset.serving.words import REFERENCE
+from itemset.serving.wire import EngineRequest, ListSpec, SetRef
 from itemset.text import identify
 from vllm_static.one_request import list_params
 from vllm_static.ranking import RankingParams
@@ -127,7 +127,7 @@ def cached(llm: Any, length: int) -> list[tuple[int, list[Item]]]:
     """A list twice, whose prompt the prefix cache has the second time."""
     prompt = {"prompt_token_ids": [*prompt_of(length), *PLACEHOLDERS]}
     llm.reset_prefix_cache()
-    params = list_params({REFERENCE: "fixed"}, k=5, width=16, end_token=1, renormalised=False, placeholders=LEVELS)
+    params = list_params(EngineRequest(SetRef("fixed"), ListSpec(5, 16, 1, placeholders=LEVELS)))
     outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2)]
     return [(output.num_cached_tokens, items_of(output)) for output in outputs]
 
@@ -151,9 +151,8 @@ def beside_drafts(llm: Any, lists: int) -> list[list[int]]:
 
     def asked(name: str, width: int, k: int, renormalised: bool) -> Any:
         short = {"ragged": "fixed"}.get(name, name)
-        return list_params(
-            {REFERENCE: short}, k=k, width=width, end_token=1, renormalised=renormalised, placeholders=LEVELS
-        )
+        spec = ListSpec(k, width, 1, renormalised=renormalised, placeholders=LEVELS)
+        return list_params(EngineRequest(SetRef(short), spec))
 
     own, wide.asked = wide.asked, asked
     try:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from itemset.serving.hooks import START, Hooks
-from itemset.serving.words import LIST
+from itemset.serving.wire import WIRE, EngineRequest, ListSpec, SetRef
 from vllm_static import drafting, plugin
 from vllm_static.front import FrontEnd
 
@@ -211,6 +211,6 @@ def test_a_bound_of_the_prefix_cache_reaches_vllm():
     assert manager.get_computed_blocks(request("second"))[1] == 16
     assert manager.get_computed_blocks(request("third"), 9)[1] == 8
     assert manager.get_computed_blocks(request("fourth"), max_cache_hit_length=None)[1] == 16
-    of_head = {LIST: (4, 4, 2, False, 6)}  # its last entry: a draft head's placeholders
+    of_head = {WIRE: EngineRequest(SetRef("a"), ListSpec(4, 4, 2, placeholders=6))}
     assert manager.get_computed_blocks(request("fifth", **of_head))[1] == 8
     assert manager.get_computed_blocks(request("sixth", **of_head), 5)[1] == 4

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from test_vllm_wide_lists import ROOMY, as_accelerators, asked, by_rounds, prompt_of, same, ways
 
-from itemset.serving.words import RACES
+from itemset.serving.one_request import best_of
+from itemset.serving.wire import REASONS, WIRE, ListResult, NoList
 
 LENGTHS = [20, 20, 20]
 
@@ -70,7 +72,8 @@ def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], li
         prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
         params = asked("fixed", 6, 3, False)
         if races:
-            params.extra_args[RACES] = [1.0, *range(races)]
+            carried = params.extra_args[WIRE]
+            params.extra_args[WIRE] = carried.but(ranked=replace(carried.ranked, races=tuple(range(races))))
         outputs = llm.generate(prompts, params, use_tqdm=False)
     finally:
         lists._room, wide_lists.WideLists._make = own_room, own_make  # type: ignore[method-assign]
@@ -79,19 +82,17 @@ def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], li
 
 def test_logits_of_a_pass_have_a_limit(engine):
     """Each of six beams has one token, and three of a tail at most. Lists go apart if they are too large together."""
-    from vllm_static.one_request import TOO_LARGE, best_of
-
     expected = engine.call(by_rounds, "fixed", 6, 3, False, LENGTHS[0])
     for tokens, groups in ((72, [3]), (48, [2, 1]), (24, [1, 1, 1])):
         made, tables = engine.call(with_logits_of, tokens)
         assert made == groups
         for table in tables:
-            same([tuple(one) for one in best_of(table).items], expected)
+            same([tuple(one) for one in best_of(ListResult.of_table(table)).items], expected)
     made, _ = engine.call(with_logits_of, 50, 5)
     assert made == [2] * 7 + [1]  # races count as lists do
     made, tables = engine.call(with_logits_of, 23)
     assert not made
-    assert [table.tolist() for table in tables] == [[[float(TOO_LARGE)]]] * 3
+    assert [table.tolist() for table in tables] == [[[float(REASONS.index(NoList.TOO_LARGE))]]] * 3
 
 
 def test_the_largest_pass_runs_at_the_start(engine):

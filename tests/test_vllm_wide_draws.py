@@ -12,7 +12,7 @@ from draw_requests import CHOSEN, LABELS, check_fit
 from ranking import oracle_of
 from test_vllm_wide_lists import ROOMY, fixed_shapes, prompt_of
 
-from vllm_static.one_request import ONE_REQUEST, UNDECIDED
+from itemset.serving.metrics import ONE_REQUEST, UNDECIDED
 from vllm_static.ranking import DrawParams, RankingParams
 
 ROUNDS: dict[str, Any] = {"max_passes": 10_000}  # such draws take rounds of requests alone

@@ -24,8 +24,9 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from itemset.serving.words import REFERENCE
-from vllm_static.one_request import HEAD, OneRequest, best_of, list_params
+from itemset.serving.one_request import best_of
+from itemset.serving.wire import HEAD, EngineRequest, ListResult, ListSpec, SetRef
+from vllm_static.one_request import EngineLists, list_params
 from vllm_static.ranking import RankingParams
 
 PLAIN = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
@@ -49,11 +50,12 @@ def prompt_of(length: int) -> list[int]:
 
 
 def items_of(output: Any) -> list[Item]:
-    return [tuple(one) for one in best_of(output.prompt_token_id_logprobs).items]
+    return [tuple(one) for one in best_of(ListResult.of_table(output.prompt_token_id_logprobs)).items]
 
 
 def asked(name: str, width: int, k: int, renormalised: bool, end: int | None = 1) -> Any:
-    return list_params({REFERENCE: name}, k=k, width=width, end_token=end, renormalised=renormalised)
+    spec = ListSpec(k, width, 1 if end is None else end, end is None, renormalised)
+    return list_params(EngineRequest(SetRef(name), spec))
 
 
 def inside(
@@ -495,7 +497,7 @@ def test_beside_others_a_list_comes_after_them(engine):
 
 
 def order_of_two(llm: Any) -> list[str]:
-    one, order, others = OneRequest(llm.llm_engine.vllm_config), list[str](), list[asyncio.Task[None]]()
+    one, order, others = EngineLists(llm.llm_engine.vllm_config), list[str](), list[asyncio.Task[None]]()
 
     def unfinished() -> int:
         return one.under_way + sum(not task.done() for task in others)
@@ -505,7 +507,7 @@ def order_of_two(llm: Any) -> list[str]:
         order.append("other")
 
     async def a_list() -> None:
-        async with one.beams(asked("fixed", 64, 4, False), unfinished):
+        async with one.room(ListSpec(4, 64, 1), unfinished):
             await asyncio.sleep(0.5)
             order.append("list")
             others.append(asyncio.ensure_future(other()))

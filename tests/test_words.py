@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from itemset.errors import ItemSetError
 from itemset.inside.marks import Marker, mentions
-from itemset.serving import declared, words
+from itemset.serving import lost_fields, words
 from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_loose_tools
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
@@ -45,8 +45,8 @@ class AnyBody(BaseModel):
     response_format: Any = None
 
 
-FIELDS = declared.of_type(Body)
-SURFACE = words.Surface(
+FIELDS = lost_fields.fields_of_type(Body)
+SURFACE = lost_fields.Surface(
     served={"/a": {"": ("item_set",)}},
     elsewhere={"vllm_xargs": ("item_set",)},
     dropped=("format",),
@@ -61,15 +61,15 @@ def check(body: Any, path: str = "/a", *, ours: bool = True) -> None:
 
 def test_what_an_endpoint_declares():
     assert set(FIELDS) == set(Body.model_fields)
-    assert set(declared.of_type(FIELDS["response_format"])) == {"type", "schema"}
-    assert set(declared.of_type(FIELDS["structured_outputs"])) == {"choice", "json"}
+    assert set(lost_fields.fields_of_type(FIELDS["response_format"])) == {"type", "schema"}
+    assert set(lost_fields.fields_of_type(FIELDS["structured_outputs"])) == {"choice", "json"}
     for content in ("messages", "metadata", "prompt"):
-        assert not declared.of_type(FIELDS[content])
+        assert not lost_fields.fields_of_type(FIELDS[content])
     route = SimpleNamespace(body_field=SimpleNamespace(field_info=SimpleNamespace(annotation=Body)))
-    assert declared.of_route({"route": route}, {}) == FIELDS
+    assert lost_fields.fields_of_route({"route": route}, {}) == FIELDS
     passing_on = {"route": SimpleNamespace(body_field=None), "app": SimpleNamespace(routes=[route, object()])}
-    assert declared.of_route(passing_on, {"prompt": "p"}) == FIELDS
-    assert declared.of_route(passing_on, {"query": "p"}) == {}
+    assert lost_fields.fields_of_route(passing_on, {"prompt": "p"}) == FIELDS
+    assert lost_fields.fields_of_route(passing_on, {"query": "p"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_other_bodies_pass(body):
 
 
 def test_what_an_endpoint_declares_as_anything():
-    fields = declared.of_type(AnyBody)
+    fields = lost_fields.fields_of_type(AnyBody)
     SURFACE.check("/a", {"response_format": lost_words.response_format()}, fields, ours=True)
     SURFACE.check("/a", {"response_format": lost_words.TAG}, fields, ours=True)
     for given in ({"type": "text", "item_set": "a"}, {"json_schema": {"name": "x", "item_set": "a"}}):

@@ -68,9 +68,8 @@ def merge(original: Callable[..., Any], self: Any, next_output: Any) -> None:
     when=IMPORTED,
 )
 def completion_response(original: Callable[..., Any], final_res_batch: Any) -> Any:
-    response = original()
-    _add(response, [output for result in final_res_batch for output in result.outputs])
-    return response
+    outputs = [output for result in final_res_batch for output in result.outputs]
+    return _with_items(original(), dict(enumerate(map(told_of, outputs))))
 
 
 @hook(
@@ -79,14 +78,8 @@ def completion_response(original: Callable[..., Any], final_res_batch: Any) -> A
     when=IMPORTED,
 )
 async def chat_response(original: Callable[..., Any], result_generator: Any) -> Any:
-    outputs: list[Any] = []
-
-    def note(result: Any) -> None:
-        outputs[:] = result.outputs
-
-    response = await original(result_generator=_noted(result_generator, note))
-    _add(response, outputs)
-    return response
+    items: Items = {}
+    return _with_items(await original(result_generator=_noted(result_generator, items)), items)
 
 
 @hook(
@@ -95,15 +88,9 @@ async def chat_response(original: Callable[..., Any], result_generator: Any) -> 
     when=IMPORTED,
 )
 async def chat_batch_response(original: Callable[..., Any], generators: Any) -> Any:
-    outputs: dict[int, Any] = {}
-
-    def noting(i: int) -> Callable[[Any], None]:
-        return lambda result: outputs.update({i: result.outputs[0]})
-
-    seen = [_noted(results, noting(i)) for i, results in enumerate(generators)]
-    response = await original(generators=seen)
-    _add(response, [outputs[i] for i in sorted(outputs)])
-    return response
+    items: Items = {}
+    noted = [_noted(results, items, first=i) for i, results in enumerate(generators)]
+    return _with_items(await original(generators=noted), items)
 
 
 @hook(
@@ -123,65 +110,46 @@ async def responses_response(original: Callable[..., Any], context: Any) -> Any:
 
 @hook(
     "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-    why="an answer's item, streamed",
-    when=IMPORTED,
-)
-async def completion_stream(
-    original: Callable[..., Any], request: Any, result_generator: Any
-) -> AsyncGenerator[str, None]:
-    items: dict[int, Any] = {}
-
-    def note(part: Any) -> None:
-        prompt, result = part
-        items.update({prompt * (request.n or 1) + i: item for i, item in _items(result.outputs)})
-
-    async with aclosing(original(result_generator=_noted(result_generator, note))) as events:
-        async for event in _with_items(events, items):
-            yield event
-
-
-@hook(
     "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
     why="an answer's item, streamed",
     when=IMPORTED,
 )
-async def chat_stream(original: Callable[..., Any], result_generator: Any) -> AsyncGenerator[str, None]:
-    items: dict[int, Any] = {}
+async def stream(original: Callable[..., Any], request: Any, result_generator: Any) -> AsyncGenerator[str, None]:
+    from itemset.serving import asgi
 
-    def note(result: Any) -> None:
-        items.update(_items(result.outputs))
-
-    async with aclosing(original(result_generator=_noted(result_generator, note))) as events:
-        async for event in _with_items(events, items):
-            yield event
-
-
-def _items(outputs: list[Any]) -> list[tuple[int, Any]]:
-    return [(output.index, told) for output in outputs if (told := told_of(output))]
+    items: Items = {}
+    noted = _noted(result_generator, items, choices=request.n or 1)
+    async with aclosing(original(result_generator=noted)) as events:
+        async for event in events:
+            yield asgi.with_items(event, items)
 
 
-async def _noted(results: AsyncIterator[Any], note: Callable[[Any], None]) -> AsyncGenerator[Any, None]:
-    """The same results, each noted before vLLM makes an event of it; closed where its reader is."""
+Items = dict[int, dict[str, Any]]
+"""By choice, what an answer says of items."""
+
+
+async def _noted(
+    results: AsyncIterator[Any], items: Items, *, first: int = 0, choices: int = 1
+) -> AsyncGenerator[Any, None]:
+    """The same results, whose items are noted before vLLM makes an event of each; closed where its reader is.
+
+    first: the choice of the first output. choices: of a prompt, if a result comes with its prompt's number.
+    """
     try:
-        async for result in results:
-            note(result)
-            yield result
+        async for part in results:
+            prompt, result = part if isinstance(part, tuple) else (0, part)
+            for output in result.outputs:
+                if fields := told_of(output):
+                    items[first + prompt * choices + output.index] = fields
+            yield part
     finally:
         if hasattr(results, "aclose"):
             await results.aclose()
 
 
-async def _with_items(events: AsyncIterator[str], items: dict[int, Any]) -> AsyncGenerator[str, None]:
-    from itemset.serving import asgi
-
-    async for event in events:
-        yield asgi.with_items(event, items)
-
-
-def _add(response: Any, outputs: list[Any]) -> None:
-    """Put each answer's item into its choice; a ranked list's says more of it."""
-    for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
-        for name, value in told_of(output).items():
+def _with_items(response: Any, items: Items) -> Any:
+    """The same response with each answer's items in its choice."""
+    for i, choice in enumerate(getattr(response, "choices", ())):
+        for name, value in items.get(i, {}).items():
             setattr(choice, name, value)
-        if hasattr(output, "ranked"):
-            choice.item = output.ranked
+    return response

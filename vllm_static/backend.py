@@ -23,16 +23,16 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from itemset import ItemSet, ItemSetError
+from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
-from itemset.serving.catalogue import Catalogue, InlineSet
+from itemset.serving.catalogue import Catalogue, InlineSet, inline_ref, receive
 from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import ENVELOPE
 from itemset.serving.grammars import Grammars
 from itemset.serving.metrics import label
 from itemset.serving.preparing import Preparer
-from itemset.serving.travel import arrived, tables
-from itemset.serving.words import FILTERED, HOLES, INDEX, LIST, PLACE, REFERENCE, SLATED
+from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.device import DevicePath
 from vllm_static.inside import HoleGrammar, vocabulary_of
@@ -105,40 +105,40 @@ class StaticBackend(StructuredOutputBackend):
         The index travels on to the workers only on the device path, whose arenas may have forgotten it.
         """
         params = request.sampling_params
-        extra = (params.extra_args or {}) if params is not None else {}
-        if HOLES in extra:
-            return self._take_holes(manager, request, extra)
-        reference = extra.get(REFERENCE)
-        if reference is None:
+        carried = read(params.extra_args) if params is not None else None
+        if carried is None:
             return False
-        if (kept := arrived(self._catalogue, params.extra_args)) is not None:
-            params.extra_args |= tables(kept)  # requests that run with the same set share its bytes
-        if self._device is not None and self._device.claim(manager, request, self._catalogue[reference]):
-            self._figures.by_path["device"] += LIST not in params.extra_args  # a list has no masks
-            return True
-        self._figures.by_path["host"] += LIST not in params.extra_args
-        params.extra_args = {key: value for key, value in params.extra_args.items() if key not in (INDEX, FILTERED)}
-        return False
+        if carried.holes is not None:
+            return self._take_holes(manager, request, carried.holes)
+        ref = carried.item_set
+        assert ref is not None
+        if (kept := receive(self._catalogue, ref)) is not None:
+            ref = inline_ref(kept)  # requests that run with the same set share its bytes
+        carried = carried.but(item_set=ref)
+        item_set = self._catalogue[ref.reference]
+        on_device = self._device is not None and self._device.claim(manager, request, item_set, carried)
+        if not on_device:
+            params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(ref.reference))}
+        self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
+        return on_device
 
-    def _take_holes(self, manager: Any, request: Any, extra: dict[str, Any]) -> bool:
+    def _take_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
         """Take over the sets of the request's constraint, which it holds from now on. Return what `admit` does.
 
         No worker needs them, but for the set of a slate on the device path.
         """
         request.item_set_holes = held = [
-            arrived(self._catalogue, one) or self._catalogue[one[REFERENCE]] for one in extra[HOLES]
+            receive(self._catalogue, ref) or self._catalogue[ref.reference] for ref in holes.sets
         ]
-        others = {key: value for key, value in extra.items() if key not in (HOLES, SLATED)}
-        request.sampling_params = copy.copy(request.sampling_params)
-        request.sampling_params.extra_args = others
-        if SLATED in extra and self._device is not None:
-            (carried,), (kept,) = extra[HOLES], held
-            own = carried | (tables(kept) if isinstance(kept, InlineSet) else {}) | {SLATED: extra[SLATED]}
-            if self._device.claim_slate(manager, request, self._catalogue[carried[REFERENCE]], own):
-                self._figures.by_path["device"] += 1
-                return True
-        self._figures.by_path["host"] += 1
-        return False
+        request.sampling_params = params = copy.copy(request.sampling_params)
+        params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
+        on_device = False
+        if holes.slate is not None and self._device is not None:
+            (ref,), (kept,) = holes.sets, held
+            own = EngineRequest(inline_ref(kept) if isinstance(kept, InlineSet) else ref, slate=holes.slate)
+            on_device = self._device.claim_slate(manager, request, self._catalogue[ref.reference], own)
+        self._figures.by_path["device" if on_device else "host"] += 1
+        return on_device
 
     def threads(self, grammar: str | None) -> Executor | None:
         """Return where a request's grammar is compiled; None where vLLM compiles it."""
@@ -149,13 +149,13 @@ class StaticBackend(StructuredOutputBackend):
         if self._device is not None:
             self._device.release(request)
         params = request.sampling_params
-        reference = (params.extra_args or {}).get(REFERENCE) if params is not None else None
-        if reference is None or SLATED in params.extra_args or request.status.name != "FINISHED_STOPPED":
+        carried = read(params.extra_args) if params is not None else None
+        if carried is None or carried.item_set is None or carried.slate or request.status.name != "FINISHED_STOPPED":
             return
+        reference = carried.item_set.reference
         self._figures.answered[label(reference)] += 1
         item_set = self._catalogue.known(reference)  # nothing is opened for a figure
-        place = params.extra_args.get(PLACE)
-        start = -1 if place is None else place.begins_after
+        start = -1 if carried.place is None else Place(*carried.place).begins_after
         output = list(request.output_token_ids)
         if item_set is not None and (start < 0 or start in output):
             item = output[output.index(start) + 1 :] if start >= 0 else output

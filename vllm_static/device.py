@@ -19,7 +19,7 @@ from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.words import FILTERED, INDEX, PLACE, SLATED
+from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 from vllm_static import compat
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ class DevicePath:
             self.holdings.hold(opened.name, opened.sets)
             self.holdings.settle(opened.name)
 
-    def claim(self, manager: Any, request: Request, item_set: ItemSet) -> bool:
+    def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
+
+        carried: what the workers get of it, beside the place.
 
         False, and nothing done, if it must take the host path: the arena is full, it has too many stop tokens, or
         the end of its reasoning is more than one token.
@@ -61,20 +63,16 @@ class DevicePath:
             return False
         setattr(request, RESIDENT, resident)
         place = Place(resident.number, resident.start, resident.digest, start, resident.below)
-        compat.make_ordinary(request, {**params.extra_args, PLACE: place})
+        compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
 
-    def claim_slate(self, manager: Any, request: Request, item_set: ItemSet, carried: dict[str, Any]) -> bool:
-        """Do `claim` for a slate of the set, with a list of its own. carried: what the workers need to know of it."""
-        more, separator = carried[SLATED]
-        params = request.sampling_params
-        if self._drafts or separator in params.all_stop_token_ids:
+    def claim_slate(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
+        """Do `claim` for a slate of the set, with a list of its own."""
+        assert carried.slate is not None
+        more, separator = carried.slate
+        if self._drafts or separator in request.sampling_params.all_stop_token_ids:
             return False
-        before, params.extra_args = params.extra_args, {**params.extra_args, **carried}
-        if self.claim(manager, request, Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator)):
-            return True
-        params.extra_args = before
-        return False
+        return self.claim(manager, request, Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator), carried)
 
     def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""
@@ -95,14 +93,20 @@ def send_index_once(request: Request, data: Any) -> None:
     if resident is None or resident.once:  # a slate's workers have its set from other requests, or open it for this one
         return
     extra = data.sampling_params.extra_args
-    known = {INDEX, FILTERED} & extra.keys() if resident.sent else set()
+    carried = read(extra)
+    assert carried is not None
+    assert carried.item_set is not None
+    ref = carried.item_set
+    if resident.sent:
+        ref = SetRef(ref.reference)
+    elif resident.base is not None and resident.base.sent and ref.index is not None:
+        ref = SetRef(ref.reference, ref.index)
     if resident.base is not None:
-        known |= {FILTERED} & extra.keys() if INDEX in extra and resident.base.sent else set()
         resident.base.sent = True
-    if known:
-        data.sampling_params = copy.copy(data.sampling_params)
-        data.sampling_params.extra_args = {key: value for key, value in extra.items() if key not in known}
     resident.sent = True
+    if ref != carried.item_set:
+        data.sampling_params = copy.copy(data.sampling_params)
+        data.sampling_params.extra_args = {**extra, WIRE: carried.but(item_set=ref)}
 
 
 def refuse_speculation(vllm_config: Any) -> None:

@@ -10,8 +10,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from itemset.serving.wire import ListSpec
 from vllm_static.branches import MOST_LOGITS, Prompt
 
 if TYPE_CHECKING:
@@ -19,34 +21,23 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """A list that is asked for: of `k` items, by a beam of so many.
-
-    number: its set's, in the arena. end_token: -1 if ends cost nothing. prompt: with the placeholders, if there are
-    any. races: for draws their keys, each as wide and for `k` items, at a temperature.
-    """
+    """A list that is to be made. number: its set's, in the arena. prompt: with the placeholders, if there are any."""
 
     number: int
-    width: int
-    end_token: int
-    renormalised: int
-    k: int
     prompt: Prompt
-    temperature: float = 0.0
-    races: tuple[int, ...] = ()
+    spec: ListSpec
 
     @property
     def kind(self) -> tuple[float, ...]:
         """What lists that are made together have in common."""
-        return (self.number, self.width, self.end_token, self.renormalised, self.k, self.temperature)
-
-    @property
-    def end_token_or_none(self) -> int | None:
-        return None if self.end_token < 0 else self.end_token
+        spec = self.spec
+        end = -1 if spec.scored_end is None else spec.scored_end
+        return (self.number, spec.width, end, spec.renormalised, spec.k, spec.temperature)
 
     @property
     def apart(self) -> list[Asked]:
         """Each race by itself; a list as it is."""
-        return [self._replace(races=(key,)) for key in self.races] or [self]
+        return [self._replace(spec=replace(self.spec, races=(key,))) for key in self.spec.races] or [self]
 
 
 class DraftedLists:
@@ -82,7 +73,7 @@ class DraftedLists:
         self.asked[one.prompt.request] = one, self._empty()
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Make the lists whose prompts this step completes; of each a table as `wide_lists.WideLists.answer` says."""
+        """Make the lists whose prompts this step completes; of each a table as `ListResult.of_table` reads."""
         ready = []
         for i, request in enumerate(batch.req_ids):
             if request not in self.asked:
@@ -105,7 +96,7 @@ class DraftedLists:
         for group in self._groups(ready):
             one = group[0][0]
             hidden = torch.stack([states for _, states in group])
-            options = {"width": one.width, "k": one.k, "renormalised": bool(one.renormalised)}
+            options = {"width": one.spec.width, "k": one.spec.k, "renormalised": one.spec.renormalised}
             made = self._beams([one.number] * len(group), hidden, **options)
             tables |= {other.prompt.request: table for (other, _), table in zip(group, made, strict=True)}
         return tables
@@ -114,7 +105,7 @@ class DraftedLists:
         """Lists that are made together: of one set, as wide, and no more than have room for their logits."""
         for _, alike in groupby(ready, key=lambda pair: pair[0].kind):
             group = list(alike)
-            most = max(1, MOST_LOGITS // (4 * self._head.width_of_logits * group[0][0].width))
+            most = max(1, MOST_LOGITS // (4 * self._head.width_of_logits * group[0][0].spec.width))
             yield from (group[i : i + most] for i in range(0, len(group), most))
 
     def _beams(self, numbers: Sequence[int], hidden: Tensor, **options: Any) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.serving.catalogue import INLINE, RefusedError
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.request import ListOptions
-from itemset.serving.words import LIST
+from itemset.serving.wire import INLINE, read
 from vllm_static import compat
 from vllm_static.compat import hook
 
@@ -75,10 +75,10 @@ def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str
 )
 def _get_computed_blocks(original: Callable[..., Any], self: Any, request: Any) -> Any:
     params = request.sampling_params
-    asked = (params.extra_args or {}).get(LIST) if params is not None else None
-    if not asked or not asked[-1]:
+    carried = read(params.extra_args) if params is not None else None
+    if carried is None or carried.ranked is None or not carried.ranked.placeholders:
         return original()
-    before = request.num_prompt_tokens - asked[-1] - 1
+    before = request.num_prompt_tokens - carried.ranked.placeholders - 1
     fewer = copy(request)  # nothing of a request is changed there
     fewer.block_hashes = request.block_hashes[: max(0, before // self.block_pool.hash_block_size)]
     return original(request=fewer)

@@ -160,9 +160,9 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
 def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_static.request import asked, names_sets
+    from vllm_static.request import asked, names_sets, put
 
-    front_end, wanted = self.static_front_end, None
+    front_end, wanted, weighed = self.static_front_end, None, False
     if isinstance(params, SamplingParams):
         with _refusals(params):
             if not front_end and names_sets(params):  # it would be ignored
@@ -170,8 +170,10 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
                     "this engine has no item sets: start it with --structured-outputs-config.backend static and "
                     "--item-set"
                 )
-            if front_end and (wanted := asked(params)) is not None:
-                wanted = front_end.checks.reference(wanted)
+            if front_end and (request := asked(params)) is not None:
+                request = front_end.checks.pinned(request)
+                params, weighed = put(params, request), request.weighed
+                wanted = front_end.checks.reference(request)
             elif front_end and (wanted := front_end.constraint(params)) is not None:
                 from vllm_static.inside import with_constraint
 
@@ -180,7 +182,7 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     if wanted is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with _refusals(params):
-            expecting = front_end.attach(wanted, request.sampling_params, prompt_tokens)
+            expecting = front_end.attach(wanted, request.sampling_params, prompt_tokens, weighed=weighed)
             setattr(request.sampling_params, answers.EXPECTED, expecting)
     return request
 
@@ -230,14 +232,14 @@ async def _add_request(original: Callable[..., Any], self: Any, params: Any) -> 
     if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
         from vllm_static.following import follow
         from vllm_static.inside import constraint_of, with_constraint
-        from vllm_static.request import asked, with_set
+        from vllm_static.request import asked, put
 
         follow(self)  # where there was no event loop before
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
         with _refusals(params):
             wanted = asked(params)
-            if wanted is not None and (wanted.chooses or wanted.choice is not None):
-                params = with_set(params, await front_end.checks.prepare(wanted))
+            if wanted is not None:
+                params = put(params, await front_end.checks.prepare(wanted))
             given = constraint_of(params) if wanted is None else None
             if given is not None and (constraint := await front_end.constraints.prepare(*given)) is not None:
                 params = with_constraint(params, constraint)

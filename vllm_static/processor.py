@@ -23,13 +23,12 @@ from itemset.masking.holding import Arrivals, Pieces
 from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.head import DraftHead
-from itemset.serving.catalogue import Catalogue
+from itemset.serving.catalogue import Catalogue, open_set
 from itemset.serving.config import StaticConfig
 from itemset.serving.rollout_messages import Prepare, Stage
-from itemset.serving.travel import opened
-from itemset.serving.words import LIST, PLACE, SLATED
+from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
-from vllm_static import drafts, weights
+from vllm_static import drafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -136,24 +135,24 @@ class ItemSetProcessor(LogitsProcessor):
 
         Returns False: `vllm_static.logits` masks without a copy of the batch's logits.
         """
-        extra = sampling_params.extra_args or {}
-        self._weighed[req_idx] = weights.asks(sampling_params)
-        if PLACE in extra:
-            place = Place(*extra[PLACE])  # msgspec sends a tuple as a list
+        carried = read(sampling_params.extra_args) or EngineRequest()
+        self._weighed[req_idx] = carried.weighed
+        if carried.place is not None and carried.item_set is not None:
+            place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                item_set = opened(self._catalogue.versions, extra, below)
-                if SLATED in extra:
-                    item_set = Slate(item_set, place.digest, *extra[SLATED])
+                item_set = open_set(self._catalogue.versions, carried.item_set, below)
+                if carried.slate is not None:
+                    item_set = Slate(item_set, place.digest, *carried.slate)
                 self.arena.place(item_set, place.number, place.start, place.below)
-        if PLACE not in extra or LIST in extra:  # the one token of a list's request does not matter
+        if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
             self._numbers[req_idx], self._slates[req_idx] = NO_SET, False
             return False
         prompt = int(self._req_states.prompt_len.np[req_idx])
         self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
-        self._numbers[req_idx], self._slates[req_idx] = place.number, SLATED in extra
+        self._numbers[req_idx], self._slates[req_idx] = place.number, carried.slate is not None
         self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return False
 

@@ -18,10 +18,11 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
-from itemset.ranking.search import Answer, Found, Pass, described
+from itemset.ranking.search import Answer, Found, Item, Pass, described
 from itemset.serving.lists import run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat
+from vllm_static.one_request import list_params
 
 _OF_DRAW = {"exact", "weight", "accepted", "candidates"}
 _NEAR = 8  # tokens before an item that its text may depend on
@@ -53,16 +54,12 @@ class RankedList:
 
     def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
-        self.item_set, self.search = front_end.ranked(
-            asked, prompt_tokens=len(prompt), max_tokens=params.max_tokens, end_token=end_token
-        )
-        self.of_set = front_end.checks.catalogue.told(front_end.checks.reference(asked))
+        limits = {"prompt_tokens": len(prompt), "max_tokens": params.max_tokens}
+        self.job, placeholders = front_end.list_job(asked, end_token, **limits)
+        self.search = self.job.search
         self.prompt, self._end, self._v2 = prompt, end_token, front_end.v2
-        placeholders = front_end.placeholders(asked)
-        self.whole = front_end.one_list(asked, end_token, len(placeholders), self.search)
-        """The parameters of the one request that asks for the list or draws; None if rounds must make it."""
         self.whole_prompt = [*prompt, *placeholders]
-        """The prompt of that request: with a draft head's placeholders."""
+        """The prompt of the one request by which the engine makes the list or draws."""
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
@@ -135,7 +132,7 @@ def offline(
     # All that is written out goes through the tokenizer and the set together.
     after = [[[*item.tokens, end_token] for item in best.items] for best in found]
     texts = _texts(tokenizer, [one.prompt for one in made], after, skip_special_tokens=params.skip_special_tokens)
-    entries = described(found, made[0].item_set, made[0].of_set) if made else []
+    entries = described(found, made[0].job.item_set, made[0].job.of_set) if made else []
     outputs = []
     for i, best in enumerate(found):
         sequences, prompt = [], made[i].prompt
@@ -216,10 +213,11 @@ def _found(
         )
         return outputs
 
-    whole = [(i, one.whole_prompt, one.whole) for i, one in enumerate(made) if one.whole is not None]
+    carried = [(i, one.job.carried) for i, one in enumerate(made) if one.job.carried is not None]
+    whole = [(i, made[i].whole_prompt, list_params(one)) for i, one in carried]
     found: dict[int, Found | None] = {}
-    for (i, _, params), output in zip(whole, generate(whole) if whole else [], strict=True):
-        found[i] = front_end.one_request.best(params, output.prompt_token_id_logprobs, made[i].search)
+    for (i, one), output in zip(carried, generate(whole) if whole else [], strict=True):
+        found[i] = front_end.one_request.read(one, output.prompt_token_id_logprobs, made[i].search)
     others = [i for i in range(len(made)) if found.get(i) is None]
 
     def score(passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
@@ -272,28 +270,18 @@ async def online(
         raise RuntimeError("vLLM gave no scores")
 
     best = None
-    if made.whole is not None:
-        async with front_end.one_request.beams(made.whole, lambda: compat.unfinished(client)):
-            output = await generate(made.whole_prompt, made.whole)
-        best = front_end.one_request.best(made.whole, output.prompt_token_id_logprobs, made.search)
+    if (carried := made.job.carried) is not None:
+        async with front_end.one_request.room(carried.ranked, lambda: compat.unfinished(client)):
+            output = await generate(made.whole_prompt, list_params(carried))
+        best = front_end.one_request.read(carried, output.prompt_token_id_logprobs, made.search)
     if best is None:
         best = await lists.run(made.search, ask, made.answer)
     outputs: list[CompletionOutput] = []
-    async for part in lists.entries(best, made.item_set, made.of_set):
+    async for part in lists.entries(best, made.job.item_set, made.job.of_set):
         rows = [item.tokens for item, _ in part]
         texts = _decoded(tokenizer, rows, skip_special_tokens=params.skip_special_tokens)
         for (item, entry), text in zip(part, texts, strict=True):
-            output = CompletionOutput(
-                index=len(outputs),
-                text=text,
-                token_ids=[*item.tokens, tokenizer.eos_token_id],
-                cumulative_logprob=item.score,
-                logprobs=None,
-                finish_reason="stop",
-                stop_reason=None,
-            )
-            output.ranked = entry
-            outputs.append(output)
+            outputs.append(_choice(len(outputs), item, tokenizer.eos_token_id, text, entry))
     yield RequestOutput(
         request_id=request_id,
         prompt=prompt.get("prompt"),
@@ -302,3 +290,17 @@ async def online(
         prompt_token_ids=tokens,
         prompt_logprobs=None,
     )
+
+
+def _choice(index: int, item: Item, end_token: int, text: str, entry: dict[str, Any]) -> CompletionOutput:
+    output = CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=[*item.tokens, end_token],
+        cumulative_logprob=item.score,
+        logprobs=None,
+        finish_reason="stop",
+        stop_reason=None,
+    )
+    output.item = entry
+    return output

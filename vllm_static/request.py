@@ -1,4 +1,4 @@
-"""Where vLLM keeps what a request says of item sets."""
+"""Where vLLM keeps what a request asks of item sets: an ItemRequest at `extra_args["item_set"]`, once it is judged."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from typing import Any
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import REFERENCE, SELECTION, STRUCTURED
-from vllm_static.one_request import ListParams
+from itemset.serving.wire import WIRE, EngineRequest
+from itemset.serving.words import DRAWN, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
+
+_READ = {*SELECTION, *OPTIONS, *DRAWN, WEIGHT}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
-    """What a request's parameters say of item sets; None if nothing. Raises RefusedError as `ItemRequest.of` does."""
-    if isinstance(params, ListParams):  # it was judged when it was made
+    """What a request's parameters ask of item sets, judged unless that was done; None if nothing.
+
+    Raises RefusedError as `ItemRequest.of` does.
+    """
+    extra, k = getattr(params, "extra_args", None) or {}, getattr(params, "beam_width", None)
+    if isinstance(extra.get(WIRE), EngineRequest):  # ours, for the list of another request
         return None
-    extra, k = getattr(params, "extra_args", None), getattr(params, "beam_width", None)
-    return asked_by(extra, params.structured_outputs, k=k, draws=k is not None)
+    judged = extra.get(REFERENCE)
+    return judged if isinstance(judged, ItemRequest) else judge(extra, params.structured_outputs, k=k, draws=bool(k))
 
 
-def asked_by(
+def judge(
     extra_args: Mapping[str, Any] | None,
     structured: Any,
     fields: Mapping[str, Any] | None = None,
@@ -29,7 +35,7 @@ def asked_by(
     k: int | None,
     draws: bool = False,
 ) -> ItemRequest | None:
-    """The same of a request whose parameters are still to be made.
+    """Judge a request.
 
     structured: vLLM's StructuredOutputsParams. fields: those of a body that vLLM does not know. k: its beams, if any.
     draws: whether it takes the way of a beam search, by which draws are made too.
@@ -48,6 +54,15 @@ def asked_by(
     )
 
 
+def put(params: Any, wanted: ItemRequest) -> Any:
+    """The same parameters with the judged request in place of what it was read from."""
+    own, extra = copy.copy(params), getattr(params, "extra_args", None) or {}
+    own.extra_args = {**{key: value for key, value in extra.items() if key not in _READ}, REFERENCE: wanted}
+    if own.structured_outputs is not None:
+        own.structured_outputs = StructuredOutputsParams(choice=[""])  # the texts stay here
+    return own
+
+
 def names_sets(params: SamplingParams) -> bool:
     """Whether a request names a set, or one stands in its constraint."""
     from itemset.serving.body_constraints import holds_sets
@@ -55,12 +70,3 @@ def names_sets(params: SamplingParams) -> bool:
 
     given = constraint_of(params)
     return (params.extra_args or {}).get(REFERENCE) is not None or (given is not None and holds_sets(*given))
-
-
-def with_set(params: SamplingParams, wanted: ItemRequest) -> SamplingParams:
-    """The same parameters, in which a request's set, made, stands in place of what it was made of."""
-    own, extra = copy.copy(params), dict(params.extra_args or {})
-    own.structured_outputs = structured = copy.copy(params.structured_outputs) or StructuredOutputsParams(choice=[""])
-    structured.choice = wanted.choice
-    own.extra_args = {key: value for key, value in extra.items() if key not in (REFERENCE, *SELECTION)}
-    return own

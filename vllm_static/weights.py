@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from itemset.serving.hooks import IMPORTED
-from itemset.serving.words import WEIGHT
+from itemset.serving.wire import read
 from vllm_static.branches import to_device
 from vllm_static.compat import hook
 
@@ -75,7 +75,8 @@ def sample_on_device(original: Callable[..., Any], self: Any, logits: Tensor, in
 
 def asks(sampling_params: Any) -> bool:
     """Whether a request in the engine wants its answer's weight."""
-    return bool((getattr(sampling_params, "extra_args", None) or {}).get(WEIGHT))
+    carried = read(getattr(sampling_params, "extra_args", None))
+    return carried is not None and carried.weighed
 
 
 def _mass(logits: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:

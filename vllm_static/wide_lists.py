@@ -18,11 +18,10 @@ from torch import Tensor
 from itemset.ranking.beams import Beams, LevelPlan, table_of
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.races import Races, warm_up
-from itemset.serving.words import LIST, PLACE, RACES
+from itemset.serving.wire import GRAPHS, HEAD, REASONS, NoList, read
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
 from vllm_static.drafted_lists import Asked, DraftedLists
 from vllm_static.lists import Room
-from vllm_static.one_request import GRAPHS, HEAD, NO_BLOCKS, NO_ROOM, TOO_DEEP, TOO_LARGE, TOO_LONG
 from vllm_static.passes import borrowed, logits_after, ran, run_logits, use_adapters
 from vllm_static.processor import item_sets
 
@@ -62,15 +61,12 @@ class WideLists:
 
     def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
         """Note that a request asks for a list. On the host path it has no place in the arena, and gets none."""
-        wanted, place = extra.get(LIST), extra.get(PLACE)
+        carried = read(extra)
         self.remove(request)
-        if wanted is not None and place is not None:
-            k, width, end_token, renormalised, placeholders = wanted
-            length = int(self._runner.req_states.prompt_len.np[slot])
-            temperature, *races = extra.get(RACES) or [0.0]
-            prompt = Prompt(request, slot, length)
-            one = Asked(place[0], width, end_token, renormalised, k, prompt, temperature, tuple(races))
-            if placeholders:
+        if carried is not None and carried.ranked is not None and carried.place is not None:
+            prompt = Prompt(request, slot, int(self._runner.req_states.prompt_len.np[slot]))
+            one = Asked(carried.place[0], prompt, carried.ranked)
+            if one.spec.placeholders:
                 assert self.drafted is not None  # the front end has the same configuration
                 self.drafted.add(one)
             else:
@@ -88,16 +84,7 @@ class WideLists:
             self.drafted.asked.pop(request, None)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Make the lists whose prompts this step completes: of each request a table, [1 + k, 2 + longest] float64, or
-        with HEAD columns if these are more.
-
-        Its first row begins with 1 if the list is proven, the passes and the rounds that it took, the passes of the
-        engine by their CUDA graphs (GRAPHS), of which those that lists share count for the first, and how many beams
-        have room here. Then a row is an item's score, how many tokens it has, and these; a score of -inf says that
-        there are no more. Of draws the table has the items of each race, one race after another; -inf stands for those
-        that are not decided, too, and the first number is 1 if all are. A list that cannot be made has a table of one
-        number instead, of `one_request.REASONS`.
-        """
+        """Make the lists whose prompts this step completes: of each request a table, as `ListResult.of_table` reads."""
         drafted = {} if self.drafted is None else self.drafted.answer(hidden_states, batch)
         if not self.asked:
             return drafted
@@ -106,7 +93,7 @@ class WideLists:
         ready = [self.asked.pop(batch.req_ids[i]) for i in rows]
         reasons = [self._reason(one) for one in ready]
         tables = {
-            one.prompt.request: torch.tensor([[reason]], dtype=torch.float64)
+            one.prompt.request: torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
             for one, reason in zip(ready, reasons, strict=True)
             if reason is not None
         }
@@ -128,20 +115,20 @@ class WideLists:
                     parts[one.prompt.request].append(table)
         return tables | {request: _joined(some) for request, some in parts.items()}
 
-    def _reason(self, one: Asked) -> int | None:
-        """Why a list cannot be made here; a number of `one_request.REASONS`."""
+    def _reason(self, one: Asked) -> NoList | None:
+        """Why a list cannot be made here."""
         if not self._scratch:
-            return NO_BLOCKS
+            return NoList.NO_BLOCKS
         plan, most = self._sets.arena.level_plan(one.number), self._runner.max_num_tokens
         if plan.levels > MOST_ROUNDS:
-            return TOO_DEEP
+            return NoList.TOO_DEEP
         shapes = self._shapes(plan, one)
         tokens = len(one.apart) * sum(rows * more for rows, more in shapes)
         if max(more for _, more in shapes) > most or tokens > MOST_STEPS * most:
-            return TOO_LONG
+            return NoList.TOO_LONG
         if self._largest([one]) > self._room.tokens:
-            return TOO_LARGE
-        return None if self._fit([one]) else NO_ROOM
+            return NoList.TOO_LARGE
+        return None if self._fit([one]) else NoList.NO_ROOM
 
     def _largest(self, lists: Sequence[Asked]) -> int:
         """Tokens of these lists' largest pass, each of which has a row of logits."""
@@ -173,14 +160,14 @@ class WideLists:
             return [(rows, 1) for rows in _rows_of_tokens(plan, one)]
         shapes, rows = [], 1
         for level, tail in enumerate(plan.tails):
-            rows = min(one.width, plan.children(level, rows))
-            shapes.append((rows, 1 if one.renormalised else 1 + tail))
+            rows = min(one.spec.width, plan.children(level, rows))
+            shapes.append((rows, 1 if one.spec.renormalised else 1 + tail))
         return shapes
 
     def _stepwise(self, plan: LevelPlan, one: Asked) -> bool:
         """Whether tails take a token a pass, too: if these are not many, and there are blocks for their rows. Not those
         of draws: on its way through a tail an item would compete with beams, and fewer draws would be decided."""
-        if self.narrow or one.races or (plan.levels if one.renormalised else plan.longest) > MOST_ROUNDS:
+        if self.narrow or one.spec.races or (plan.levels if one.spec.renormalised else plan.longest) > MOST_ROUNDS:
             return False
         needed = scratch_needed([one.prompt], max(_rows_of_tokens(plan, one)), plan.longest, self._block)
         return needed <= len(self._scratch)
@@ -188,14 +175,14 @@ class WideLists:
     def _beams(self, group: list[Asked], plan: LevelPlan) -> Beams:
         """The beams of some lists that have the same kind, or of some races."""
         one, arena = group[0], self._sets.arena
-        options: dict[str, Any] = {"width": one.width, "k": one.k, "end_token": one.end_token_or_none}
+        options: dict[str, Any] = {"width": one.spec.width, "k": one.spec.k, "end_token": one.spec.scored_end}
         options["kernels"] = self._sets.kernels
         numbers = [one.number] * len(group)
-        if not one.races:
+        if not one.spec.races:
             kind = Lockstep if self._stepwise(plan, one) else Beams
-            return kind(arena, numbers, plan, renormalised=bool(one.renormalised), **options)
-        keys = to_device([key for race in group for key in race.races], arena.device)
-        return Races(arena, numbers, plan, keys, temperature=one.temperature, **options)
+            return kind(arena, numbers, plan, renormalised=one.spec.renormalised, **options)
+        keys = to_device([key for race in group for key in race.spec.races], arena.device)
+        return Races(arena, numbers, plan, keys, temperature=one.spec.temperature, **options)
 
     def _make(self, group: list[Asked], logits: Tensor) -> Tensor:
         """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest or more]."""
@@ -233,8 +220,9 @@ class WideLists:
 
 def _rows_of_tokens(plan: LevelPlan, one: Asked) -> tuple[int, ...]:
     """How many rows each pass of a list has with one token each."""
-    options: dict[str, Any] = {"renormalised": bool(one.renormalised), "end_token": one.end_token_or_none}
-    return rows_of_passes(plan, one.width, **options) or (1,)
+    spec = one.spec
+    options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
+    return rows_of_passes(plan, spec.width, **options) or (1,)
 
 
 def _joined(tables: list[Tensor]) -> Tensor:

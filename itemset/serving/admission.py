@@ -12,7 +12,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Found, Rounds
 from itemset.serving import lists
-from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of, where
+from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, where
 from itemset.serving.chosen import Chosen
 from itemset.serving.compiling import compile_all
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -20,6 +20,7 @@ from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
 from itemset.serving.startup import opening, seconds
 from itemset.serving.versions import Opened
+from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint
 
 
@@ -103,12 +104,9 @@ class Checks:
         Texts are encoded and built, and filters applied, unless they were not long ago; this waits. Raises
         RefusedError, or ItemSetError for what is wrong with an item.
         """
-        if asked.choice is not None:
-            if isinstance(asked.choice, InlineSet):
-                return asked.choice.reference
-            return self._inline.get(asked.choice, asked.escape).reference
-        reference = self.catalogue.reference(self._name(asked))
-        return self._chosen.get(asked, reference).reference if asked.chooses else reference
+        made = self.pinned(asked).choice
+        assert isinstance(made, InlineSet)
+        return made.reference
 
     def _name(self, asked: ItemRequest) -> str:
         name, registered = asked.item_set or "", self.catalogue.registered
@@ -121,11 +119,12 @@ class Checks:
         """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
         if isinstance(asked.choice, InlineSet):
             return asked
+        if asked.choice is not None:
+            return replace(asked, choice=self._inline.get(asked.choice, asked.escape))
+        reference = self.catalogue.reference(self._name(asked))
         if asked.chooses:
-            return replace(asked, choice=self._chosen.get(asked, self.catalogue.reference(self._name(asked))))
-        reference = self.reference(asked)
-        kept = self.catalogue.inline(reference)
-        return replace(asked, choice=kept or InlineSet(reference, b"", self.catalogue[reference], 0))
+            return replace(asked, choice=self._chosen.get(asked, reference))
+        return replace(asked, choice=InlineSet(reference, b"", self.catalogue[reference], 0))
 
     async def prepare(self, asked: ItemRequest) -> ItemRequest:
         """The request with its set made: with it `reference` is immediate. Raises as that does.

@@ -1,4 +1,4 @@
-"""The HTTP surface of both engines: a body is judged once the server itself has parsed it; an answer's item is added.
+"""The HTTP surface of both engines: a body is checked once the server itself has parsed it; answers get their items.
 
 Judging what the server's own parser made leaves nothing to pass by: neither content types, encodings and escapes, nor
 how deep a body is nested. Nothing is parsed twice, and what the server cannot parse it refuses as ever.
@@ -7,25 +7,85 @@ how deep a body is nested. Nothing is parsed twice, and what the server cannot p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
-from itemset.serving.catalogue import RefusedError
+from itemset.errors import ItemSetError
 
-JUDGE = "item_set_judge"
-"""Where a scope has what judges its body. Our middleware puts it there: a process may run other apps as well."""
-
-MAKER = "item_set_maker"
-"""Where a scope has what makes the set that its body brings or chooses. An engine itself would ask for it once a stream
-has begun, too late to refuse the request."""
+_MIDDLEWARE = "item_set_middleware"
+"""Where a scope has the middleware that checks its body: a process may run other apps as well."""
 PATIENCE = 0.2  # seconds between two looks for the client
 
-Judge = Callable[[Any, Any], None]
-Maker = Callable[[Any, Any], Awaitable[None]]
 Result = TypeVar("Result")
+
+
+@dataclass
+class Body:
+    """What is known of the body of the HTTP request that is being served.
+
+    stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
+    would drop. brings_choice: whether it has an inline list. made: what was made of it before
+    its answer begins, held until the engine asks for it.
+    """
+
+    path: str = ""
+    stated: Sequence[tuple[str, Any]] = ()
+    fields: dict[str, Any] | None = None
+    brings_choice: bool = False
+    made: Any = None
+
+
+_body: ContextVar[Body | None] = ContextVar("item_set_body", default=None)
+
+
+def body() -> Body:
+    """The body of the HTTP request that is being served; an empty one outside of one."""
+    return _body.get() or Body()
+
+
+@contextlib.contextmanager
+def no_body() -> Iterator[None]:
+    """For the requests that are made on behalf of one: theirs are no fields of its body."""
+    token = _body.set(None)
+    try:
+        yield
+    finally:
+        _body.reset(token)
+
+
+class BodyMiddleware:
+    """ASGI middleware: has every body checked that the engine parses."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        token = _body.set(Body(path_of(scope) if "path" in scope else ""))
+        scope[_MIDDLEWARE] = self
+        try:
+            if scope["type"] == "http":
+                await self.begin(scope)
+            await self._app(scope, receive, send)
+        finally:
+            _body.reset(token)
+
+    async def begin(self, scope: Any) -> None:
+        """Do what an engine needs before a request."""
+
+    def check(self, scope: Any, given: Any) -> None:
+        """Check a parsed body, and note what is in it. Raises RefusedError for what would be lost."""
+        raise NotImplementedError
+
+    async def make(self, request: Any, given: Any) -> None:
+        """Make the set that a body brings or selects. An engine itself would ask for it once a stream has begun, too
+        late to refuse the request."""
+        raise NotImplementedError
 
 
 async def while_connected(work: Awaitable[Result], request: Any) -> Result:
@@ -46,22 +106,23 @@ async def while_connected(work: Awaitable[Result], request: Any) -> Result:
 async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     """Around `Request.json`, by which FastAPI and the engines parse a body, once a request.
 
-    Raises HTTPException 400 for what the judge or the maker refuses: the one error that FastAPI lets through here.
+    Raises HTTPException 400 for what is refused, counted: the one error that FastAPI lets through here.
     """
-    judge: Judge | None = request.scope.get(JUDGE)
-    if judge is None or hasattr(request, "_json"):
+    middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
+    if middleware is None or hasattr(request, "_json"):
         return await parse()
+    from itemset.serving.metrics import refusals
+
     try:
-        body = await parse()
-        judge(request.scope, body)
-        make: Maker | None = request.scope.get(MAKER)
-        if make is not None:
-            await make(request, body)
+        given = await parse()
+        with refusals():
+            middleware.check(request.scope, given)
+            await middleware.make(request, given)
     except RecursionError as error:  # not every endpoint expects it of its parser
         raise HTTPException(400, "the body is nested too deep") from error
-    except RefusedError as error:
+    except ItemSetError as error:
         raise HTTPException(400, str(error)) from error
-    return body
+    return given
 
 
 def path_of(scope: Mapping[str, Any]) -> str:

@@ -19,12 +19,11 @@ from itemset.opening import from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import delete_unused
 from itemset.serving.startup import opening
-from itemset.serving.versions import VERSION, Opened, Versions
+from itemset.serving.versions import Opened, Versions
+from itemset.serving.wire import SetRef, part_of, version_of, whole_of
 from itemset.storage import is_uri
 from itemset.views import view, view_from_bytes
 
-INLINE = "inline:"
-VIEW = "view:"
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
 
 
@@ -74,17 +73,12 @@ class InlineSet:
         """The filter that it is or stands on."""
         return self if "alive" in self.item_set.own else self.filter
 
-    def __deepcopy__(self, memo: Any) -> InlineSet:
-        """Engines copy a request's parameters; this is immutable."""
-        return self
-
 
 class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
-    A reference is the name of a registered set or view, or its version (`versions.VERSION`); INLINE and a digest for
-    texts; or VIEW, a digest, @ and the reference of what it is a part of: a registered set, or a filter of one. What
-    came with requests is cached until newer sets need the room, and known for as long as anybody holds it.
+    A reference is the name of a registered set or view, or one of `wire`'s. What came with requests is kept until newer
+    sets need the room, and known for as long as anybody holds it.
     """
 
     def __init__(self, config: StaticConfig) -> None:
@@ -128,9 +122,9 @@ class Catalogue:
         return opened.reference(name)
 
     def told(self, reference: str) -> dict[str, str]:
-        """Return an answer's fields about its set: the version, if it is followed."""
-        version, _, name = whole_of(reference).removeprefix(VERSION).partition("@")
-        return {"item_set_version": version} if name and self.follows(self.versions.of(name)) else {}
+        """Return what an answer says of its set: of one that is followed, its version."""
+        version, name = version_of(reference)
+        return {"item_set_version": version} if version and self.follows(self.versions.of(name)) else {}
 
     def follows(self, name: str) -> bool:
         """Return whether this is a published set, which may change, and no file."""
@@ -147,7 +141,7 @@ class Catalogue:
     def _forget(self, versions: list[str]) -> list[str]:
         with self._lock:
             for version in versions:
-                for reference in [one for one in self._inline if f"@{VERSION}{version}@" in one]:
+                for reference in [one for one in self._inline if version_of(one)[0] == version]:
                     self.inline_bytes -= self._inline.pop(reference).nbytes
         return versions
 
@@ -243,26 +237,64 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "item_set_versions": {one.name: one.version for one in opened}}
 
 
-def part_of(reference: str) -> str:
-    """Return the reference of what a part was made of, "" if it is no part."""
-    return reference.partition("@")[2] if reference.startswith(VIEW) else ""
-
-
-def whole_of(reference: str) -> str:
-    """Return the reference of the registered set that a part belongs to; another reference as it is."""
-    while above := part_of(reference):
-        reference = above
-    return reference
-
-
-def name_of(reference: str) -> str:
-    """Return the name of the registered set in a reference; an inline set's as it is."""
-    whole = whole_of(reference)
-    return whole.partition("@")[2] if whole.startswith(VERSION) else whole
-
-
 def _check_bases(config: StaticConfig, registered: Collection[str]) -> None:
     """Raises ItemSetError for a view of no set, unless that may come."""
     for name, (base, _) in config.views.items():
         if name not in registered and config.item_set_dir is None:
             raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
+
+
+def set_ref(catalogue: Catalogue, reference: str) -> SetRef:
+    """Return what a request with this set carries.
+
+    An engine may have forgotten any set that came with a request, so each request brings all of its own.
+    """
+    inline = catalogue.inline(reference)
+    return SetRef(reference) if inline is None else inline_ref(inline)
+
+
+def inline_ref(inline: InlineSet) -> SetRef:
+    """Return the same of a set that came with a request: requests with equal sets then share its bytes."""
+    below = inline.own_filter
+    index = None if below is inline else inline.index
+    return SetRef(inline.reference, index, None if below is None else below.index)
+
+
+def receive(catalogue: Catalogue, ref: SetRef) -> InlineSet | None:
+    """Return the set that came with a request, opened unless the catalogue has it; None for a registered one.
+
+    Raises ItemSetError as `InlineSet.opened` does.
+    """
+    below = None
+    if ref.filter is not None:
+        name = ref.reference if ref.index is None else part_of(ref.reference)
+        below = catalogue.inline(name)
+        below = below or catalogue.keep(InlineSet.opened(name, ref.filter, catalogue[part_of(name)]))
+    if ref.index is None:
+        return below
+    base = catalogue.versions.get(part_of(ref.reference)) if below is None else below.item_set
+    return catalogue.inline(ref.reference) or catalogue.keep(
+        InlineSet.opened(ref.reference, ref.index, base, filter=below)
+    )
+
+
+def receive_set(catalogue: Catalogue, ref: SetRef) -> ItemSet:
+    """Return the set of a request. Raises ItemSetError as `receive` does, and for a set that is not known."""
+    inline = receive(catalogue, ref)
+    return inline.item_set if inline else catalogue[ref.reference]
+
+
+def open_set(versions: Versions, ref: SetRef, below: ItemSet | None) -> ItemSet:
+    """Return the set of a request, for a worker, which keeps none of those that came with requests.
+
+    below: the filter that the set stands on, if its bits came before. Raises ItemSetError as `InlineSet.opened` does,
+    and for a version of a set that is no longer loaded.
+    """
+    if ref.filter is not None:
+        name = ref.reference if ref.index is None else part_of(ref.reference)
+        below = InlineSet.opened(name, ref.filter, versions[part_of(name)]).item_set
+        if ref.index is None:
+            return below
+    if ref.index is None:
+        return versions[ref.reference]
+    return InlineSet.opened(ref.reference, ref.index, versions.get(part_of(ref.reference)) or below).item_set

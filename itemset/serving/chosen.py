@@ -1,4 +1,4 @@
-"""What is left of a registered set for one request: filters are kept, exclusions and candidates made each time."""
+"""Selections: what item_filter, exclude_keys and only_keys leave of a registered set for one request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.serving.catalogue import OVERHEAD, VIEW, Catalogue, InlineSet, RefusedError
+from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
+from itemset.serving.wire import part_reference
 from itemset.serving.words import EXCLUDE, FILTER, ONLY
 from itemset.trie.filters import check_size, digits
 from itemset.views import View, view
@@ -24,7 +25,7 @@ _THREADS = 2  # so that no request with a list of keys waits for another's filte
 
 
 class Chosen:
-    """Finds the items that requests want of registered sets. Safe for threads."""
+    """Makes the selections of one front end, unless it has them. Safe for threads."""
 
     def __init__(self, catalogue: Catalogue, config: StaticConfig, words: Words) -> None:
         self._catalogue, self._limit, self._words = catalogue, config.item_key_limit, words
@@ -40,17 +41,16 @@ class Chosen:
         of: the set's reference. Raises RefusedError, which names the field: a list over the limit, and as `views.view`
         does.
         """
-        for word, keys in ((EXCLUDE, asked.exclude_keys), (ONLY, asked.only_keys)):
-            if keys is not None:
-                self._check_size(word, keys)
+        given = ((EXCLUDE, asked.exclude_keys), (ONLY, asked.only_keys))
+        lists = {word: keys for word, keys in given if keys is not None}
+        for word, keys in lists.items():
+            self._check_size(word, keys)
         filtered, base = None, self._catalogue[of]
         if asked.item_filter is not None:
             filtered = self._filtered(asked.item_filter, base, of)
             base, of = filtered.item_set, filtered.reference
-        lists = {EXCLUDE: asked.exclude_keys, ONLY: asked.only_keys}
-        lists = {word: keys for word, keys in lists.items() if keys is not None}
-        if filtered is not None and not lists:
-            return filtered
+            if not lists:
+                return filtered
         reference = _reference(lists, of)
         if kept := self._catalogue.inline(reference):
             return kept
@@ -96,7 +96,7 @@ def _reference(asked: Mapping[str, Any], of: str) -> str:
     """Return the reference of a part, by what was asked for: what is left has a digest too, but of its items, and not
     of the keys that pass."""
     text = "\n".join(word + _text(word, value) for word, value in asked.items())
-    return f"{VIEW}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}@{of}"
+    return part_reference(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), of)
 
 
 def _text(word: str, value: Any) -> str:

@@ -11,8 +11,8 @@ import xgrammar
 
 from itemset.inside.places import Place
 from itemset.item_set import ItemSet
-from itemset.serving.catalogue import Catalogue, InlineSet
-from itemset.serving.travel import Carried, carried
+from itemset.serving.catalogue import Catalogue, InlineSet, set_ref
+from itemset.serving.wire import HolesSpec
 
 ENVELOPE = "\0item_set_holes:"
 """Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
@@ -67,6 +67,6 @@ class Constraint:
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
 
-    def carried(self, catalogue: Catalogue) -> list[Carried]:
-        """Return what the request carries of its sets."""
-        return [carried(catalogue, reference) for reference in self.references]
+    def holes_spec(self, catalogue: Catalogue) -> HolesSpec:
+        """Return what the request carries."""
+        return HolesSpec(self.spec(), [set_ref(catalogue, one) for one in self.references], self.slate)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.words import APPROXIMATE, BEAMS, CANDIDATES, DRAW, DRAWS, REPLACE
+from itemset.serving.words import APPROXIMATE, BEAMS, CANDIDATES, DRAW, DRAWS, REPLACE, wrong_type
 
 MAX_SEED = 2**63 - 1
 SHARED = ("width", "max_passes")
@@ -48,23 +48,12 @@ class DrawOptions:
 
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or none that can be drawn with."""
-        for name, flag in ((REPLACE, self.replace), (APPROXIMATE, self.approximate)):
-            if not isinstance(flag, bool):
-                raise RefusedError("wrong type", f"{name} must be true or false, not {shown(flag)}", name)
-        for name, number, unit in (
-            (DRAWS, self.n, "draws"),
-            (CANDIDATES, self.candidates, "candidates of a draw"),
-            ("width", self.width, "forward passes in a round"),
-            ("max_passes", self.max_passes, "forward passes"),
-        ):
-            if number is not None and (not _is_int(number) or number < 1):
-                raise RefusedError(
-                    "wrong type", f"{name} must be a number of {unit}, at least 1, not {shown(number)}", name
-                )
+        flags = {REPLACE: self.replace, APPROXIMATE: self.approximate}
+        numbers = ((DRAWS, self.n, "draws"), (CANDIDATES, self.candidates, "candidates of a draw"))
+        more = (("width", self.width, "forward passes in a round"), ("max_passes", self.max_passes, "forward passes"))
+        check_fields(flags, (*numbers, *more))
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed <= MAX_SEED):
-            raise RefusedError(
-                "wrong type", f"seed must be an integer of 0 to 2^63 - 1, not {shown(self.seed)}", "seed"
-            )
+            raise wrong_type(f"seed must be an integer of 0 to 2^63 - 1, not {shown(self.seed)}", "seed")
         given = self.temperature
         if not (_is_int(given) or isinstance(given, float)) or not 0 < given <= 1:
             raise RefusedError(
@@ -74,11 +63,8 @@ class DrawOptions:
                 "ranked list",
                 "temperature",
             )
-
         if self.draw not in WAYS:
-            raise RefusedError(
-                "wrong type", f'{DRAW} must be "{EXACT}" or "{IMPORTANCE}", not {shown(self.draw)}', DRAW
-            )
+            raise wrong_type(f'{DRAW} must be "{EXACT}" or "{IMPORTANCE}", not {shown(self.draw)}', DRAW)
         if self.draw == EXACT and self.candidates is not None:
             message = f'{CANDIDATES} is for {DRAW}: "{IMPORTANCE}"; to choose among items send only_keys'
             raise RefusedError("draws", message, CANDIDATES)
@@ -148,6 +134,16 @@ def with_beams(body: dict[str, Any]) -> None:
     refuse_beside(body)
     body["n"] = DrawOptions.of(body).n
     body[BEAMS] = True
+
+
+def check_fields(flags: Mapping[str, Any], numbers: Iterable[tuple[str, Any, str]]) -> None:
+    """Raises RefusedError for a flag that is no boolean, and for a number below 1. numbers: names, values, units."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise wrong_type(f"{name} must be true or false, not {shown(flag)}", name)
+    for name, number, unit in numbers:
+        if number is not None and (not _is_int(number) or number < 1):
+            raise wrong_type(f"{name} must be a number of {unit}, at least 1, not {shown(number)}", name)
 
 
 def _is_int(value: Any) -> bool:

@@ -11,8 +11,9 @@ from itemset.inside.answer import items_of, json_paths, text_of
 from itemset.inside.composite import Composite, Found
 from itemset.inside.holes import Hole, Items
 from itemset.inside.vocabulary import Vocabulary
-from itemset.serving.catalogue import INLINE, Catalogue, name_of
+from itemset.serving.catalogue import Catalogue
 from itemset.serving.constraint import JSON, Constraint, SetHole
+from itemset.serving.wire import INLINE, name_of
 
 
 @dataclass(frozen=True)

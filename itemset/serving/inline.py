@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import build
-from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError
+from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.encoding import Encoder, Steps
+from itemset.serving.wire import INLINE
 from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
 

@@ -59,7 +59,7 @@ def search_for(
     most = max(1, most)
     if isinstance(options, ListOptions):
         of_search = {name: value for name, value in asdict(options).items() if name != "without_end"}
-        return Search(item_set, end_token=options.counted(end_token), proof_passes=most, **of_search)
+        return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **of_search)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         of_draw = {"seed": options.seed, "max_passes": passes}
@@ -85,9 +85,9 @@ def run_together(
 
 
 def found_by(search: Rounds[FoundT]) -> FoundT:
-    """What a search has found at its end. Raises RefusedError if draws were cut off, and as `found_some` does."""
+    """What a search has found at its end. Raises RefusedError if draws were cut off, or nothing was found."""
     try:
-        return found_some(search.result)
+        found = search.result
     except CutOffError as error:
         raise RefusedError(
             "draws",
@@ -95,10 +95,6 @@ def found_by(search: Rounds[FoundT]) -> FoundT:
             "Fewer draws, or a smaller set, take fewer passes",
             "max_passes",
         ) from error
-
-
-def found_some(found: FoundT) -> FoundT:
-    """The same. Raises RefusedError if there is nothing to answer with."""
     if not found.items:
         raise RefusedError("beam search", "no item was found before the limit: raise max_passes", "max_passes")
     return found
@@ -119,17 +115,21 @@ class Refusals:
         """Why rounds must make a list of this set and width, as far as it is known."""
         return self.always or self._of.get((reference, width))
 
-    def refused(self, reason: str, *, of: tuple[str, int] | None = None, always: bool = False) -> None:
-        """Note that the engine did not make a list. of: this set and width will not be made either."""
+    def refused(
+        self, reason: str, *, detail: str = "", of: tuple[str, int] | None = None, always: bool = False
+    ) -> None:
+        """Note that the engine did not make a list. detail: what the log says. of: this set and width will not be made
+        either."""
         if always:
             self.always = reason
         if of is not None:
             if len(self._of) >= _KEPT:
                 self._of.clear()
             self._of[of] = reason
-        if reason not in self._logged and len(self._logged) < _KEPT:
-            self._logged.add(reason)
-            self._warn("A ranked list takes rounds of requests: %s", reason)
+        detail = detail or reason
+        if detail not in self._logged and len(self._logged) < _KEPT:
+            self._logged.add(detail)
+            self._warn("A ranked list takes rounds of requests: %s", detail)
 
 
 class Pace:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from prometheus_client import Counter, Gauge
 
 from itemset.errors import ItemSetError
-from itemset.serving.catalogue import INLINE, name_of
+from itemset.serving.wire import INLINE, name_of
 
 REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set"])
 REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])

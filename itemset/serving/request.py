@@ -1,4 +1,4 @@
-"""What a request wants of item sets, judged once, whichever engine took it: which set, what list or draws of it."""
+"""What a request asks of item sets, judged once: which set, which of its items, and what list or draws of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from itemset.errors import shown
 from itemset.serving import drawing
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.drawing import DrawOptions
+from itemset.serving.drawing import DrawOptions, check_fields
+from itemset.serving.wire import WIRE
 from itemset.serving.words import (
     BEAMS,
     CANDIDATES,
@@ -19,13 +20,13 @@ from itemset.serving.words import (
     DRAWS,
     ELSEWHERE,
     FILTER,
-    INTERNAL,
     OPTIONS,
     REFERENCE,
     SELECTION,
     SLATE,
     WEIGHT,
     nearest,
+    wrong_type,
 )
 from itemset.text import Escape
 
@@ -46,24 +47,14 @@ class ListOptions:
 
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
-        for name in ("exact", "renormalised", "without_end"):
-            flag = getattr(self, name)
-            if not isinstance(flag, bool):
-                raise RefusedError("wrong type", f"{name} must be true or false, not {shown(flag)}", name)
-        for name, number, unit in (
-            ("width", self.width, "beams"),
-            ("n", self.k, "items"),
-            ("max_passes", self.max_passes, "forward passes"),
-        ):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise RefusedError(
-                    "wrong type", f"{name} must be a number of {unit}, at least 1, not {shown(number)}", name
-                )
+        flags = {name: getattr(self, name) for name in ("exact", "renormalised", "without_end")}
+        numbers = (("width", self.width, "beams"), ("n", self.k, "items"))
+        check_fields(flags, (*numbers, ("max_passes", self.max_passes, "forward passes")))
         if self.width is not None and self.width < self.k:
             message = f"width={self.width:,} finds no {self.k:,} items: set it to at least {self.k:,}"
             raise RefusedError("beam search", message, "width")
 
-    def counted(self, end_token: int) -> int | None:
+    def scored_end(self, end_token: int) -> int | None:
         """The end token that counts in the scores, if any does."""
         return None if self.without_end else end_token
 
@@ -75,11 +66,10 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class ItemRequest:
-    """The set that a request names or brings, one of both, and the ranked list or the draws of its items that it asks
-    for, if any.
+    """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
-    left of the registered one. item_filter, exclude_keys, only_keys: what chooses among its items, see `views.view`.
+    left of the registered one. item_filter, exclude_keys, only_keys: what selects among its items, see `views.view`.
     escape: how the texts of an inline set stand in an answer, see `itemset.build_text`. weighed: whether its answers
     say their `set_weight`.
     """
@@ -94,11 +84,15 @@ class ItemRequest:
     escape: Escape | None = None
     weighed: bool = False
 
+    def __deepcopy__(self, memo: Any) -> ItemRequest:
+        """Engines copy a request's parameters; this is immutable."""
+        return self
+
     @property
     def chooses(self) -> bool:
-        """Whether it wants only some items of its registered set, and these are still to be found."""
-        chosen = (self.item_filter, self.exclude_keys, self.only_keys)
-        return self.choice is None and any(one is not None for one in chosen)
+        """Whether it selects among the items of its registered set, and that is still to be done."""
+        selection = (self.item_filter, self.exclude_keys, self.only_keys)
+        return self.choice is None and any(one is not None for one in selection)
 
     @classmethod
     def of(
@@ -113,63 +107,40 @@ class ItemRequest:
         constraints: Sequence[str],
         other: bool = False,
     ) -> ItemRequest | None:
-        """Judge what a request says; None if it has no set.
+        """Judge a request; None if it has no set.
 
         named, choices: each name and each inline list that it gives, None for none. given: all fields among which
         options of a list may stand, which its sender knows as `where`. k: items of the list that it asks for, None for
-        no list. draws: whether its sender makes draws, if it asks for them. constraints: what its sender may choose
-        from; other: whether it has one that is no set.
+        no list. draws: whether its endpoint makes draws. constraints: what its sender may choose from; other: whether
+        it has one that is no set.
         Raises RefusedError for what contradicts itself, has another type, is misspelled, or would be ignored.
         """
-        for key in INTERNAL:
-            if key in given:
-                raise RefusedError(
-                    "wrong type", f"{key} is not for requests: name the set as item_set, or send a choice", key
-                )
+        if WIRE in given:
+            raise wrong_type(f"{WIRE} is not for requests: name the set as item_set, or send a choice", WIRE)
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
+        drawn, has_set = drawing.wants_draws(given), bool(named or choices)
         weighed = given.get(WEIGHT)
         if weighed is not None and not isinstance(weighed, bool):
-            raise RefusedError("wrong type", f"{WEIGHT} must be true or false, not {shown(weighed)}", WEIGHT)
-        if weighed and (not (named or choices) or k is not None or drawing.wants_draws(given)):
-            raise RefusedError(
-                "wrong type",
+            raise wrong_type(f"{WEIGHT} must be true or false, not {shown(weighed)}", WEIGHT)
+        if weighed and (not has_set or k is not None or drawn):
+            raise wrong_type(
                 f"{WEIGHT} is of one sampled answer with {REFERENCE} or a choice, not of slates, lists, draws, or sets "
                 f"inside a constraint: add {REFERENCE}, or leave it out",
                 WEIGHT,
             )
         if given.get(SLATE) is not None:
-            _refuse_beside_slate(given, named or choices or other, ranked=k is not None)
+            _refuse_beside_slate(given, has_set or other, ranked=k is not None)
             return None
         selection = {word: given[word] for word in SELECTION if given.get(word) is not None}
-        for word, value in selection.items():
-            if not named:
-                message = f"{word} chooses among the items of a registered set: name the set as {REFERENCE}"
-                message += ", or shorten the list itself" if choices else ""
-                raise RefusedError("wrong type", message, word)
-            kind, example = (dict, "an object of conditions") if word == FILTER else (list, "a list of keys")
-            if not isinstance(value, kind):
-                raise RefusedError("wrong type", f"{word} must be {example}, not {shown(value)}", word)
-        if not named and not choices:
-            if draws and drawing.wants_draws(given):
-                raise RefusedError("wrong type", f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
+        _check_selection(selection, named, choices)
+        if not has_set:
+            if draws and drawn:
+                raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
             for key in islice(given, COMPARED):
                 if key != REFERENCE and nearest(key, (REFERENCE,)):
-                    raise RefusedError(
-                        "wrong type", f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE
-                    )
+                    raise wrong_type(f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE)
             return None
-        for name in named:
-            if not isinstance(name, str):
-                message = f"item_set must be the name of an item set, a string, not {shown(name)}"
-                raise RefusedError("wrong type", message, REFERENCE)
-            if name != named[0]:
-                message = "two fields name different item sets, which exclude each other: give one"
-                raise RefusedError("two constraints", message, REFERENCE)
-        if len(choices) + bool(named) + other > 1:
-            *first, last = constraints
-            message = f"{', '.join(first)} and {last} (or response_format) exclude each other: give one"
-            raise RefusedError("two constraints", message, REFERENCE)
-        drawn = drawing.wants_draws(given)
+        _check_one_set(named, choices, constraints, other)
         if drawn and not draws:
             raise RefusedError(
                 "draws",
@@ -186,7 +157,32 @@ class ItemRequest:
         return cls(name, choice, ranked, weighed=bool(weighed), **selection)
 
 
-def _refuse_beside_slate(given: Mapping[str, Any], other: Any, *, ranked: bool) -> None:
+def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices: Sequence[Any]) -> None:
+    for word, value in selection.items():
+        if not named:
+            mend = ", or shorten the list itself" if choices else ""
+            raise wrong_type(
+                f"{word} chooses among the items of a registered set: name the set as {REFERENCE}{mend}", word
+            )
+        kind, example = (dict, "an object of conditions") if word == FILTER else (list, "a list of keys")
+        if not isinstance(value, kind):
+            raise wrong_type(f"{word} must be {example}, not {shown(value)}", word)
+
+
+def _check_one_set(named: Sequence[Any], choices: Sequence[Any], constraints: Sequence[str], other: bool) -> None:
+    for name in named:
+        if not isinstance(name, str):
+            raise wrong_type(f"item_set must be the name of an item set, a string, not {shown(name)}", REFERENCE)
+        if name != named[0]:
+            message = "two fields name different item sets, which exclude each other: give one"
+            raise RefusedError("two constraints", message, REFERENCE)
+    if len(choices) + bool(named) + other > 1:
+        *first, last = constraints
+        message = f"{', '.join(first)} and {last} (or response_format) exclude each other: give one"
+        raise RefusedError("two constraints", message, REFERENCE)
+
+
+def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool) -> None:
     """Raises RefusedError for what contradicts a slate. other: whether there is another constraint."""
     if other:
         message = "a slate and another item set or constraint exclude each other: give one; the slate names its set"
@@ -196,7 +192,7 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: Any, *, ranked: bool) 
         raise RefusedError("beam search", message, SLATE)
     for word in SELECTION:
         if given.get(word) is not None:
-            raise RefusedError("wrong type", f"{word} would be ignored beside a slate: state it in the slate", word)
+            raise wrong_type(f"{word} would be ignored beside a slate: state it in the slate", word)
     check_options(given, ranked=False)
 
 
@@ -210,7 +206,7 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
             key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT)
         )
         if word not in (None, key):
-            raise RefusedError("wrong type", f"there is no field {shown(key)}: did you mean {word}?", key)
+            raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
         if word in DRAWN and given[key] is not None and not drawn:
             raise RefusedError("draws", f"{word} is for draws: add {DRAWS}, or leave it out", word)
         if drawn and word in OPTIONS and word not in drawing.SHARED and given[key] not in (None, False):
@@ -218,7 +214,7 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
         if word in OPTIONS and given[key] is not None and not ranked and not drawn:
             raise RefusedError(
                 "beam search",
-                f"{word} is for ranked lists: add use_beam_search and n (beside sampling parameters: beam_width), or "
-                "leave it out",
+                f"{word} is for ranked lists: add use_beam_search and n, the number of items (in the sampling_params "
+                f"of SGLang's /generate: beam_width and n), or omit {word}",
                 word,
             )

@@ -19,11 +19,10 @@ from itemset.item_set import ItemSet
 from itemset.serving.config import StaticConfig
 from itemset.serving.held import Seal, open_copy
 from itemset.serving.rollout_messages import Prepare
+from itemset.serving.wire import VERSION, version_of, version_reference
 from itemset.trie.filters import passing
 from itemset.views import view
 
-VERSION = "version:"
-"""How the reference of a registered set begins: VERSION, the version's name, @ and the name of the set or view."""
 ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open
 
@@ -43,8 +42,8 @@ class Opened:
         return sum(own) + ROUNDING * len(self.sets)
 
     def reference(self, name: str) -> str:
-        """Return how a request carries this version of the set, or of a view of it."""
-        return f"{VERSION}{self.version}@{name}"
+        """How a request carries this version of the set, or of a view of it."""
+        return version_reference(self.version, name)
 
 
 class Versions:
@@ -82,7 +81,7 @@ class Versions:
         and for a view that cannot be made.
         """
         try:
-            item_set = self._known.get(f"{VERSION}{version}@{name}")
+            item_set = self._known.get(version_reference(version or "", name))
             if item_set is None or version is None:
                 item_set, version = open_copy(path, self._config.item_set_cache, version, seal)
         except ItemSetError as error:
@@ -168,9 +167,9 @@ class Versions:
 
     def is_closed(self, reference: str) -> bool:
         """Return whether this is the reference of a version that does not stay open."""
-        if not reference.startswith(VERSION):
+        version, name = version_of(reference)
+        if not version:
             return False
-        version, name = _parse(reference)
         with self._lock:
             return all(one.version != version for one in self._open.get(self.of(name), ()))
 
@@ -193,7 +192,7 @@ class Versions:
         """Return the set of a reference or a name, None if this process cannot have it."""
         if (item_set := self.known(reference)) is not None or not reference.startswith(VERSION):
             return item_set
-        version, name = _parse(reference)
+        version, name = version_of(reference)
         try:  # closed here, while a request elsewhere has held it: this machine has a copy then
             return self.open(self.of(name), version, None).sets.get(name)
         except ItemSetError:
@@ -203,11 +202,6 @@ class Versions:
         """Do `get`. Raises ItemSetError if this process cannot have it."""
         if (item_set := self.get(reference)) is not None:
             return item_set
-        version, name = _parse(reference)
-        raise ItemSetError(f"version {version} of the item set {name!r} is no longer loaded: retry the request")
-
-
-def _parse(reference: str) -> tuple[str, str]:
-    """Return the version and the name in the reference of a registered set or view."""
-    version, _, name = reference.removeprefix(VERSION).partition("@")
-    return version, name
+        version, name = version_of(reference)
+        called = f"version {version[:12]} of item set {name!r}" if version else f"item set {name!r}"
+        raise ItemSetError(f"{called} is no longer loaded: retry the request")

@@ -1,22 +1,16 @@
-"""What an HTTP body says of item sets: our words where an endpoint reads them; elsewhere, and nearly ours, refused."""
+"""The fields of a request that this plugin reads, and which misspelled ones mean them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-import json
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from itemset.errors import shown
-from itemset.inside.places import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.declared import Fields, of_type
 
 REFERENCE = "item_set"
-"""The name of a registered set; in the engine also an inline set's reference."""
+"""The name of a registered set. Inside the front end an ItemRequest takes its place."""
 SLATE = "slate"
 """Several distinct items in one answer: see `itemset.inside.marks.Marker.slate`."""
 CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
@@ -33,29 +27,13 @@ DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candi
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
 `itemset.serving.drawing`."""
 WEIGHT = "return_set_weight"
-"""Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer.Expected`. Inside the
-engine the request carries it as it is."""
-INDEX, FILTERED, PLACE, LIST, RACES, HOLES, SLATED = INTERNAL = (
-    "item_set_index",
-    "item_set_filter",
-    "item_set_place",
-    "item_set_list",
-    "item_set_races",
-    "item_set_holes",
-    "item_set_slate",
-)
-"""Keys under which a request inside the engine carries an inline set's index file, the filter that its set is or stands
-on, its set's place on the devices, the ranked list that it is, the temperature and the keys of the races if draws are
-made as that list is, what it carries of the sets in its constraint, and, of a slate that a device can make,
-`Constraint.slate`. They are no words of requests."""
+"""Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer.Expected`."""
 
 WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
 """Keys of a body that are compared so; of those after them only the words themselves count. Requests have fewer."""
-LOOKED_AT = 2_000
-"""Values of what an endpoint drops that are looked at one by one; more are searched as one text."""
 OTHERS = frozenset({"items", "voice", "raw", "rows", "state", "slots", "date", "scale"})
 """Fields of OpenAI's and the engines' own that come as near."""
 
@@ -66,139 +44,19 @@ EXTRAS = frozenset(
 )
 """Objects of a body, in any engine, that may hold any key, and in which people put our words."""
 
-CONTENTS = frozenset({"messages", "prompt", "input", "documents", "metadata", "stop", "chat_template_kwargs"})
-"""Fields that are what a user says, also where an endpoint does not know them."""
-
-SHAPES: Mapping[str, Fields] = {
-    "response_format": dict.fromkeys(("type", "json_schema", "format", "structures", "triggers")),
-    "response_format.json_schema": dict.fromkeys(("name", "description", "schema", "strict")),
-}
-"""The fields of objects that an endpoint declares as anything, and reads so."""
-
-Read = Mapping[str, Collection[str]]
-"""By place, such as `""` for a body itself, the words that are read there, and constraints that are judged later."""
-
-
-@dataclass(frozen=True)
-class Surface:
-    """Where one engine's endpoints read our words.
-
-    served: by path, what is read at each place. elsewhere: what all endpoints read that declare these places. dropped:
-    fields that endpoints declare and nothing reads. mends: how a word is said right. inside: where a constraint with
-    sets in it belongs.
-    """
-
-    served: Mapping[str, Read]
-    elsewhere: Read
-    dropped: Collection[str]
-    mends: Mapping[str, str]
-    inside: str
-
-    def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
-        """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.
-
-        fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone is
-        looked for.
-        """
-        watched = WORDS if ours else (REFERENCE,)
-        fields = {name: inner for name, inner in fields.items() if name not in self.dropped}
-        loose: dict[str, Any] = {}
-        for number, (place, key, value, read) in enumerate(self._loose(self.served.get(path, {}), body, fields)):
-            word = nearest(key, watched) if number < COMPARED or key in watched else None
-            if key in read:
-                continue
-            if word is not None and (word != STRUCTURED or chooses(value)):
-                raise self._lost(path, place, key, word)
-            loose[f"{place}.{key}" if place else key] = value
-        if (where := set_in(loose)) is not None:
-            mend = self.inside if path in self.served else self._send
-            raise RefusedError("item set inside", f"{path:.60} does not read the item set at {where:.200}: {mend}")
-
-    def _loose(
-        self, read: Read, given: Any, fields: Fields, place: str = ""
-    ) -> Iterator[tuple[str, str, Any, Collection[str]]]:
-        """The members of a body that its endpoint does not declare: place, key, value, and what is read there."""
-        for one in _objects(given):
-            members = iter(one.items())
-            for key, value in itertools.islice(members, LOOKED_AT):
-                where, declared = f"{place}.{key}" if place else key, key in fields
-                inner = (of_type(fields[key]) or SHAPES.get(where, {})) if declared else {}
-                if not (value is None or declared or key in CONTENTS or (where in EXTRAS and _objects(value))):
-                    yield place, key, value, read.get(place, ())
-                if where in EXTRAS or inner:
-                    yield from self._loose({**read, **self.elsewhere} if declared else read, value, inner, where)
-            known = {*fields, *read.get(place, ())}
-            if rest := {key: value for key, value in members if key not in known}:
-                yield from ((place, key, rest[key], ()) for key in rest.keys() & WORDS)
-                yield place, "", rest, ()
-
-    def _lost(self, path: str, place: str, key: str, word: str) -> RefusedError:
-        if path not in self.served and word not in self.elsewhere.get(place, ()):
-            return RefusedError("wrong endpoint", f"{path:.60} takes no {key}: {self._send}")
-        where = f" in {place}" if place else ""
-        return RefusedError("wrong type", f"there is no field {key}{where}: {self.mends[word]}")
-
-    @property
-    def _send(self) -> str:
-        return f"send it to one of {', '.join(sorted(self.served))}"
-
 
 def at(body: Any, place: str) -> Iterator[dict[str, Any]]:
     """The objects at a place of a body; of a batch, which is a list, each one's."""
     values = [body]
     for name in place.split(".") if place else ():
-        values = [one.get(name) for value in values for one in _objects(value)]
+        values = [one.get(name) for value in values for one in objects(value)]
     for value in values:
-        yield from _objects(value)
+        yield from objects(value)
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The object that a value is, or those in a list."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, dict)]
-
-
-def set_in(given: Mapping[str, Any]) -> str | None:
-    """Where an item set stands in JSON of any kind, rightly or nearly; None where none does.
-
-    In a schema a property may be called item_set, and constants and examples may hold what they like.
-    """
-    looked, level = 0, [(given, "", False)]
-    for value, where, names in level:
-        if isinstance(value, str):
-            if (says := _says(value)) and EBNF_SET.search(value):
-                return where
-            if (says or "\\u" in value) and value.lstrip()[:1] in ("{", "["):
-                with contextlib.suppress(ValueError):
-                    level.append((json.loads(value), where, False))
-        elif isinstance(value, list):
-            level += [(one, f"{where}[{i}]", False) for i, one in enumerate(value[:LOOKED_AT])]
-        elif isinstance(value, dict):
-            for key, inner in itertools.islice(value.items(), LOOKED_AT):
-                there = f"{where}.{key:.60}" if where else f"{key:.60}"
-                schema = names and isinstance(inner, dict | bool)
-                if inner is not None and not schema and (means_set(key) or key == GUIDED or _brings(key, inner)):
-                    return there
-                if names or key not in NO_SCHEMAS:
-                    level.append((inner, there, key in NAMED and not names))
-        looked += len(value) if isinstance(value, list | dict) else 1
-        if looked > LOOKED_AT:
-            return "one of its fields" if _says(json.dumps(given, ensure_ascii=False)) else None
-    return None
-
-
-def _says(text: str) -> bool:
-    return says_set(text) or GUIDED in text or STRUCTURED[:-1] in text
-
-
-def _brings(key: str, value: Any) -> bool:
-    return chooses(value) and nearest(key, (STRUCTURED,)) is not None
-
-
-def chooses(structured: Any) -> bool:
-    """Whether a value of `structured_outputs` brings an inline list, rightly written or not."""
-    return isinstance(structured, dict) and any(
-        structured[key] is not None and nearest(key, (CHOICE, GUIDED))
-        for key in (*itertools.islice(structured, COMPARED), *structured.keys() & {CHOICE})
-    )
 
 
 def rename_guided(given: dict[str, Any], into: dict[str, Any]) -> None:
@@ -206,13 +64,10 @@ def rename_guided(given: dict[str, Any], into: dict[str, Any]) -> None:
 
     Raises RefusedError for both words, and if there is no list.
     """
-    if GUIDED not in given:
-        return
-    texts = given.pop(GUIDED)
-    if texts is None:
+    if (texts := given.pop(GUIDED, None)) is None:
         return
     if not isinstance(texts, list):
-        raise RefusedError("wrong type", f"{GUIDED} must be a list of texts, not {shown(texts)}", GUIDED)
+        raise wrong_type(f"{GUIDED} must be a list of texts, not {shown(texts)}", GUIDED)
     if into.get(CHOICE) is not None:
         raise RefusedError("two constraints", f"{GUIDED} is the older word for {CHOICE}: give one of them")
     into[CHOICE] = texts
@@ -229,6 +84,11 @@ def refuse_tools(body: Mapping[str, Any]) -> None:
     for word in ("guided_json", "guided_regex", "guided_grammar"):
         if body.get(word) is not None:
             raise RefusedError("two constraints", f"an item set and {word} exclude each other: give one")
+
+
+def wrong_type(message: str, param: str | None = None) -> RefusedError:
+    """The error for a field of another type or name."""
+    return RefusedError("wrong type", message, param)
 
 
 def nearest(key: str, words: tuple[str, ...]) -> str | None:

@@ -159,7 +159,7 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
         ({"choice": "red"}, "choice must be a list"),
         ({"choice": ["red", 2]}, "choice[1] is no text, but of the type int"),
         ({"choice": ["ab" * 5_000_000]}, "has 10,000,000 characters"),
-        ({"custom_params": {"item_set_index": "AAAA"}}, "item_set_index is not for requests"),
+        ({"custom_params": {"item_set_wire": "AAAA"}}, "item_set_wire is not for requests"),
         (
             {"item_set": "ragged", "min_tokens": 2},
             "min_new_tokens=2 forbids the shortest item of the item set 'ragged'",

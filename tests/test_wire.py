@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import tracemalloc
 from collections.abc import Callable
 from datetime import date
@@ -10,16 +11,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import pytest
 
 import itemset
+from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, arena_bytes, room_for
-from itemset.serving.catalogue import Catalogue, InlineSet, name_of
+from itemset.serving.catalogue import Catalogue, InlineSet, open_set, receive, receive_set, set_ref
 from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
-from itemset.serving.travel import arrived, carried, opened
-from itemset.serving.words import FILTERED, INDEX, REFERENCE
+from itemset.serving.wire import EngineRequest, HolesSpec, ListResult, ListSpec, NoList, SetRef, name_of, read
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]
 KEYS = ["a", "b", "c", "d", "e", "f"]
@@ -35,9 +37,9 @@ class Process:
     def get(self, name: str = "films", **selection: Any) -> InlineSet:
         return self._chosen.get(ItemRequest(name, **selection), self.catalogue.reference(name))
 
-    def carried(self, name: str = "films", **selection: Any) -> dict[str, Any]:
+    def ref(self, name: str = "films", **selection: Any) -> SetRef:
         made = self.get(name, **selection)  # which a request holds until it is sent
-        return carried(self.catalogue, made.reference)
+        return set_ref(self.catalogue, made.reference)
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +83,22 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
     for item_set in engine.registered.values():
         arena.acquire(item_set)
     for request, _ in [*REQUESTS, *REQUESTS]:
-        made, sent_here = front.get(**request).item_set, front.carried(**request)
+        made, sent_here = front.get(**request).item_set, front.ref(**request)
         for receiver in (engine, Catalogue(config)):
-            kept = arrived(receiver, sent_here)
-            found = kept.item_set if kept else receiver[sent_here[REFERENCE]]
+            found = receive_set(receiver, sent_here)
             assert sorted(found.items()) == sorted(made.items())
             assert found.digest == made.digest
             if isinstance(made, itemset.views.View):
                 assert found.base is not None
                 assert made.base is not None
                 assert found.base.digest == made.base.digest
-        if kept := arrived(engine, sent_here):
+        if kept := receive(engine, sent_here):
             resident = arena.plan.acquire(kept.item_set)
             below = arena.view(resident.below[-1][0]) if resident.below else None
             held = below is not None and below.digest == kept.item_set.base.digest  # type: ignore[union-attr]
-            own_filter = {FILTERED: kept.own_filter.index} if kept.own_filter else {}
-            sent = {key: sent_here[key] for key in (REFERENCE, INDEX) if key in sent_here} | (
-                {} if held else own_filter
-            )
-            at_worker = opened(engine.versions, sent, below)
+            own_filter = kept.own_filter.index if kept.own_filter else None
+            sent = SetRef(sent_here.reference, sent_here.index, None if held else own_filter)
+            at_worker = open_set(engine.versions, sent, below)
             arena.place(at_worker, resident.number, resident.start, resident.below)
             assert arena.holds(made.digest, resident.number, resident.start)
             assert all(arena.view(number) is not None for number, _ in resident.below[1:])
@@ -111,14 +110,10 @@ def test_a_filter_travels_as_a_digest_and_bits(config: StaticConfig) -> None:
     for query in ({"year": 2, "day": {"$ne": f"2020-02-02{'':90000}"[:10]}}, {"year": MappingProxyType({"$gt": 1})}):
         bits = front.get(item_filter=query).index
         for beside in ({}, {"exclude_keys": ["b"]}, {"exclude_keys": ["d"]}):
-            sent = front.carried(item_filter=query, **beside)
-            assert sent[FILTERED] is bits
-            assert {word: type(value) for word, value in sent.items() if word != INDEX} == {
-                REFERENCE: str,
-                FILTERED: bytes,
-            }
-            assert len(sent[REFERENCE]) + len(sent.get(INDEX, b"")) < len(bits) + 300
-            assert name_of(sent[REFERENCE]) == "films"
+            sent = front.ref(item_filter=query, **beside)
+            assert sent.filter is bits
+            assert len(sent.reference) + len(sent.index or b"") < len(bits) + 300
+            assert name_of(sent.reference) == "films"
     assert front.get(item_filter={"year": 2}, exclude_keys=["b"]).filter is front.get(item_filter={"year": 2})
 
 
@@ -141,7 +136,7 @@ def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_pat
     options = {"item_sets": {"films": str(tmp_path / "films.itemset")}, "inline_set_host_memory": limit}
     config = StaticConfig.of(options)
     front, engine = Process(config), Catalogue(config)
-    arrived(engine, front.carried(**brings(9_000)))  # what is loaded and made at the first time
+    receive(engine, front.ref(**brings(9_000)))  # what is loaded and made at the first time
 
     def kept() -> int:
         gc.collect()
@@ -151,11 +146,11 @@ def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_pat
     try:
         before, counted = kept(), front.catalogue.inline_bytes + engine.inline_bytes
         for i in range(8):
-            arrived(engine, front.carried(**brings(i)))
+            receive(engine, front.ref(**brings(i)))
         grown = kept() - before
         assert grown <= front.catalogue.inline_bytes + engine.inline_bytes - counted
         for i in range(8, 60):
-            arrived(engine, front.carried(**brings(i)))
+            receive(engine, front.ref(**brings(i)))
         assert kept() - before <= 2 * limit
     finally:
         tracemalloc.stop()
@@ -164,7 +159,41 @@ def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_pat
 
 def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:
     front = Process(config)
-    assert FILTERED not in front.carried(exclude_keys=["a"])
-    assert FILTERED not in front.carried("new", exclude_keys=["d"])
-    assert FILTERED not in front.carried(item_filter={"year": 2}, only_keys=["b", "d"])
-    assert front.carried(exclude_keys=["nobody"]) == {REFERENCE: front.catalogue.reference("films")}
+    assert front.ref(exclude_keys=["a"]).filter is None
+    assert front.ref("new", exclude_keys=["d"]).filter is None
+    assert front.ref(item_filter={"year": 2}, only_keys=["b", "d"]).filter is None
+    assert front.ref(exclude_keys=["nobody"]) == SetRef(front.catalogue.reference("films"))
+
+
+CARRIED = [
+    EngineRequest(SetRef("inline:ab", b"\x00index", b"bits"), weighed=True),
+    EngineRequest(SetRef("films"), ListSpec(3, 8, 2, without_end=True, races=(-(2**63), 7), temperature=0.5)),
+    EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")], (3, -1))),
+    EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),)), slate=(4, 9)),
+]
+
+
+@pytest.mark.parametrize("carried", CARRIED)
+def test_what_a_request_carries_survives_the_engines_own_messages(carried: EngineRequest) -> None:
+    """As it is, and by msgpack, pickle and JSON."""
+    for sent in (
+        carried,
+        msgspec.msgpack.decode(msgspec.msgpack.encode({"item_set_wire": carried}))["item_set_wire"],
+        pickle.loads(pickle.dumps(carried)),
+        carried.json(),
+    ):
+        assert read({"item_set_wire": sent}) == carried
+    assert read(None) is read({"others": 1}) is None
+
+
+def test_a_version_that_is_gone_is_named(config: StaticConfig) -> None:
+    with pytest.raises(ItemSetError, match="version 4f3a of item set 'films' is no longer loaded: retry the request"):
+        open_set(Catalogue(config).versions, SetRef("version:4f3a@films"), None)
+
+
+def test_a_refused_list_is_read_back() -> None:
+    for reason in NoList:
+        result = ListResult(reason=reason, detail="its 9 rows")
+        assert msgspec.json.decode(msgspec.json.encode(result), type=ListResult) == result
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode("another error", type=ListResult)

@@ -1,0 +1,211 @@
+"""Fields that would be lost: item sets in a body where its endpoint does not read them, rightly written or nearly."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from itemset.inside.places import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.words import (
+    CHOICE,
+    COMPARED,
+    EXTRAS,
+    GUIDED,
+    REFERENCE,
+    STRUCTURED,
+    WORDS,
+    nearest,
+    objects,
+    wrong_type,
+)
+
+Fields = Mapping[str, Any]
+"""By name, what a field's type is."""
+LOOKED_AT = 2_000
+"""Values of what an endpoint drops that are looked at one by one; more are searched as one text."""
+CONTENTS = frozenset({"messages", "prompt", "input", "documents", "metadata", "stop", "chat_template_kwargs"})
+"""Fields that are what a user says, also where an endpoint does not know them."""
+
+SHAPES: Mapping[str, Fields] = {
+    "response_format": dict.fromkeys(("type", "json_schema", "format", "structures", "triggers")),
+    "response_format.json_schema": dict.fromkeys(("name", "description", "schema", "strict")),
+}
+"""The fields of objects that an endpoint declares as anything, and reads so."""
+
+Read = Mapping[str, Collection[str]]
+"""By place, such as `""` for a body itself, the words that are read there, and constraints that are judged later."""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Where one engine's endpoints read our words.
+
+    served: by path, what is read at each place. elsewhere: what all endpoints read that declare these places. dropped:
+    fields that endpoints declare and nothing reads. mends: how a word is said right. inside: where a constraint with
+    sets in it belongs.
+    """
+
+    served: Mapping[str, Read]
+    elsewhere: Read
+    dropped: Collection[str]
+    mends: Mapping[str, str]
+    inside: str
+
+    def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
+        """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.
+
+        fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone is
+        looked for.
+        """
+        watched = WORDS if ours else (REFERENCE,)
+        fields = {name: inner for name, inner in fields.items() if name not in self.dropped}
+        loose: dict[str, Any] = {}
+        for number, (place, key, value, read) in enumerate(self._loose(self.served.get(path, {}), body, fields)):
+            word = nearest(key, watched) if number < COMPARED or key in watched else None
+            if key in read:
+                continue
+            if word is not None and (word != STRUCTURED or chooses(value)):
+                raise self._lost(path, place, key, word)
+            loose[f"{place}.{key}" if place else key] = value
+        if (where := set_in(loose)) is not None:
+            mend = self.inside if path in self.served else self._send
+            raise RefusedError("item set inside", f"{path:.60} does not read the item set at {where:.200}: {mend}")
+
+    def _loose(
+        self, read: Read, given: Any, fields: Fields, place: str = ""
+    ) -> Iterator[tuple[str, str, Any, Collection[str]]]:
+        """The members of a body that its endpoint does not declare: place, key, value, and what is read there."""
+        for one in objects(given):
+            members = iter(one.items())
+            for key, value in itertools.islice(members, LOOKED_AT):
+                where, declared = f"{place}.{key}" if place else key, key in fields
+                inner = (fields_of_type(fields[key]) or SHAPES.get(where, {})) if declared else {}
+                if not (value is None or declared or key in CONTENTS or (where in EXTRAS and objects(value))):
+                    yield place, key, value, read.get(place, ())
+                if where in EXTRAS or inner:
+                    yield from self._loose({**read, **self.elsewhere} if declared else read, value, inner, where)
+            known = {*fields, *read.get(place, ())}
+            if rest := {key: value for key, value in members if key not in known}:
+                yield from ((place, key, rest[key], ()) for key in rest.keys() & WORDS)
+                yield place, "", rest, ()
+
+    def _lost(self, path: str, place: str, key: str, word: str) -> RefusedError:
+        if path not in self.served and word not in self.elsewhere.get(place, ()):
+            return RefusedError("wrong endpoint", f"{path:.60} takes no {key}: {self._send}")
+        where = f" in {place}" if place else ""
+        return wrong_type(f"there is no field {key}{where}: {self.mends[word]}")
+
+    @property
+    def _send(self) -> str:
+        return f"send it to one of {', '.join(sorted(self.served))}"
+
+
+def set_in(given: Mapping[str, Any]) -> str | None:
+    """Where an item set stands in JSON of any kind, rightly or nearly; None where none does.
+
+    In a schema a property may be called item_set, and constants and examples may hold what they like.
+    """
+    looked, level = 0, [(given, "", False)]
+    for value, where, names in level:
+        if isinstance(value, str):
+            if (says := _says(value)) and EBNF_SET.search(value):
+                return where
+            if (says or "\\u" in value) and value.lstrip()[:1] in ("{", "["):
+                with contextlib.suppress(ValueError):
+                    level.append((json.loads(value), where, False))
+        elif isinstance(value, list):
+            level += [(one, f"{where}[{i}]", False) for i, one in enumerate(value[:LOOKED_AT])]
+        elif isinstance(value, dict):
+            for key, inner in itertools.islice(value.items(), LOOKED_AT):
+                there = f"{where}.{key:.60}" if where else f"{key:.60}"
+                schema = names and isinstance(inner, dict | bool)
+                if inner is not None and not schema and (means_set(key) or key == GUIDED or _brings(key, inner)):
+                    return there
+                if names or key not in NO_SCHEMAS:
+                    level.append((inner, there, key in NAMED and not names))
+        looked += len(value) if isinstance(value, list | dict) else 1
+        if looked > LOOKED_AT:
+            return "one of its fields" if _says(json.dumps(given, ensure_ascii=False)) else None
+    return None
+
+
+def _says(text: str) -> bool:
+    return says_set(text) or GUIDED in text or STRUCTURED[:-1] in text
+
+
+def _brings(key: str, value: Any) -> bool:
+    return chooses(value) and nearest(key, (STRUCTURED,)) is not None
+
+
+def chooses(structured: Any) -> bool:
+    """Whether a value of `structured_outputs` brings an inline list, rightly written or not."""
+    return isinstance(structured, dict) and any(
+        structured[key] is not None and nearest(key, (CHOICE, GUIDED))
+        for key in (*itertools.islice(structured, COMPARED), *structured.keys() & {CHOICE})
+    )
+
+
+def fields_of_route(scope: Mapping[str, Any], body: Any) -> Fields:
+    """The fields of a request's body, by the route that FastAPI has found for it.
+
+    A route that parses its body on its own, as /invocations does, declares none: it hands the body on to another, so
+    those count whose required fields are there.
+    """
+    if (annotation := _annotation(scope.get("route"))) is not None:
+        return fields_of_type(annotation)
+    each = [_annotation(route) for route in scope["app"].routes] if isinstance(body, dict) else []
+    models = [model for annotation in each for model in _models(annotation) if issubclass(model, BaseModel)]
+    return {
+        name: inner for model in models if _required(model) <= body.keys() for name, inner in _fields(model).items()
+    }
+
+
+def _annotation(route: Any) -> Any:
+    body = getattr(route, "body_field", None)
+    return None if body is None else body.field_info.annotation
+
+
+def fields_of_type(annotation: Any) -> Fields:
+    """The fields of objects of a type: of all of a union's; none if they are free, as a dict's are, or if they are
+    several in a list."""
+    return {name: inner for model in _models(annotation) for name, inner in _fields(model).items()}
+
+
+def _models(annotation: Any) -> Iterator[type]:
+    annotation = getattr(annotation, "__value__", annotation)  # of an alias
+    if isinstance(annotation, type) and typing.get_origin(annotation) is None:
+        if issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation) or _is_struct(annotation):
+            yield annotation
+    elif typing.get_origin(annotation) not in (list, dict, tuple, set, typing.Literal):
+        for one in typing.get_args(annotation):
+            yield from _models(one)
+
+
+def _is_struct(annotation: type) -> bool:
+    return hasattr(annotation, "__struct_fields__")
+
+
+def _required(model: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items() if field.is_required()}
+
+
+@functools.lru_cache(1024)
+def _fields(model: type) -> Fields:
+    if issubclass(model, BaseModel):
+        ends = model.__module__.startswith("xgrammar")  # a grammar, in which sets may stand, as in a dict
+        return {field.alias or name: None if ends else field.annotation for name, field in model.model_fields.items()}
+    types: Mapping[str, Any] = {}
+    with contextlib.suppress(NameError):  # of names that only type checkers import
+        types = typing.get_type_hints(model)
+    names = getattr(model, "__struct_fields__", None) or [field.name for field in dataclasses.fields(model)]  # type: ignore[arg-type]
+    return {name: types.get(name) for name in names}

@@ -1,0 +1,226 @@
+"""Wire format: how a request refers to its item sets on the way from front end to scheduler and workers, and back.
+
+Both engines carry it among a request's own parameters, under the key WIRE: vLLM in `extra_args`, where msgpack and
+pickle take the struct as it is; SGLang in `custom_params`, as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+WIRE = "item_set_wire"
+"""The key of an EngineRequest. Clients may not send it."""
+INLINE, VIEW, VERSION = "inline:", "view:", "version:"
+"""How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set or view; VIEW +
+digest + "@" + reference, of what a filter or keys leave of another."""
+
+Tokens = tuple[int, ...]
+
+
+class SetRef(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which set a request has.
+
+    index: the index file of an inline set, or what a selection has of its own; None if it is a registered set, or a
+    filter alone. filter: bits of the filter that the set is or stands on.
+    """
+
+    reference: str
+    index: bytes | None = None
+    filter: bytes | None = None
+
+
+class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A ranked list of `k` items by a beam of this width; or the draws of some races, k items and one beam each.
+
+    end_token: the token after each item. without_end: whether scores omit it. renormalised: whether scores are of the
+    distribution over the set. races: keys, see `Drawing.races`. temperature: of draws. placeholders: tokens after the
+    prompt, if a draft head makes the list; 0 for beams of the model.
+    """
+
+    k: int
+    width: int
+    end_token: int
+    without_end: bool = False
+    renormalised: bool = False
+    races: Tokens = ()
+    temperature: float = 1.0
+    placeholders: int = 0
+
+    @property
+    def scored_end(self) -> int | None:
+        """The end token that counts in the scores, if any does."""
+        return None if self.without_end else self.end_token
+
+    @property
+    def beams(self) -> int:
+        """Beams of the list, or of all races together."""
+        return self.width * max(1, len(self.races))
+
+
+class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The sets of a constraint with item sets in it.
+
+    grammar: `Constraint.spec()`. slate: of a slate that a device can make, the items after the first, and the token
+    between two.
+    """
+
+    grammar: str
+    sets: list[SetRef]
+    slate: tuple[int, int] | None = None
+
+
+class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request carries: a set, or a constraint with sets in it; and whether it is a list of its items.
+
+    weighed: whether its answer says its `set_weight`. place: where the set lies in vLLM's workers, the fields of
+    `masking.arena.Place`, from the engine core. slate: there, `HolesSpec.slate` of the set.
+    """
+
+    item_set: SetRef | None = None
+    ranked: ListSpec | None = None
+    holes: HolesSpec | None = None
+    weighed: bool = False
+    place: tuple[int, int, str, int, tuple[Tokens, ...]] | None = None
+    slate: tuple[int, int] | None = None
+
+    def but(self, **changes: Any) -> EngineRequest:
+        """Return the same with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
+
+    def json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def read(params: Mapping[str, Any] | None) -> EngineRequest | None:
+    """Return what a request's parameters carry, None if it has no item set."""
+    carried = (params or {}).get(WIRE)
+    if carried is None or isinstance(carried, EngineRequest):
+        return carried
+    if isinstance(carried, str):
+        return msgspec.json.decode(carried, type=EngineRequest)
+    return msgspec.convert(carried, EngineRequest)
+
+
+class NoList(Enum):
+    """Why an engine does not make a list, so that rounds of requests must: for which lists, and the metrics' label."""
+
+    scope: Literal["engine", "set", "request"]
+
+    NO_BLOCKS = "the KV cache has no blocks for beams", "engine"
+    NO_ROOM = "so many beams do not fit their blocks", "request"
+    TOO_DEEP = "the set has too many levels", "set"
+    TOO_LONG = "the set's tails are too long", "set"
+    TOO_LARGE = "the logits of a pass are too large", "set"
+    HOST_PATH = "the request took the host path", "request"
+    NOT_HERE = "this engine makes no lists", "engine"
+    TOO_MANY_ROWS = "too large for one request", "set"
+    NO_ROOM_NOW = "no room for one request", "request"
+
+    def __new__(cls, label: str, scope: Literal["engine", "set", "request"]) -> NoList:
+        self = object.__new__(cls)
+        self._value_, self.scope = label, scope
+        return self
+
+
+REASONS = tuple(NoList)
+"""In vLLM a worker's table is of one number, the place of its reason here."""
+GRAPHS = ("FULL", "PIECEWISE", "NONE")
+"""vLLM's names of how a pass runs; the third is without a CUDA graph."""
+HEAD = 3 + len(GRAPHS) + 1
+"""Numbers of a table's first row: see `ListResult.of_table`."""
+
+
+class ListResult(msgspec.Struct, omit_defaults=True):
+    """A list, or the draws of some races, that an engine has made; or the reason why it has not.
+
+    items: of the list or of each race, tokens without the end token and scores, best first. proven: whether the list
+    is proven, or all draws are decided. passes, rounds: what it took. reason: None if it was made. detail: what the
+    log says of the reason. graphs: vLLM's passes by GRAPHS. beams: that have room in a vLLM worker.
+    """
+
+    items: list[list[tuple[Tokens, float]]] = []
+    proven: bool = False
+    passes: int = 0
+    rounds: int = 0
+    reason: NoList | None = None
+    detail: str = ""
+    graphs: tuple[int, ...] = ()
+    beams: int | None = None
+
+    @classmethod
+    def of_table(cls, table: NDArray[np.float64] | None, races: int = 1) -> ListResult:
+        """Read a vLLM worker's table, [1 + items, 2 + longest or HEAD] float64; None if the request took the host path.
+
+        Its first row: 1 if proven, passes, rounds, passes by GRAPHS, beams that have room. Those of GRAPHS that lists
+        share count for the first of them. Then a row an item, race after race: its score, how many tokens it has, and
+        these; -inf if there are no more, or the draw is undecided. A list that is not made: one number, of REASONS.
+        """
+        if table is None or table.shape[1] == 1:
+            return cls(reason=NoList.HOST_PATH if table is None else REASONS[int(table[0, 0])])
+        proven, passes, rounds = table[0, :3].astype(int).tolist()
+        of_worker: dict[str, Any] = {}
+        if table.shape[1] >= HEAD:
+            *graphs, beams = table[0, 3:HEAD].astype(int).tolist()
+            of_worker = {"graphs": tuple(graphs), "beams": beams}
+        items = [list(_items(rows)) for rows in np.split(table[1:], max(1, races))]
+        return cls(items, bool(proven), passes, rounds, **of_worker)
+
+
+class ListTotals(msgspec.Struct, frozen=True):
+    """What SGLang's scheduler sends of a list beside its items, in the reason why the first of them ended.
+
+    found: how many items the list has, or each race. The rest is as for ListResult.
+    """
+
+    proven: bool
+    passes: int
+    rounds: int
+    found: list[int]
+
+
+def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
+    rows = rows[np.isfinite(rows[:, 0])]
+    for score, (length, *tokens) in zip(rows[:, 0].tolist(), rows[:, 1:].astype(np.int64).tolist(), strict=True):
+        yield tuple(tokens[:length]), score
+
+
+def version_reference(version: str, name: str) -> str:
+    """Return the reference of a version of a registered set or view."""
+    return f"{VERSION}{version}@{name}"
+
+
+def part_reference(digest: str, of: str) -> str:
+    """Return the reference of what a selection leaves of another."""
+    return f"{VIEW}{digest}@{of}"
+
+
+def part_of(reference: str) -> str:
+    """Return the reference of what a selection was made of; the empty one of anything else."""
+    return reference.partition("@")[2] if reference.startswith(VIEW) else ""
+
+
+def whole_of(reference: str) -> str:
+    """Return the reference of the registered set of which this is a part; its own if it is none."""
+    while above := part_of(reference):
+        reference = above
+    return reference
+
+
+def version_of(reference: str) -> tuple[str, str]:
+    """Return the version, empty if the reference says none, and the name of the registered set of a reference."""
+    whole = whole_of(reference)
+    if not whole.startswith(VERSION):
+        return "", whole
+    version, _, name = whole.removeprefix(VERSION).partition("@")
+    return version, name
+
+
+def name_of(reference: str) -> str:
+    """Return the name of the registered set of a reference; an inline set's reference as it is."""
+    return version_of(reference)[1]

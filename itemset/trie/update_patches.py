@@ -86,7 +86,7 @@ def _find(tables, terminal_rank, limits, tokens, offsets, sources, per_level):  
         changed = False
         while True:
             number, length = _next_item(tables, terminal_rank, levels, longest, edge, end, path, at)
-            if length < 0:
+            if length < 0 or row + changes - change >= most:  # no trie: of one, there is room
                 return nothing
             order = np.int64(0)
             while change < changes:

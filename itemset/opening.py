@@ -42,8 +42,8 @@ def verify(
     """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
 
     It is mapped once. Two other threads read it, for the checksums and for the digest, while this one walks the tables.
-    name: what errors call it; its path by default. progress: told of bytes that one of the three has read, and how many
-    they read together; called by all of them. Raises ItemSetError at the first fault.
+    name: for errors; its path by default. progress: called by all three with the bytes that it has read, and how many
+    they read together. Raises ItemSetError at the first fault.
     """
     name = name or str(path)
     header, arrays = index_file.read(path, name)
@@ -80,15 +80,8 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
         sections = {field: arrays[field] for field in SECTIONS}
         far_block = far_block_of(sections["targets"], sections["tail_base"], header.tail_tokens)
         tables = Tables(**sections, alive=NONE, dead=NONE, token_bits=header.token_bits, far_block=far_block)
-        trie = Trie(
-            tables,
-            header.items,
-            header.shortest,
-            header.longest,
-            header.level_nodes,
-            header.level_edges,
-            header.tail_tokens,
-        )
+        extent = header.items, header.shortest, header.longest
+        trie = Trie(tables, *extent, header.level_nodes, header.level_edges, header.tail_tokens)
         check_shapes(trie)
         keys = Keys.from_sections(arrays, trie.items)
     except KeyError as missing:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec.structs import asdict, astuple, replace
+from msgspec.structs import replace
 
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
@@ -39,33 +39,29 @@ POINTER = "current.json"
 FORMAT = 1  # of the pointer
 POINTER_BYTES = 1 << 23  # that are read of it: KEEP_MOST versions have fewer
 _INCOMING = "incoming"  # the copy that is being made: there is one at a time
+_NO_FOLDER = Path()
 _FILE = re.compile(r"([0-9a-f]{32})\.itemset")
 
 PathLike = str | os.PathLike[str]
 Opened = TypeVar("Opened")
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """A version, as the pointer has it."""
-
-    name: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    sequence: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-    published: Annotated[datetime, msgspec.Meta(tz=True)]
-    items: Annotated[int, msgspec.Meta(ge=1)]
-    bytes: Annotated[int, msgspec.Meta(ge=1)]
-
-
-class Version(_Entry, frozen=True):
+class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     """One version of a published set.
 
     name: 32 hex digits, a hash of all that is in the file: `index_file.version`, and an answer's `item_set_version`.
     sequence: grows by one whenever another version becomes current. A version that becomes current again gets a new
         one, so no two states of a folder have the same.
     published: when its index was published last, UTC. Only to be shown.
-    items: in the set. bytes: of the file. folder: as it was given.
+    items: in the set. bytes: of the file. folder: as it was given; the pointer does not have it.
     """
 
-    folder: Path
+    name: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    sequence: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+    published: Annotated[datetime, msgspec.Meta(tz=True)]
+    items: Annotated[int, msgspec.Meta(ge=1)]
+    bytes: Annotated[int, msgspec.Meta(ge=1)]
+    folder: Path = _NO_FOLDER
 
     @property
     def path(self) -> Path:
@@ -77,7 +73,7 @@ class _Pointer(msgspec.Struct, frozen=True):
     """The pointer file. versions: the current one first, sequence numbers descending."""
 
     format: int
-    versions: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
+    versions: Annotated[list[Version], msgspec.Meta(min_length=1)]
 
 
 def publish(
@@ -140,13 +136,13 @@ def rollback(folder: PathLike, version: str | None = None) -> Version:
 
 
 def versions(folder: PathLike) -> list[Version]:
-    """Return the versions that the folder keeps, the current one first, then by when they were current last.
+    """Return the versions in the folder, the current one first, then by when they were current last.
 
     Raises ItemSetError if there is no pointer, or if it is damaged.
     """
     folder = Path(folder)
-    if found := _versions(folder):
-        return found
+    if in_pointer := _versions(folder):
+        return in_pointer
     raise ItemSetError(
         f"{folder} is no published set, it has no file {POINTER}: publish an index there, "
         f"`itemset publish FILE {folder}`"
@@ -238,7 +234,7 @@ def _versions(folder: Path) -> list[Version]:
         if isinstance(error, ItemSetError):
             raise
         raise ItemSetError(f"{path} is damaged ({error}): delete it, and publish an index again") from error
-    return [Version(**asdict(entry), folder=folder) for entry in pointer.versions]
+    return [replace(version, folder=folder) for version in pointer.versions]
 
 
 def _read(path: Path) -> bytes:
@@ -262,11 +258,11 @@ def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version
         if len(known) == 1:
             raise ItemSetError(f"{folder} has one version, there is none to go back to: publish another index")
         return known[1]
-    found = [version for version in known if version.name.startswith(name.lower())]
-    if len(found) != 1:
-        what = f"{len(found)} versions whose names begin with" if found else "no version"
+    matching = [version for version in known if version.name.startswith(name.lower())]
+    if len(matching) != 1:
+        what = f"{len(matching)} versions whose names begin with" if matching else "no version"
         raise ItemSetError(f"{folder} has {what} {name!r}: choose one of {', '.join(one.name for one in known)}")
-    return found[0]
+    return matching[0]
 
 
 def _sound(path: Path, name: str) -> bool:
@@ -298,8 +294,8 @@ def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object])
 
 def _point(folder: Path, after: Sequence[Version]) -> None:
     """Replace the pointer at once."""
-    entries = [_Entry(*astuple(version)[:-1]) for version in after]
-    encoded = msgspec.json.format(msgspec.json.encode(_Pointer(FORMAT, entries)))
+    pointer = _Pointer(FORMAT, [replace(version, folder=_NO_FOLDER) for version in after])
+    encoded = msgspec.json.format(msgspec.json.encode(pointer))
     temporary = folder / f"{POINTER}.new"
     with incomplete(temporary, 0o666) as descriptor:
         with open(descriptor, "wb", closefd=False) as file:

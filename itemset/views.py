@@ -1,4 +1,4 @@
-"""Views: a set of which a request may have only some items, over the same tables."""
+"""Views: a set without some of its items, over the same tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import compress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,17 +21,17 @@ from itemset.trie.filters import leaves, passing
 from itemset.trie.key_index import KeyIndex
 from itemset.trie.keys import Keys, in_item_order
 from itemset.trie.numbering import items_at
-from itemset.trie.rows import Rows
+from itemset.trie.rows import Rows, as_rows
 from itemset.trie.view import bits_of, dead_of, takes
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
 
 
 class View(ItemSet):
-    """A set without the items that a filter or a list has left out. The others keep their numbers.
+    """A set without the items that a filter or a list omits. The others keep their numbers.
 
-    base: the set, or the view, whose tables these are. own: what this one has in place of them: `alive`, `terminal`
-    and `dead` of `trie.tables.Tables`, or some of these. shortest, longest, level_plan and token_ids are the base's.
+    base: the set, or the view, whose tables these are. own: the arrays that replace some of them: `alive`, `terminal`
+    and `dead` of `trie.tables.Tables`. shortest, longest, level_plan and token_ids are the base's.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class View(ItemSet):
 
     @property
     def digest(self) -> str:
-        """Hex digest of the base's tables and of what the view has of its own."""
+        """Hex digest of the base's tables and of the view's own arrays."""
         if self._digest is None:
             digest = hashlib.blake2b((self.base or self).digest.encode(), digest_size=16)
             for name, array in self.own.items():
@@ -66,25 +67,26 @@ class View(ItemSet):
 
     @property
     def attributes(self) -> pa.Table:
-        """Those of the whole set, a row for each of `keys`, also for keys that are left out."""
+        """Those of the whole set, a row for each of `keys`, omitted ones included."""
         return self.whole.attributes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what the view has of its own."""
+        """Bytes of the view's own arrays."""
         return sum(array.nbytes for array in self.own.values())
 
     def items(self) -> list[list[int]]:
-        """Return the tokens of every item that is left, in the set's own order."""
+        """Return the tokens of each of its items, in the set's own order."""
         items = self.whole.items()
-        taken = takes(self.trie.tables, *_flat(items))
-        return [item for item, taken_here in zip(items, taken.tolist(), strict=True) if taken_here]
+        rows = as_rows(items)
+        taken = takes(self.trie.tables, rows.tokens, rows.offsets)
+        return list(compress(items, taken.tolist()))
 
     def save(self, path: str | os.PathLike[str]) -> NoReturn:
         raise ItemSetError("a view cannot be saved: save the set itself, and filter it again")
 
     def to_bytes(self) -> bytes:
-        """Return what this view has of its own, for `view_from_bytes`."""
+        """Return the view's own arrays, for `view_from_bytes`."""
         return index_file.to_bytes(self._header(), dict(self.own))
 
     def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
@@ -112,8 +114,8 @@ class _Passing(Keys):
         return self._test(places)
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
-        found = [keys[0] for keys in self.every(numbers)]
-        return np.array(found, np.int64) if pa.types.is_integer(self.values.type) else [str(key) for key in found]
+        keys = [keys[0] for keys in self.every(numbers)]
+        return np.array(keys, np.int64) if pa.types.is_integer(self.values.type) else [str(key) for key in keys]
 
     def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
         places, _ = in_item_order(numbers, self.starts)
@@ -121,12 +123,12 @@ class _Passing(Keys):
         return [[key for key in keys if next(each)] for keys in super().every(numbers)]
 
     def numbers_of(self, wanted: KeyList) -> NDArray[np.int64]:
-        found = []
+        first = []
         for key in wanted:
             if not len(places := self.places_of([key])):  # type: ignore[arg-type]
                 raise ItemSetError(f"no item of the view has the key {key!r}")
-            found.append(int(places[0]))
-        return self.owners(np.array(found, np.int64))
+            first.append(int(places[0]))
+        return self.owners(np.array(first, np.int64))
 
     def places_of(self, wanted: KeyList) -> NDArray[np.int64]:
         places = super().places_of(wanted)
@@ -190,8 +192,8 @@ def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = 
     packed = np.packbits(passes, bitorder="little")
 
     def test(places: NDArray[Any]) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = packed[places >> 3] >> (places & 7).astype(np.uint8) & 1 != 0
-        return found
+        bits: NDArray[np.bool_] = packed[places >> 3] >> (places & 7).astype(np.uint8) & 1 != 0
+        return bits
 
     keys = _Passing(whole._keys, test, packed.nbytes)
     return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
@@ -215,7 +217,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     if len(numbers) >= len(base):
         raise _nothing_left(f"exclude_keys leaves 0 of the {len(base):,} items")
     before = base._keys.passes
-    keys = _Passing(base._keys, lambda asked: before(asked) & ~np.isin(asked, places), places.nbytes)
+    keys = _Passing(base._keys, lambda others: before(others) & ~np.isin(others, places), places.nbytes)
     whole = base.whole
     dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)
     below = base.base if base.base is not None and base.own.keys() == {"dead"} else base
@@ -233,14 +235,8 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
 
 
 def _leaves(item_filter: Mapping[str, Any], base: ItemSet) -> str:
-    rows = base.attributes
-    return leaves(item_filter, rows.filter(pa.array(base._keys.passes(np.arange(len(rows))))))
+    return leaves(item_filter, base.attributes.filter(pa.array(base._keys.passes(np.arange(len(base.keys))))))
 
 
 def _nothing_left(why: str) -> ItemSetError:
     return ItemSetError(f"no item is left: {why}. Relax the filter, or exclude fewer keys")
-
-
-def _flat(items: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(item) for item in items])))
-    return np.array([token for item in items for token in item], np.int64), offsets

@@ -1,4 +1,4 @@
-"""What SGLang's processes count for `/metrics`, which shows it with --enable-metrics. Each writes its own share.
+"""Metrics of SGLang's processes, for `/metrics` with --enable-metrics. Each writes its own share.
 
 Import it where an engine has started: see `itemset.serving.metrics`.
 """
@@ -25,18 +25,18 @@ def count_rounds(scope: str, reason: str, *, draws: bool) -> None:
 
 
 def count_answer(
-    called: str, expected: Any, tokens: Sequence[int], told: dict[str, Any], *, stopped: bool
+    called: str, expected: Any, tokens: Sequence[int], fields: dict[str, Any], *, stopped: bool
 ) -> str | None:
     """Do `metrics.count_answer`, and count the item and what it was forced to. called: the label of its set."""
-    if stopped and told.get("item") is not None:
+    if stopped and fields.get("item") is not None:
         FIGURES.answered.labels(called).inc()
         content = tokens if expected.content is None else expected.content(tokens)
         FIGURES.forced.labels(called).inc(forced_tokens(expected.item_set, content))
-    return metrics.count_answer(expected, tokens, told, stopped=stopped)
+    return metrics.count_answer(expected, tokens, fields, stopped=stopped)
 
 
 class SchedulerFigures:
-    """What a scheduler counts, one of all its tensor-parallel ranks."""
+    """Counts of a scheduler, kept by one of its tensor-parallel ranks."""
 
     def __init__(self, plan: Plan | None, *, counted: bool) -> None:
         """plan: of the arena; None on the host path. counted: False if another rank counts."""
@@ -48,7 +48,7 @@ class SchedulerFigures:
         self.memory()
 
     def memory(self) -> None:
-        """Tell how much of the arena is in use."""
+        """Set how much of the arena is in use."""
         if self._counted:
             FIGURES.arena_used.set(self._plan.used if self._plan else 0)
 

@@ -1,4 +1,4 @@
-"""What vLLM's engine core counts, and how its front end brings that into vLLM's own /metrics."""
+"""Metrics of vLLM's engine core, which its front end adds to vLLM's own /metrics."""
 
 from __future__ import annotations
 
@@ -38,11 +38,8 @@ async def refresh(app: Any) -> None:
     with contextlib.suppress(Exception):
         ask = app.state.engine_client.engine_core.call_utility_async(ENGINE_METHOD)
         figures = await asyncio.wait_for(ask, PATIENCE)
-        for name, count in figures["answered"].items():
-            SHOWN.answered.labels(name).set(count)
-        for name, count in figures["forced"].items():
-            SHOWN.forced.labels(name).set(count)
-        for path, count in figures["by_path"].items():
-            SHOWN.by_path.labels(path).set(count)
+        for name in ("answered", "forced", "by_path"):
+            for label, count in figures[name].items():
+                getattr(SHOWN, name).labels(label).set(count)
         SHOWN.arena.set(figures["arena"]["bytes"])
         SHOWN.arena_used.set(figures["arena"]["used"])

@@ -15,7 +15,7 @@ from itemset.serving import lists
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError, name_of, where
 from itemset.serving.chosen import Chosen
 from itemset.serving.compiling import compile_all
-from itemset.serving.config import StaticConfig, Words
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
 from itemset.serving.startup import opening, seconds
@@ -60,11 +60,8 @@ class Checks:
             config,
             self._tokenizer,
             words,
-            vocab_size=vocab_size,
-            context=context,
-            reserved=reserved,
-            end_tokens=end_tokens,
-            on_encoded=on_encoded,
+            ModelLimits(vocab_size, context, reserved, end_tokens),
+            on_encoded,
         )
         self._chosen = Chosen(self.catalogue, config, words)
         self._model_print = ""

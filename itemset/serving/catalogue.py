@@ -1,4 +1,4 @@
-"""The item sets one process knows: the registered ones by name, the inline ones by what they hold."""
+"""The item sets of a process: registered ones by name, inline ones and parts of sets by a digest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: doc
 
 
 class RefusedError(ItemSetError):
-    """One request cannot be served as it is.
-
-    reason: a few words for the metrics, the same for all like it. param: the field at fault, None if that is its set.
-    """
+    """One request cannot be served as it is. reason: its label in the metrics. param: the field at fault, None if that
+    is its set."""
 
     def __init__(self, reason: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -41,12 +39,10 @@ class RefusedError(ItemSetError):
 
 @dataclass(frozen=True, eq=False)
 class InlineSet:
-    """A set that came with its request: as texts, or as what is left of a registered set. In the request it then stands
-    in their place.
+    """A set that came with its request, in whose place it then stands: texts, or a part of a registered set.
 
-    reference: what the request carries through the engine. index: its index file in memory, or what a view has of its
-    own. item_set: opened over these same bytes, so that they are there once. nbytes: what all of it takes in this
-    process. filter: the one that a request's exclusions stand on.
+    reference: what the request carries through the engine. index: its index file, or a view's own arrays. item_set:
+    opened over these same bytes. nbytes: of all of it in this process. filter: the one that exclusions stand on.
     """
 
     reference: str
@@ -62,8 +58,8 @@ class InlineSet:
         """base: the set or the view of which it is a part. token_ids: find them now, in a process that asks what occurs
         in the set. more: fields. Raises ItemSetError as `from_bytes` does."""
         item_set = from_bytes(index, reference) if base is None else view_from_bytes(base, index, reference)
-        found = item_set.token_ids.nbytes if token_ids else 0
-        return cls(reference, index, item_set, len(index) + found + OVERHEAD, **more)
+        nbytes = len(index) + OVERHEAD + (item_set.token_ids.nbytes if token_ids else 0)
+        return cls(reference, index, item_set, nbytes, **more)
 
     @classmethod
     def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> InlineSet:
@@ -86,46 +82,43 @@ class InlineSet:
 class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
-    A reference is the name of a registered set or view; INLINE and a digest for texts that came with a request; or
-    VIEW, a digest, @ and the reference of what it is a part of: a registered one, or a filter of one. What came with
-    requests is kept until newer sets need the room, and known for as long as anybody holds it.
+    A reference is the name of a registered set or view, or its version (`versions.VERSION`); INLINE and a digest for
+    texts; or VIEW, a digest, @ and the reference of what it is a part of: a registered set, or a filter of one. What
+    came with requests is cached until newer sets need the room, and known for as long as anybody holds it.
     """
 
     def __init__(self, config: StaticConfig) -> None:
-        """Open every registered set, from the private copy that `held.open_copy` makes; raises ItemSetError as it does,
-        and as `published.current` does.
-
-        Where the configuration names no versions, this is the process that starts the engine.
-        """
+        """Open every registered set from its private copy. Raises ItemSetError as `held.open_copy` and
+        `published.current` do."""
         self._config, self.versions = config, Versions(config)
         self._files = {name for name in config.item_sets if not os.path.isdir(where(config, name))}
         for name, (version, path) in at_start(config).items():
             self.versions.serve(self.versions.open(name, version, path))
         _check_bases(config, self.registered)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
-        self._inline_bytes = 0
+        self.inline_bytes = 0
+        """Bytes of what came with requests and is cached."""
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def __getitem__(self, reference: str) -> ItemSet:
         """Raises RefusedError for a reference that is not known."""
-        item_set = self.get(reference)
-        if item_set is not None:
-            return item_set
-        raise self.unknown(reference)
+        if (item_set := self.get(reference)) is None:
+            raise self.unknown(reference)
+        return item_set
 
     def get(self, reference: str) -> ItemSet | None:
-        kept = self.inline(reference)
-        return kept.item_set if kept else self.versions.get(reference)
+        inline = self.inline(reference)
+        return inline.item_set if inline else self.versions.get(reference)
 
     def known(self, reference: str) -> ItemSet | None:
-        """Do `get`, but open nothing."""
-        kept = self.inline(reference)
-        return kept.item_set if kept else self.versions.known(reference)
+        """Return what `get` returns, but open nothing."""
+        inline = self.inline(reference)
+        return inline.item_set if inline else self.versions.known(reference)
 
     @property
     def registered(self) -> Mapping[str, ItemSet]:
-        """What requests get for each name, a set or a view: another mapping whenever that changes."""
+        """The current sets and views by name: another mapping whenever that changes."""
         return self.versions.registered
 
     def reference(self, name: str) -> str:
@@ -135,39 +128,28 @@ class Catalogue:
         return opened.reference(name)
 
     def told(self, reference: str) -> dict[str, str]:
-        """Return what an answer says of its set: of one that is followed, its version."""
+        """Return an answer's fields about its set: the version, if it is followed."""
         version, _, name = whole_of(reference).removeprefix(VERSION).partition("@")
         return {"item_set_version": version} if name and self.follows(self.versions.of(name)) else {}
 
     def follows(self, name: str) -> bool:
-        """Return whether this set may change: it is a published one, and no file."""
+        """Return whether this is a published set, which may change, and no file."""
         return name not in self._files
 
     def serve(self, opened: Opened) -> list[str]:
-        """Requests that name this set, or a view of it, get this version from now on.
-
-        What requests had of versions that are closed by it is forgotten. Returns these versions.
-        """
-        closed = self.versions.serve(opened)
-        self._forget(closed)
-        return closed
+        """Do `Versions.serve`, and forget the cached parts of the versions that it returns."""
+        return self._forget(self.versions.serve(opened))
 
     def drop(self, name: str) -> list[str]:
-        """No request gets this set from now on. Does and returns what `serve` does."""
-        closed = self.versions.drop(name)
-        self._forget(closed)
-        return closed
+        """Do `Versions.drop`, and forget the cached parts of the versions that it returns."""
+        return self._forget(self.versions.drop(name))
 
-    def _forget(self, closed: Iterable[str]) -> None:
+    def _forget(self, versions: list[str]) -> list[str]:
         with self._lock:
-            for version in closed:
+            for version in versions:
                 for reference in [one for one in self._inline if f"@{VERSION}{version}@" in one]:
-                    self._inline_bytes -= self._inline.pop(reference).nbytes
-
-    @property
-    def inline_bytes(self) -> int:
-        """Bytes of what came with requests and is kept."""
-        return self._inline_bytes
+                    self.inline_bytes -= self._inline.pop(reference).nbytes
+        return versions
 
     def headroom(self) -> int:
         """Bytes of an arena for a next version of a followed set beside the present one."""
@@ -176,16 +158,16 @@ class Catalogue:
         return max((one.nbytes for one in self.versions.serving if self.follows(one.name)), default=0)
 
     def inline(self, reference: str) -> InlineSet | None:
-        """An inline set, if it is still here."""
+        """Return what came with a request, None if it is no longer here."""
         with self._lock:
             if reference in self._inline:
                 self._inline.move_to_end(reference)
             return self._held.get(reference)
 
     def keep(self, inline_set: InlineSet) -> InlineSet:
-        """Keep an inline set; the least recently used ones go if room is short. Returns it, or the equal one kept.
+        """Cache an inline set, in place of the least recently used ones if room is short. Return it, or its equal here.
 
-        A part of a version that is closed by now is known for as long as somebody holds it, and no longer.
+        A part of a version that is closed by now is not cached, but known for as long as somebody holds it.
         """
         with self._lock:
             if inline_set.reference in self._inline:
@@ -194,25 +176,23 @@ class Catalogue:
             if self.versions.is_closed(whole_of(inline_set.reference)):
                 return inline_set
             self._inline[inline_set.reference] = inline_set
-            self._inline_bytes += inline_set.nbytes
-            while self._inline_bytes > self._config.inline_set_host_memory and len(self._inline) > 1:
-                _, dropped = self._inline.popitem(last=False)
-                self._inline_bytes -= dropped.nbytes
+            self.inline_bytes += inline_set.nbytes
+            while self.inline_bytes > self._config.inline_set_host_memory and len(self._inline) > 1:
+                self.inline_bytes -= self._inline.popitem(last=False)[1].nbytes
             return inline_set
 
     def unknown(self, reference: str) -> RefusedError:
-        """What to say of a name that no registered set has. Its work does not grow with the name."""
-        return RefusedError("unknown set", f"no item set is called {shown(reference)}: {self._known(reference)}")
-
-    def _known(self, reference: str) -> str:
-        if not self.registered:
-            return "this server has none, start it with --item-set NAME=FILE"
+        """Return the error for a name that no registered set has. Its work does not grow with the name."""
         names = sorted(self.registered)
         # A comparison takes its time, and a name of twice the length is not alike.
-        alike = difflib.get_close_matches(reference[: 2 * max(map(len, names))], names, 1)
+        alike = difflib.get_close_matches(reference[: 2 * max(map(len, names), default=0)], names, 1)
         if alike:
-            return f"did you mean {alike[0]!r}?"
-        return "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+            hint = f"did you mean {alike[0]!r}?"
+        elif names:
+            hint = "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        else:
+            hint = "this server has none, start it with --item-set NAME=FILE"
+        return RefusedError("unknown set", f"no item set is called {shown(reference)}: {hint}")
 
 
 def where(config: StaticConfig, name: str) -> Path | str:
@@ -222,7 +202,7 @@ def where(config: StaticConfig, name: str) -> Path | str:
 
 
 def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path | str]]:
-    """Return the sets that a process begins with: their versions, None for that of the file, and their files.
+    """Return the version and the file of each set that a process begins with; None for the file's own version.
 
     Raises ItemSetError as `published.current` does.
     """
@@ -231,24 +211,22 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path | str]]:
         in_folder = {*versions}
     elif config.item_set_dir is not None:
         in_folder = published.sets_in(config.item_set_dir)
-    found: dict[str, tuple[str | None, Path | str]] = {}
+    sets: dict[str, tuple[str | None, Path | str]] = {}
     for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys() - config.item_views.keys())):
         path, version = where(config, name), versions[name] if versions is not None else None
-        if version is None and os.path.isdir(path):
+        if os.path.isdir(path) or (version is not None and name not in config.item_sets):
             try:
-                current = published.current(path)
-                version, path = current.name, current.path
+                version = version or published.current(path).name
             except ItemSetError as error:
                 raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
-        elif version is not None and (os.path.isdir(path) or name not in config.item_sets):
             path = published.file_of(path, version)
-        found[name] = version, path
-    return found
+        sets[name] = version, path
+    return sets
 
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugin's options with the versions of their sets, unless they have them: the first process decides for all,
-    which so open the same, whatever happens to the files meanwhile.
+    """Return the plugin's options with the versions of their sets. The process that starts an engine calls it, so that
+    all open the same versions, whatever happens to the files meanwhile.
 
     Views are not made. Raises ItemSetError as `StaticConfig.of` does, for a set that cannot be opened, and for a view
     of none or whose query does not go with its set's attributes.
@@ -258,7 +236,7 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)
     versions = Versions(config)
     with opening():
-        opened = [versions.open(name, *found, make_views=False) for name, found in at_start(config).items()]
+        opened = [versions.open(name, *file, make_views=False) for name, file in at_start(config).items()]
     _check_bases(config, {name for one in opened for name in one.sets})
     if opened:
         delete_unused(config.item_set_cache)
@@ -266,19 +244,19 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_of(reference: str) -> str:
-    """Return the reference of what a part was made of; of what is no part, the empty one."""
+    """Return the reference of what a part was made of, "" if it is no part."""
     return reference.partition("@")[2] if reference.startswith(VIEW) else ""
 
 
 def whole_of(reference: str) -> str:
-    """Return the reference of the registered set of which something is a part; of what is no part, its own."""
+    """Return the reference of the registered set that a part belongs to; another reference as it is."""
     while above := part_of(reference):
         reference = above
     return reference
 
 
 def name_of(reference: str) -> str:
-    """Return the registered set's name in the reference of what is left of it; another reference as it is."""
+    """Return the name of the registered set in a reference; an inline set's as it is."""
     whole = whole_of(reference)
     return whole.partition("@")[2] if whole.startswith(VERSION) else whole
 

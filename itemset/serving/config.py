@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,11 +18,13 @@ Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]
 _Beams = Annotated[int, Meta(ge=0)]
+_SET = "--item-set films=films.itemset"
+_VIEW = """--item-view fresh='films: {"year": {"$gte": 2020}}'"""
 
 
 @dataclass(frozen=True)
 class Words:
-    """What an engine calls things, for the sentences that its users read.
+    """An engine's own terms, for messages to its users.
 
     context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
     output. options: where the plugin's options stand.
@@ -35,8 +37,19 @@ class Words:
     options: str
 
     def option(self, name: str) -> str:
-        """How to set an option that is a number."""
+        """Return how to set an option that is a number."""
         return f'{{"{name}": N}} in {self.options}'
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What items must keep to. vocab_size: their token ids are below. context: tokens of prompt and output together, of
+    which the engine keeps `reserved`. end_tokens: those at which the model ends an answer."""
+
+    vocab_size: int
+    context: int
+    reserved: int
+    end_tokens: Collection[int]
 
 
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,18 +113,16 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
         for key in options:
             if str(key).startswith(("item_", "inline_", "ranked_", "forced_")) and key not in ours:
                 raise ItemSetError(f"there is no option {key!r}: the plugin's options are {', '.join(ours)}")
-        found = {"item_sets": {}, **{key: options[key] for key in ours if key in options}}
-        found["item_sets"] = _by_name(found["item_sets"], "item_sets", "FILE", "--item-set films=films.itemset")
-        if "item_views" in found:
-            example = """--item-view fresh='films: {"year": {"$gte": 2020}}'"""
-            found["item_views"] = _by_name(found["item_views"], "item_views", "SET: {...}", example)
-        for key, value in found.items():
+        values = {key: options[key] for key in ours if key in options}
+        for key, what, example in (("item_sets", "FILE", _SET), ("item_views", "SET: {...}", _VIEW)):
+            values[key] = _by_name(values.get(key, {}), key, what, example)
+        for key, value in values.items():
             try:
                 msgspec.convert(value, ours[key])
             except msgspec.ValidationError as error:
                 what = get_args(ours[key])[1].description
                 raise ItemSetError(f"{key} must be {what}, not {value!r:.200}") from error
-        config = cls(**found)
+        config = cls(**values)
         if twice := config.item_sets.keys() & config.item_views.keys():
             raise ItemSetError(f"{min(twice)!r} is the name of an item set and of an item view: rename one")
         _ = config.views  # raises
@@ -120,29 +131,25 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def views(self) -> dict[str, tuple[str, dict[str, Any]]]:
         """The set and the query of each item view, by its name. Raises ItemSetError for one that is malformed."""
-        return {name: _parted(name, given) for name, given in self.item_views.items()}
-
-
-def _parted(name: str, given: str) -> tuple[str, dict[str, Any]]:
-    base, _, query = given.partition(":")
-    try:
-        return base.strip(), msgspec.json.decode(query, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        example = """--item-view fresh='films: {"year": {"$gte": 2020}}'"""
-        raise ItemSetError(
-            f"the item view {name!r} must be the name of a set, a colon and a filter in JSON, such as {example}; got "
-            f"{given!r:.200} ({error})"
-        ) from error
+        views = {}
+        for name, given in self.item_views.items():
+            base, _, query = given.partition(":")
+            try:
+                views[name] = base.strip(), msgspec.json.decode(query, type=dict[str, Any])
+            except msgspec.MsgspecError as error:
+                raise ItemSetError(
+                    f"the item view {name!r} must be the name of a set, a colon and a filter in JSON, such as {_VIEW}; "
+                    f"got {given!r:.200} ({error})"
+                ) from error
+        return views
 
 
 def _by_name(given: Any, option: str, what: str, example: str) -> dict[str, str]:
-    pairs: list[tuple[Any, ...]]
+    pairs: list[tuple[Any, ...]] = [()]
     if isinstance(given, Mapping):
         pairs = list(given.items())
     elif isinstance(given, Sequence) and not isinstance(given, str):
         pairs = [tuple(str(entry).split("=", 1)) for entry in given]
-    else:
-        pairs = [()]
     named: dict[str, str] = {}
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):

@@ -1,4 +1,4 @@
-"""Encoding what requests bring, on a thread of its own: each list once, in slices that take turns, while awaited."""
+"""Background thread that encodes inline sets: equal lists once, in slices that take turns, until nobody waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Steps = Generator[int, None, InlineSet]
 
 @dataclass(eq=False)
 class _List:
-    """A list that is waited for. left: what it still costs. turn: the number of the last slice that was its own."""
+    """A list that requests wait for. left: its cost still to come. turn: number of its last slice."""
 
     reference: str
     steps: Steps
@@ -44,7 +44,7 @@ class Encoder:
         self._lock = threading.Lock()
 
     def ask(self, reference: str, cost: int, steps: Callable[[], Steps]) -> Future[InlineSet]:
-        """The set of a list, in time. Cancel the future to say that nobody waits for it any more.
+        """Return the future set of a list. Cancel the future if nobody waits for it any more.
 
         cost: of all slices together. steps: makes the list's work, unless the set is known or is being made.
         """
@@ -74,7 +74,7 @@ class Encoder:
                     future.set_exception(error)
 
     def _next(self) -> _List | None:
-        """The list whose turn it is. None, and the thread ends, if none is waited for."""
+        """Return the list whose turn it is. None, and the thread ends, if no request waits."""
         with self._lock:
             for one in list(self._lists.values()):
                 if all(future.cancelled() for future in one.waiting):
@@ -84,13 +84,12 @@ class Encoder:
                 self._thread = None
                 return None
             self._turns += 1
-            by = "left" if self._turns % 3 else "turn"
-            one = min(self._lists.values(), key=attrgetter(by))
+            one = min(self._lists.values(), key=attrgetter("left" if self._turns % 3 else "turn"))
             one.turn = self._turns
             return one
 
     def _ended(self, one: _List) -> list[Future[InlineSet]]:
-        """Those who still wait for it."""
+        """Remove a list. Return the futures of those who still wait for it."""
         with self._lock:
             del self._lists[one.reference]
         return [future for future in one.waiting if future.set_running_or_notify_cancel()]

@@ -1,10 +1,10 @@
-"""Inline sets: from the texts that a request brings to its set, within limits. Errors name the text."""
+"""Inline sets: built from the texts of a request, within limits. Errors name the text."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.item_set import build
 from itemset.serving.catalogue import INLINE, Catalogue, InlineSet, RefusedError
-from itemset.serving.config import StaticConfig, Words
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.encoding import Encoder, Steps
 from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
@@ -36,17 +36,13 @@ class InlineTexts:
         config: StaticConfig,
         tokenizer: Any,
         words: Words,
-        *,
-        vocab_size: int,
-        context: int,
-        reserved: int,
-        end_tokens: Collection[int],
-        on_encoded: Callable[[int], object] = lambda texts: None,
+        limits: ModelLimits,
+        on_encoded: Callable[[int], object],
     ) -> None:
-        """tokenizer: used by no other thread. The rest is as for `Checks`."""
+        """tokenizer: used by no other thread. on_encoded: as for `Checks`."""
         self._config, self._tokenizer, self._words = config, tokenizer, words
-        self._vocab_size, self._end_tokens = vocab_size, np.array(sorted(end_tokens), np.int64)
-        self._context, self._longest = context, min(context - reserved, MAX_ITEM_TOKENS)
+        self._vocab_size, self._end_tokens = limits.vocab_size, np.array(sorted(limits.end_tokens), np.int64)
+        self._context, self._longest = limits.context, min(limits.context - limits.reserved, MAX_ITEM_TOKENS)
         # As vLLM bounds the text of a prompt (renderers/params.py, _text_len_check).
         longest_token = max(map(len, tokenizer.get_vocab()))
         self._item_limit = min(ITEM_TEXT_LIMIT, longest_token * self._longest)
@@ -54,7 +50,7 @@ class InlineTexts:
         self._reader = ThreadPoolExecutor(1, "inline-texts")
 
     def get(self, choice: Any, escape: Escape | None = None) -> InlineSet:
-        """The set of these texts, which is encoded and built unless it is known. Waits for that.
+        """Return the set of these texts. Waits until it is encoded and built, unless it is known.
 
         escape: as for `itemset.build_text`. Raises RefusedError, or ItemSetError for what is wrong with an item.
         """
@@ -67,19 +63,19 @@ class InlineTexts:
             raise
 
     async def prepare(self, choice: Any, escape: Escape | None = None) -> InlineSet:
-        """The same for an event loop, of which it takes about a millisecond: a large list is read on another thread.
+        """Do `get` beside an event loop, of which it takes about a millisecond: another thread reads a large list.
 
         If it is cancelled, and nobody else waits for an equal list, encoding stops.
         """
         texts = self._copied(choice)
         if len(texts) <= FEW_TEXTS and sum(len(text) for text in texts if type(text) is str) <= FEW_CHARACTERS:
-            found = self._read(texts, escape)
+            key = self._read(texts, escape)
         else:
-            found = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, escape)
-        return await asyncio.wrap_future(self._ask(texts, escape, *found))
+            key = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, escape)
+        return await asyncio.wrap_future(self._ask(texts, escape, *key))
 
     def _copied(self, choice: Any) -> list[Any]:
-        """The list, which nobody can change any more."""
+        """Return a copy of the list, which nobody else changes. Raises RefusedError: no list, or too many texts."""
         if not isinstance(choice, list) or not choice:
             raise RefusedError("bad items", "choice must be a list of at least one text")
         if len(choice) > self._config.inline_item_limit:
@@ -91,10 +87,10 @@ class InlineTexts:
         return choice.copy()
 
     def _read(self, texts: list[Any], escape: Escape | None = None) -> tuple[str, int]:
-        """The reference of a list, and what it costs to encode, in `_encode`'s unit.
+        """Return the reference of a list, and what it costs to encode, in `_encode`'s unit.
 
-        It works in parts, so that it keeps no other thread waiting for more than a few milliseconds. Raises
-        RefusedError for an item that is no text, and for too many characters.
+        It works in parts, so that no other thread waits for more than a few milliseconds. Raises RefusedError for an
+        item that is no text, and for too many characters.
         """
         digest, characters = hashlib.blake2b(len(texts).to_bytes(8, "little"), digest_size=16), 0
         parts = [(start, texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
@@ -136,11 +132,11 @@ class InlineTexts:
         tokens: list[NDArray[np.int32]] = []
         lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         for start, part in _slices(texts):
-            found, offsets = encode(part, self._tokenizer, before=start, name=NAME, escape=escape)
-            tokens.append(found)
+            ids, offsets = encode(part, self._tokenizer, before=start, name=NAME, escape=escape)
+            tokens.append(ids)
             lengths.append(np.diff(offsets))
             self._on_encoded(len(part))
-            self._check(start, part, found, offsets)
+            self._check(start, part, ids, offsets)
             yield sum(map(len, part)) + TEXT_COST * len(part)
         item_set = build(Rows(np.concatenate(tokens), np.cumsum(np.concatenate(lengths))))
         return InlineSet.opened(reference, item_set.to_bytes(), token_ids=True)
@@ -164,7 +160,7 @@ class InlineTexts:
 
 
 def _slices(texts: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """The texts in parts of at most SLICE_TEXTS and, unless it is one text, SLICE_CHARACTERS; with their positions."""
+    """Yield the texts in parts of at most SLICE_TEXTS and, unless it is one text, SLICE_CHARACTERS, with positions."""
     start, characters = 0, 0
     for i, text in enumerate(texts):
         if i - start == SLICE_TEXTS or (i > start and characters + len(text) > SLICE_CHARACTERS):

@@ -1,4 +1,4 @@
-"""Figures of item sets for Prometheus, the same in every engine.
+"""Metrics of item sets for Prometheus, the same in every engine.
 
 SGLang's processes share theirs through files, in a folder that must be known before `prometheus_client` is imported:
 import this module where the engine has started.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from prometheus_client import Counter, Gauge
@@ -46,20 +47,15 @@ _versions: dict[str, str] = {}
 
 
 class EngineFigures:
-    """What engines count. They are gauges, because vLLM's front end only receives their values."""
+    """Counts of engines, as gauges, because vLLM's front end only receives their values."""
 
     def __init__(self, mode: Literal["max", "sum"], used: Literal["mostrecent", "sum"]) -> None:
         """mode: what the values of several processes make together. used: the same for the memory in use."""
-        self.answered = Gauge(
-            "item_set:answered_items", "Answers that ended with an item.", ["item_set"], multiprocess_mode=mode
-        )
-        self.forced = Gauge(
-            "item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode=mode
-        )
-        self.by_path = Gauge(
-            "item_set:requests_by_path", "Requests by where masks were made.", ["path"], multiprocess_mode=mode
-        )
-        self.arena = Gauge("item_set:arena_bytes", "Device memory kept for item sets.", multiprocess_mode=mode)
+        gauge = partial(Gauge, multiprocess_mode=mode)
+        self.answered = gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"])
+        self.forced = gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"])
+        self.by_path = gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"])
+        self.arena = gauge("item_set:arena_bytes", "Device memory kept for item sets.")
         self.arena_used = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode=used)
 
 
@@ -80,7 +76,7 @@ def refused_version(name: str) -> None:
 
 
 def label(reference: str) -> str:
-    """Inline sets are counted together: a label of its own for each would never end."""
+    """Return the label of a set. Inline sets share one: labels of their own would never end."""
     return "inline" if reference.startswith(INLINE) else name_of(reference)
 
 
@@ -94,14 +90,14 @@ def refusals() -> Iterator[None]:
         raise
 
 
-def count_answer(expected: Any, tokens: Sequence[int], told: Mapping[str, Any], *, stopped: bool) -> str | None:
-    """Count the items of an answer that has ended, and whether it is none of its set. Returns what to log then.
+def count_answer(expected: Any, tokens: Sequence[int], fields: Mapping[str, Any], *, stopped: bool) -> str | None:
+    """Count the items of an answer that has ended. Return what to log if it is no item of its set.
 
-    expected: what was expected of it. told: what it says. stopped: whether a stop token has ended it.
+    fields: its own, as sent. stopped: whether a stop token has ended it.
     """
-    for item in told.get("items", ()):
+    for item in fields.get("items", ()):
         INSIDE.labels(item.get("set", "inline")).inc()
-    if not stopped or "item" not in told or told["item"] is not None or not expected.begun(tokens):
+    if not stopped or "item" not in fields or fields["item"] is not None or not expected.begun(tokens):
         return None
     ILLEGAL.inc()
     return f"An answer is no item of its set, which must not be: {list(tokens)[:200]}"

@@ -1,6 +1,15 @@
 """Messages of version roll-outs, between a front end that follows published sets and its engines.
 
-Engines carry them as plain values: `msgspec.to_builtins` at one end, `msgspec.convert` at the other.
+A version's life:
+
+              front end (following)     engine (preparing)            its workers or ranks
+    seen      published.current
+    opened    Checks.open           ->  Prepare: Versions.begin   ->  Versions.begin
+    copied    asks again            ->  Prepare: Holdings.hold    ->  Arrivals.advance, a piece for each message
+    current   Catalogue.serve       <-  Catalogue.serve           ->  Catalogue.serve
+    forgotten by the second `serve` after it; its copy on disk once no process has it open
+
+Engines carry messages as plain values: `msgspec.to_builtins` at one end, `msgspec.convert` at the other.
 """
 
 from __future__ import annotations

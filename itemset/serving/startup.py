@@ -1,5 +1,4 @@
-"""How a bad configuration ends the start: on a server's command line with one line, elsewhere with its exception. How
-long the start takes for the item sets."""
+"""Errors of the start: one line on a server's command line, elsewhere exceptions. How long sets take to open."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ def on_command_line() -> None:
 
 @contextmanager
 def start_up() -> Iterator[None]:
-    """A part of the start in which only the plugin's own code runs. On a command line, a ValueError of it (ItemSetError
-    is one) ends the process with its sentence and nothing else: a traceback would bury it."""
+    """Run the plugin's own code at the start. On a command line, a ValueError of it (ItemSetError is one) ends the
+    process with its sentence and nothing else: a traceback would bury it."""
     try:
         yield
     except ValueError as error:
@@ -30,7 +29,7 @@ def start_up() -> Iterator[None]:
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """A part of the start in which item sets are copied, checked or opened."""
+    """Time a part of the start that copies, checks or opens item sets."""
     start = time.perf_counter()
     try:
         yield
@@ -39,5 +38,5 @@ def opening() -> Iterator[None]:
 
 
 def seconds() -> float:
-    """How long these parts have taken in this process."""
+    """Return how long these parts have taken in this process."""
     return sum(_opening)

@@ -123,7 +123,7 @@ class Versions:
             future = self._opening.get((name, version))
             if future is None:
                 for key in [key for key, other in self._opening.items() if key[0] == name and other.done()]:
-                    del self._opening[key]  # nobody has asked for it again
+                    del self._opening[key]  # it was never served
                 future = self._opening[name, version] = self._thread.submit(work)
                 return None
             if not future.done():

@@ -18,7 +18,6 @@ import torch
 from numpy.lib.format import open_memmap
 
 import itemset
-from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import LOCAL
 from itemset.trie.targets import FAR
@@ -64,7 +63,7 @@ def ask(source: Path, output: Path) -> None:
     states = torch.full((ASKED,), arena.acquire(s) << STATE_BITS)
     highest = 0
     for column in torch.from_numpy(wanted).unbind(1):
-        states = torch_kernels.advance(arena, states, column, None, states)
+        states = arena.kernels.advance(arena, states, column, None, states)
         highest = max(highest, int((states & LOCAL).max()))
     if not bool((states & LOCAL == END).all()):
         sys.exit("a walk does not end with its item")

@@ -33,7 +33,6 @@ from torch import Tensor
 import itemset
 from itemset.beam import beam_search
 from itemset.item_set import ItemSet
-from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.serving.admission import Words
@@ -208,10 +207,10 @@ def step(base: ItemSet, ids: NDArray[np.uint16], repeats: int) -> Iterator[Row]:
                     host[name].append(ms(lambda: fill_bitmasks(hosts, states, range(ROWS), bitmask)))  # noqa: B023
                     if turn < 2 * repeats and vocabulary == VOCABULARY:
                         at = torch.tensor(states) + (numbers[name] << STATE_BITS)
-                        device[name].append(ms(lambda: torch_kernels.mask(arena, logits, at, MARKS, SLOTS)))  # noqa: B023
+                        device[name].append(ms(lambda: arena.kernels.mask(arena, logits, at, MARKS, SLOTS)))  # noqa: B023
             for name in sets:
                 row: Row = {"states": what, "vocabulary": vocabulary, "set": name}
-                for path, times in (("host", host), ("torch", device)):
+                for path, times in (("host", host), ("device path", device)):
                     if times[name]:
                         row[f"{path}, µs a row"] = 1e3 * median(times[name]) / ROWS
                         row[f"{path} / whole"] = median(map(truediv, times[name], times["whole"]))

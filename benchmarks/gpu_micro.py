@@ -16,7 +16,6 @@ from torch import Tensor
 import itemset
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.host import HostState, fill_bitmasks
-from itemset.masking.slots import kernels_for
 from itemset.ranking.beams import Beams
 from itemset.ranking.races import Races
 from itemset.trie.walk import STATE_BITS
@@ -70,7 +69,7 @@ def mask_row(
     logits = torch.randn(rows, VOCABULARY, device=bench.device).bfloat16()
     bitmask = torch.zeros(rows, -(-VOCABULARY // 32), dtype=torch.int32)
     fill_bitmasks(hosts, [host.state for host in hosts], list(range(rows)), bitmask.numpy())
-    kernels = kernels_for(bench.device, bench.kernels)
+    kernels = arena.kernels
     expected = logits.masked_fill(~allowed_by(bitmask.to(bench.device), VOCABULARY), -torch.inf)
     assert torch.equal(kernels.mask(arena, logits, states, marks, slots), expected)
     result = {
@@ -93,7 +92,7 @@ def sampled(
     slots, stride = torch.arange(rows, device=bench.device), vocabulary + (-vocabulary % 64 if padded else 0)
     logits = torch.randn(rows, stride, device=bench.device).bfloat16()[:, :vocabulary]
     best = torch.empty(rows, dtype=torch.int64, device=bench.device)
-    kernels = kernels_for(bench.device, bench.kernels)
+    kernels = arena.kernels
 
     def step(mask: bool) -> None:
         seen = logits.float() if mask and copied else logits

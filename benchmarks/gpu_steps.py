@@ -43,7 +43,7 @@ import itemset
 from itemset import ItemSet
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import Batch
-from itemset.masking.slots import Kernels, Slots, kernels_for
+from itemset.masking.slots import Kernels, Slots
 
 STEPS = 3 * LENGTH  # of a graph: a multiple of the levels, so that STATIC meets each equally often
 PPV_STEPS = LENGTH  # a step of PPV is hundreds of launches
@@ -92,7 +92,7 @@ class Bench:
     def __init__(self, device: str, plan: Plan, *, deadline: float = float("inf")) -> None:
         """deadline: the second (`time.time`) from which `is_late` says so."""
         self.device, self.plan, self.cuda, self.deadline = device, plan, device == "cuda", deadline
-        self.kernels: Kernels = "triton" if self.cuda else "torch"
+        self.kernels: Kernels = "triton" if self.cuda else "numba"
         if not self.cuda:
             torch.set_num_threads(1)  # threads that wait for each other measure what else the machine does
         self.logits = torch.empty(plan.logits, device=device)
@@ -117,7 +117,7 @@ class Bench:
         note(", ".join([found["device"], *(f"{name} {number}" for name, number in found["versions"].items())]))
         note(f"copies: {found['bytes a second'] / 1e9:,.0f} GB/s; the smallest step: {found['launch']:.2f} µs")
         if not self.cuda:
-            note("Ours is the torch version here, the reference: it pads every row to the widest node of all sets.")
+            note("Ours is the version in Numba here.")
         if self.xgrammar is None:
             note("xgrammar is not installed: its columns are left out, and bitmasks of the CPU trie go through torch")
         return found
@@ -191,13 +191,13 @@ class Ours:
     cells: list[Tensor]
 
     @classmethod
-    def at(cls, arena: Arena, number: int, walks: Walks, kernels: Kernels) -> Ours:
+    def at(cls, arena: Arena, number: int, walks: Walks) -> Ours:
         """Slots that have walked all but the last decoded token of each row."""
         ours = cls([], [], [])
         rows = walks.levels.shape[1]
         ids = torch.arange(rows, dtype=torch.int32, device=arena.device)
         for tokens, levels in zip(walks.tokens.int(), walks.levels, strict=True):
-            slots = Slots(arena, rows, max_rows=rows, kernels=kernels)
+            slots = Slots(arena, rows, max_rows=rows)
             marks = torch.full_like(slots.marks[:rows], -1)
             marks[:, 1] = STOP
             slots.assign(ids, torch.full_like(ids, number), marks)
@@ -213,13 +213,13 @@ class Ours:
             slots.cells.copy_(cells)
 
     def steps(self, logits: list[Tensor]) -> list[Step]:
-        return [partial(s.step, b, t, most=1) for s, b, t in zip(self.slots, self.batches, logits, strict=True)]
+        return [partial(s.step, b, t) for s, b, t in zip(self.slots, self.batches, logits, strict=True)]
 
     def steps_in_two(self, logits: list[Tensor]) -> list[Step]:
         """The same without the single launch for vocabularies of one chunk."""
 
         def step(slots: Slots, batch: Batch, target: Tensor) -> None:
-            slots.mask(slots.walk(batch, most=1), batch.slots, target)
+            slots.mask(slots.walk(batch), batch.slots, target)
 
         return [partial(step, *parts) for parts in zip(self.slots, self.batches, logits, strict=True)]
 
@@ -287,7 +287,7 @@ def table_a(bench: Bench, emit: Emit, *, only_goals: bool = False) -> None:
 
 def cell_a(bench: Bench, loaded: Loaded, static: Static | None, walks: Walks, vocabulary: int) -> Record:
     logits = bench.buffers(STEPS, walks.levels.shape[1], vocabulary)
-    ours = Ours.at(loaded.arena, loaded.number, walks, bench.kernels)
+    ours = Ours.at(loaded.arena, loaded.number, walks)
     on_host = fill_bitmasks(loaded.item_set, walks, vocabulary)
     check_steps(ours.steps(logits), logits, on_host)
     record = {"ours": bench.step(ours.steps(logits), ours.reset)}
@@ -310,9 +310,9 @@ def cell_a(bench: Bench, loaded: Loaded, static: Static | None, walks: Walks, vo
 
 def alternatives(bench: Bench, loaded: Loaded, walks: Walks, vocabulary: int, emit: Emit) -> None:
     """Emit our step with other constants, and in two launches where one would do."""
-    kernels, rows = kernels_for(bench.device, bench.kernels), walks.levels.shape[1]
+    kernels, rows = loaded.arena.kernels, walks.levels.shape[1]
     logits = bench.buffers(STEPS, rows, vocabulary)
-    ours = Ours.at(loaded.arena, loaded.number, walks, bench.kernels)
+    ours = Ours.at(loaded.arena, loaded.number, walks)
     for name, value in [
         ("CHUNK", 512),
         ("CHUNK", 2_048),
@@ -347,7 +347,7 @@ def cell_b(bench: Bench, loaded: Loaded, vocabulary: int) -> Record:
     walks = Walks.random(loaded.items, STEPS, BEAM_ROWS)
     few = walks.first(PPV_STEPS, BEAM_ROWS)
     logits = bench.buffers(STEPS, BEAM_ROWS, vocabulary)
-    ours = Ours.at(loaded.arena, loaded.number, walks, bench.kernels)
+    ours = Ours.at(loaded.arena, loaded.number, walks)
     exact, likely = (Ppv(loaded.items, loaded.bits).steps(few, logits[:PPV_STEPS], count) for count in (None, TOP))
     trie = CpuTrie(loaded.item_set, walks.first(1, BEAM_ROWS), logits[0], bench.xgrammar or apply_in_torch)
     bitmasks = fill_bitmasks(loaded.item_set, walks, vocabulary)

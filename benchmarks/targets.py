@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 import itemset
 from itemset import ItemSet
-from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.trie import targets
 from itemset.trie.jit import compiled
@@ -105,7 +104,7 @@ def kernel_step(arena: Arena, number: int, asked: NDArray[np.integer[Any]]) -> f
         states = torch.full((len(tokens),), number << STATE_BITS)
         for depth in range(TOKENS - 1):
             started = time.perf_counter()
-            torch_kernels.advance(arena, states, tokens[:, depth], None, states)
+            arena.kernels.advance(arena, states, tokens[:, depth], None, states)
             took.append(time.perf_counter() - started)
     return float(np.median(took))
 

@@ -10,19 +10,21 @@ import threading
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet
-from itemset.masking.copies import Copies
+from itemset.item_set import ItemSet, build
+from itemset.masking import cpu_kernels
+from itemset.masking.batch import SET_BITS
+from itemset.masking.copies import Copies, Parts
 from itemset.masking.slates import Slate
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
-from itemset.trie.targets import OF_A_LEVEL
 from itemset.trie.walk import NO_TOKEN
 
 # The columns of `Arena.sets`: the word at which each section begins, then the widths of their elements.
@@ -41,7 +43,6 @@ NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bi
 COUNTED = 1 << 10  # another: counted targets
 FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
 
-SET_BITS = 12
 _ALIGNMENT = 128  # bytes: sections begin at a cache line
 
 
@@ -204,35 +205,57 @@ class Plan:
         )
 
 
-class Arena:
-    """Tables of item sets on a device. Call it from one thread. `room_for` says how many bytes a set takes.
+Kernels = Literal["auto", "numba", "triton"]
 
+
+def backend_for(device: torch.device | str, choice: Kernels = "auto") -> Literal["numba", "triton"]:
+    """Return "numba" on a CPU and "triton" on an accelerator; or what `choice` says."""
+    if choice != "auto":
+        return choice
+    return "numba" if torch.device(device).type == "cpu" else "triton"
+
+
+class Arena:
+    """The sets that a device's kernels read. Call it from one thread. `room_for` says how many bytes a set takes.
+
+    kernels: `cpu_kernels` or `triton_kernels`.
     words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
     sets: [max_sets + 1, COLUMNS] int64. Where each set's sections begin, in words, and their widths. The last row is
         nobody's.
-    widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
-    views, slates: whether any set here so far was a view, or a slate. If not, `torch_kernels` reads nothing of one.
-    stored, most_levels: whether any set here so far had stored targets, and the most levels of any with counted ones
-        (`trie.targets`). `torch_kernels` reads nothing of a form that none has.
-    longest_dead: most entries of `Tables.dead` that any view here so far had, or that a slate may come to have.
-    longest_slate: the same, of slates alone.
+    rows: [max_sets + 1, cpu_kernels.ROW] int64, on a CPU: where the tables of each set lie, for compiled loops.
+    rows_at: the address of `rows`.
     """
 
-    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
-        """Raise ItemSetError if the device has no such room, or as `Plan` does."""
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        max_sets: int = 1024,
+        kernels: Kernels = "auto",
+    ) -> None:
+        """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
         self.plan = Plan(nbytes, max_sets=max_sets)
         self.device = torch.device(device)
-        self.widest = 1
+        backend = backend_for(self.device, kernels)
         nbytes = self.plan.nbytes
         try:
+            self.kernels = import_module(f"itemset.masking.{'cpu' if backend == 'numba' else backend}_kernels")
             self.words = torch.zeros(nbytes // 4 + 1, dtype=torch.int32, device=self.device)
+        except ImportError as error:
+            raise ItemSetError(f"item sets on {self.device} need Triton, which is missing: {error}") from error
         except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
+        if backend == "numba" and self.device.type != "cpu":
+            raise ItemSetError(f"the kernels in Numba are for CPUs, not for {self.device}: choose triton")
         self.sets = torch.zeros(max_sets + 1, COLUMNS, dtype=torch.int64, device=self.device)
-        self.views, self.slates, self.longest_dead, self.longest_slate = False, False, 0, 0
-        self.stored, self.most_levels = False, 0
+        if self.device.type == "cpu":
+            self._nothing = build([[0]])  # may be read in place of a set that is not there
+            self.rows = np.tile(cpu_kernels.table_row(self._nothing), (max_sets + 1, 1))
+            self.rows_at = self.rows.ctypes.data
+        self._read: dict[int, ItemSet] = {}  # the sets to whose tables `rows` lead, by number
         self._level_plans: dict[int, LevelPlan] = {}  # of what is there, by number
-        self._rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
+        self._set_rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
         self._views: dict[int, ItemSet] = {}  # of what is there, by number
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
         self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what is there, by number
@@ -266,10 +289,8 @@ class Arena:
         if another plan releases sets. The host waits for nothing.
         """
         numbers = np.asarray(numbers, np.int64)
-        if self.views:  # whose steps read the tables below them, and a view may stand over a view
-            below = self._bases[numbers]
-            numbers = np.concatenate((numbers, below, self._bases[below]))
-        self._copies.use(numbers)
+        below = self._bases[numbers]  # whose tables a view's steps read, and a view may stand over a view
+        self._copies.use(np.concatenate((numbers, below, self._bases[below])))
 
     def holds(self, digest: str, number: int, start: int) -> bool:
         """Return whether the tables of this set are there, so that `place` would copy nothing."""
@@ -311,10 +332,38 @@ class Arena:
             return
         standing = (item_set.digest, start, start + _piece(item_set))
         base = self._below(item_set)
-        row = _first_row(item_set) if base is None else self._rows[base].copy()
+        if base is None:
+            check_tables(item_set)
+        overwritten = _overlapping(self._placed, standing)
+        row, parts = self._parts(item_set, number, start, base)
+        for n in overwritten:
+            del self._placed[n], self._level_plans[n], self._set_rows[n]
+        for n in {*overwritten, number}:
+            self._views.pop(n, None)
+            self._lead_to(n, None)
+        self._placed.pop(number, None)
+        for n in {*_overlapping(self._under_way, standing), number}:
+            self._under_way.pop(n, None)
+        self._under_way[number] = standing
+        for _ in self._copies.pieces(number, overwritten, parts):
+            yield
+            if self._under_way.get(number) is not standing:
+                return
+        del self._under_way[number]
+        self._lead_to(number, item_set)
+        if base is not None and not isinstance(item_set, Slate):
+            self._views[number] = item_set
+        # What is placed last stands last.
+        self._placed[number], self._level_plans[number], self._set_rows[number] = standing, item_set.level_plan, row
+        self._bases[number] = number if base is None else base
+
+    def _parts(self, item_set: ItemSet, number: int, start: int, base: int | None) -> tuple[NDArray[np.int64], Parts]:
+        """Return the row of `sets`, and what is to be copied where, the row last. base: the number of a view's base."""
+        row = _first_row(item_set) if base is None else self._set_rows[base].copy()
         if "alive" in item_set.own:
             row[READY] = NO_BITS  # the base's let through what the view leaves out
-        memory, parts, at = self.words[:-1].view(torch.uint8), [], start
+        memory, at = self.words[:-1].view(torch.uint8), start
+        parts: Parts = []
         for name, array in item_set.resident.items():
             row[_COLUMNS[name]] = at // 4
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
@@ -324,34 +373,17 @@ class Arena:
             row[MORE] = row[LEFT] = item_set.more
             row[SEPARATOR] = item_set.separator
             row[DEAD_LIST] += row[FIRST_DEAD]  # before it lies the list as it is at first
-        overwritten = _overlapping(self._placed, standing)
-        for n in overwritten:
-            del self._placed[n], self._level_plans[n], self._rows[n]
-        for n in {*overwritten, number}:
-            self._views.pop(n, None)
-        self._placed.pop(number, None)
-        for n in {*_overlapping(self._under_way, standing), number}:
-            self._under_way.pop(n, None)
-        self._under_way[number] = standing
         parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
-        for _ in self._copies.pieces(number, overwritten, parts):
-            yield
-            if self._under_way.get(number) is not standing:
-                return
-        del self._under_way[number]
-        if base is not None and not isinstance(item_set, Slate):
-            self._views[number] = item_set
-        # What is placed last stands last.
-        self._placed[number], self._level_plans[number], self._rows[number] = standing, item_set.level_plan, row
-        self._bases[number], self.views = number if base is None else base, self.views or base is not None
-        self.longest_dead = max(self.longest_dead, most_dead := int(row[DEAD_COUNT] + row[MORE]))
-        if isinstance(item_set, Slate):
-            self.slates, self.longest_slate = True, max(self.longest_slate, most_dead)
-        if row[WIDTHS] & COUNTED:
-            self.most_levels = max(self.most_levels, int(row[WIDTHS] >> FAR_BLOCK) // OF_A_LEVEL)
-        else:
-            self.stored = True
-        self.widest = max(self.widest, self._level_plans[number].most_children)
+        return row, parts
+
+    def _lead_to(self, number: int, item_set: ItemSet | None) -> None:
+        """Let this number's entry of `rows` lead to a set's own tables, or to those of no set."""
+        if self.device.type == "cpu":
+            self.rows[number] = cpu_kernels.table_row(item_set or self._nothing)
+            if item_set is None:
+                self._read.pop(number, None)
+            else:
+                self._read[number] = item_set
 
     def _below(self, item_set: ItemSet) -> int | None:
         """Return the number of the set whose tables a view shares; None for a whole set. Raises as `place` does."""
@@ -364,8 +396,7 @@ class Arena:
 
 
 def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
-    """Return a whole set's row of `Arena.sets`, but for where its sections are. Raises ItemSetError as `place` does."""
-    check_tables(item_set)
+    """Return a whole set's row of `Arena.sets`, but for where its sections are."""
     tables = item_set.trie.tables
     row = np.zeros(COLUMNS, np.int64)
     row[ALIVE] = row[READY] = NO_BITS

@@ -28,17 +28,7 @@ from itemset.masking.batch import (
 from itemset.masking.bitmasks import fill_bitmask_of
 from itemset.masking.slates import Slate
 from itemset.trie.jit import compiled
-from itemset.trie.pointers import (
-    Pointers,
-    array_at,
-    first_edge,
-    label,
-    load32,
-    load64,
-    pointers_at,
-    store32,
-    store64,
-)
+from itemset.trie.pointers import Pointers, array_at, first_edge, label, load32, load64, pointers_at, store32, store64
 from itemset.trie.tables import TERMINAL
 from itemset.trie.walk import (
     DEAD,
@@ -54,9 +44,7 @@ from itemset.trie.walk import (
     is_terminal,
     tail_token,
 )
-from itemset.trie.walk import (
-    advance as after_edge,
-)
+from itemset.trie.walk import advance as after_edge
 
 if TYPE_CHECKING:
     from torch import Tensor

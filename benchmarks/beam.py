@@ -19,7 +19,6 @@ from torch import Tensor
 import itemset
 from itemset.beam import beam_search
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.slots import kernels_for
 from itemset.trie.walk import DEAD, STATE_BITS
 
 ITEMS, STEPS, CODES, VOCABULARY = 1_000_000, 4, 2_048, 151_936
@@ -28,7 +27,7 @@ WIDTHS = (140, 512)
 
 def masked(arena: Arena, number: int, logits: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
     """The `width` best items, [width, STEPS], and their scores, by masks: every item has STEPS tokens."""
-    kernels, device = kernels_for(arena.device), arena.device
+    kernels, device = arena.kernels, arena.device
     tokens = torch.full((width, STEPS), -1, device=device)
     scores = torch.full((width,), -torch.inf, device=device)
     scores[:1].zero_()

@@ -6,9 +6,10 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from gpu_peers import Step, capture, constants, slots_of
 from torch import Tensor
 
 import itemset
-from itemset.masking import triton_kernels as kernels
+from itemset import ItemSet
+from itemset.masking import cpu_kernels, triton_kernels
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.batch import CHAIN, LOCAL, TREE, Batch
+from itemset.masking.batch import CHAIN, TREE, Batch
 from itemset.masking.copies import Copies
 from itemset.masking.slots import Slots
-from itemset.trie.walk import DEAD
 
 VOCABULARY, STOP = 2_048, 0
 STEPS = 300
@@ -74,7 +75,7 @@ def wrong_steps(device: str, *, ordered: bool) -> tuple[int, int]:
     the host ever waiting for a step. Returns how many steps were checked, and how many masked wrongly."""
     sets = pool(12, 2_000 if device == "cpu" else 400_000)
     allowed = [legal(item_set, device) for item_set in sets]
-    arena = Arena(4 * max(map(room_for, sets)), device)
+    arena = Arena(4 * max(map(room_for, sets)), device, kernels="triton")
     if not ordered:
         arena._copies = Unordered(arena.device, 1024)
     slots = slots_of(arena, 1)
@@ -105,31 +106,48 @@ def _step(slots: Slots, batch: Batch, number: Tensor, marks: Tensor, logits: Ten
 
 
 class Compared(Slots):
-    """Before each step, the kernels are compared with each other: a step in one launch with a walk and a mask in two,
-    and what `advance` and `forced` find with the masks. The schedule compares the step itself with the oracle."""
+    """Before each step, every kernel in Triton is held against the one in Numba, bit for bit."""
 
-    def step(self, batch: Batch, logits: Tensor, **given: Any) -> None:
-        arena, marks, rows, slots = self.arena, self.marks, len(batch.slots), batch.slots
-        states, again, after = (torch.empty_like(self.row_states[:rows]) for _ in range(3))
-        masked, stepped = (logits.new_empty(rows, logits.stride(0))[:, : logits.shape[1]] for _ in range(2))
-        cells, other = self.cells.clone(), self.cells.clone()
+    sets: Sequence[ItemSet]
+    """Those that the arena may hold."""
+
+    def step(self, batch: Batch, logits: Tensor) -> None:
+        by_digest = {item_set.digest: item_set for item_set in self.sets}
+        rows = np.zeros((len(self.arena.sets), cpu_kernels.ROW), np.int64)
+        for resident in self.arena.plan.residents:
+            if resident.digest in by_digest:
+                rows[resident.number] = cpu_kernels.table_row(by_digest[resident.digest])
+        host = SimpleNamespace(rows_at=rows.ctypes.data)
+        expected = self.results(cpu_kernels, host, "cpu", batch, logits)
+        for name, found in self.results(triton_kernels, self.arena, logits.device, batch, logits).items():
+            assert torch.equal(found.cpu(), expected[name]), f"{name}: Triton differs from Numba"
+        super().step(batch, logits)
+
+    def results(self, kernels: Any, arena: Any, device: Any, batch: Batch, logits: Tensor) -> dict[str, Tensor]:
+        """What each kernel makes of a step; nothing here is changed."""
+        marks, rows = self.marks.to(device), len(batch.slots)
+        batch = Batch(*(one.to(device) if isinstance(one, Tensor) else one for one in batch))
+        states, again, legal, drafted = (torch.empty_like(self.row_states[:rows], device=device) for _ in range(4))
+        shape = rows, logits.stride(0)
+        masked, stepped = (logits.new_empty(shape, device=device)[:, : logits.shape[1]] for _ in range(2))
+        ahead = torch.full((rows, 5), -7, dtype=torch.int32, device=device)  # `forced` leaves rows as they are
+        cells, more = (self.cells.to(device, copy=True) for _ in range(2))
         kernels.walk(arena, cells, marks, batch, states)
-        kernels.mask(arena, masked.copy_(logits), states, marks, slots)
-        kernels.step(arena, other, marks, batch, again, stepped.copy_(logits))
-        assert torch.equal(again, states), "a step walks to other states than a walk"
-        assert torch.equal(other[:-1], cells[:-1]), "a step leaves other cells than a walk"  # the last one is nobody's
-        assert torch.equal(stepped, masked), "a step masks other tokens than a mask"
-        alive, best = (states & LOCAL) != DEAD, masked.max(1)
-        kernels.advance(arena, states, best.indices, marks[slots.long()], after)
-        refused = alive & best.values.isfinite() & (after & LOCAL == DEAD)
-        assert not bool(refused.any()), "advance refuses a token that the mask allows"
-        ahead = torch.full((rows, 5), -1, dtype=torch.int32, device=logits.device)
-        for token in kernels.forced(arena, states, marks, slots, ahead).long().T.contiguous():
-            kernels.advance(arena, states, token, marks[slots.long()], after)
-            refused = alive & (token >= 0) & (after & LOCAL == DEAD)
-            assert not bool(refused.any()), "advance refuses a token that is forced"
-            states = torch.where(token >= 0, after, states)
-        super().step(batch, logits, **given)
+        kernels.mask(arena, masked.copy_(logits), states, marks, batch.slots)
+        kernels.step(arena, more, marks, batch, again, stepped.copy_(logits))
+        kernels.forced(arena, states, marks, batch.slots, ahead)
+        kernels.advance(arena, states, masked.argmax(1), None, legal)
+        kernels.advance(arena, states, batch.tokens, marks[batch.slots.long()], drafted)
+        return {
+            "walk": states,
+            "walk's cells": cells[:-1],  # the last one is nobody's
+            "mask": masked,
+            "step": stepped,
+            "step's states": again,
+            "forced": ahead,
+            "advance": legal,
+            "advance with marks": drafted,
+        }
 
 
 class Replayed(Slots):
@@ -137,7 +155,7 @@ class Replayed(Slots):
     place. On the CPU nothing is captured."""
 
     def __init__(self, arena: Arena, slots: int, *, max_rows: int, max_stop_tokens: int, width: int, vocabulary: int):
-        super().__init__(arena, slots, max_rows=max_rows, max_stop_tokens=max_stop_tokens, kernels="triton")
+        super().__init__(arena, slots, max_rows=max_rows, max_stop_tokens=max_stop_tokens)
         shapes = {"slots": (max_rows,), "history": (slots, width), "begin": (slots,), "end": (slots,)}
         shapes |= {"above": (max_rows,), "tokens": (max_rows,)}
         fixed = {name: torch.zeros(shape, dtype=torch.int32, device=arena.device) for name, shape in shapes.items()}
@@ -148,7 +166,7 @@ class Replayed(Slots):
             step = partial(super().step, self.batch._replace(layout=layout), self.logits)
             self.replay[layout] = capture([step]) if arena.device.type == "cuda" else step
 
-    def step(self, batch: Batch, logits: Tensor, **given: Any) -> None:
+    def step(self, batch: Batch, logits: Tensor) -> None:
         self.batch.slots.fill_(-1)
         for fixed, now in zip(self.batch, batch, strict=True):
             if isinstance(fixed, Tensor) and isinstance(now, Tensor):
@@ -159,11 +177,11 @@ class Replayed(Slots):
 
 
 def checks(device: str, factor: float = 1) -> None:
-    """Every step of random schedules of requests, against a dict trie. AssertionError at a difference.
+    """Every step of random schedules of requests, against Numba and a dict trie. AssertionError at a difference.
 
     factor: how many times as many steps as usual.
     """
-    schedule = from_tests("schedule")
+    schedule, kernels = from_tests("schedule"), triton_kernels
     slow = device == "cpu"  # Triton's interpreter takes milliseconds for each row of a launch
     # Few tokens are many chunks, and a node is read in many parts.
     small = {"WHOLE": 16, "CHUNK": 16, "CHUNKS": 2, "LANES": 4}
@@ -177,9 +195,10 @@ def checks(device: str, factor: float = 1) -> None:
             shape = {"max_rows": schedule.MOST_ROWS, "max_stop_tokens": schedule.STOPS}
             for window in (False, True):
                 engine = schedule.Schedule(vocabulary, kernels="triton", device=device, window=window)
-                engine.slots = Compared(engine.arena, schedule.SLOTS, kernels="triton", **shape)
+                engine.slots = Compared(engine.arena, schedule.SLOTS, **shape)
+                engine.slots.sets = engine.sets
                 engine.run(round(steps * factor))
-                report(f"{engine.checked:,} rows agree with the oracle", vocabulary, values)
+                report(f"{engine.checked:,} rows agree with Numba and with the oracle", vocabulary, values)
             engine = schedule.Schedule(vocabulary + 1, kernels="triton", device=device)
             fixed = {"width": schedule.WIDTH, "vocabulary": schedule.PADDED}
             engine.slots = Replayed(engine.arena, schedule.SLOTS, **shape, **fixed)

@@ -14,7 +14,6 @@ from gpu_steps import Bench, Emit
 from torch import Tensor
 
 import itemset
-from itemset.masking import triton_kernels as kernels
 from itemset.masking.arena import Arena
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.ranking.beams import Beams
@@ -69,6 +68,7 @@ def mask_row(
     logits = torch.randn(rows, VOCABULARY, device=bench.device).bfloat16()
     bitmask = torch.zeros(rows, -(-VOCABULARY // 32), dtype=torch.int32)
     fill_bitmasks(hosts, [host.state for host in hosts], list(range(rows)), bitmask.numpy())
+    kernels = arena.kernels
     expected = logits.masked_fill(~allowed_by(bitmask.to(bench.device), VOCABULARY), -torch.inf)
     assert torch.equal(kernels.mask(arena, logits, states, marks, slots), expected)
     result = {
@@ -91,6 +91,7 @@ def sampled(
     slots, stride = torch.arange(rows, device=bench.device), vocabulary + (-vocabulary % 64 if padded else 0)
     logits = torch.randn(rows, stride, device=bench.device).bfloat16()[:, :vocabulary]
     best = torch.empty(rows, dtype=torch.int64, device=bench.device)
+    kernels = arena.kernels
 
     def step(mask: bool) -> None:
         seen = logits.float() if mask and copied else logits

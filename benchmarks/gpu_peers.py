@@ -36,13 +36,13 @@ KEY_BITS = 63
 
 def loaded(item_set: ItemSet, device: str) -> tuple[Arena, int]:
     """An arena with one set, and the set's number."""
-    arena = Arena(room_for(item_set), device)
+    arena = Arena(room_for(item_set), device, kernels="triton")
     return arena, arena.acquire(item_set)
 
 
 def slots_of(arena: Arena, rows: int, **given: Any) -> Slots:
     """Slots whose steps run in Triton, in its interpreter on a CPU."""
-    return Slots(arena, rows, kernels="triton", **{"max_rows": rows, **given})
+    return Slots(arena, rows, **{"max_rows": rows, **given})
 
 
 def run(steps: Sequence[Step]) -> None:

@@ -5,10 +5,10 @@ And the one pass of a model after which a draft head needs no other.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -16,7 +16,6 @@ from transformers import LogitsProcessor
 from itemset.item_set import ItemSet
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import Batch
-from itemset.masking.host import allowed_rows
 from itemset.masking.slots import Slots
 from itemset.ranking.head import DraftHead
 
@@ -50,23 +49,18 @@ class ItemSetLogitsProcessor(LogitsProcessor):
 
         input_ids: [rows, tokens so far].
         """
-        tokens = input_ids[:, self._begin :]
-        if scores.device.type == "cpu":
-            allowed = np.zeros(scores.shape, np.bool_)
-            allowed_rows(self._item_set, self._stops, tokens.numpy(), allowed)
-            return scores.masked_fill(~torch.from_numpy(allowed), -torch.inf)
-        return self._on_device(tokens, scores)
-
-    def _on_device(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        # Triton is for accelerators that it knows: on others the walk is the CPU's.
+        device = scores.device if importlib.util.find_spec("triton") else torch.device("cpu")
+        tokens = input_ids[:, self._begin :].to(device)
         rows = len(tokens)
-        slots = self._with_room(rows, scores.device)
-        numbers = torch.arange(rows, device=scores.device)
+        slots = self._with_room(rows, device)
+        numbers = torch.arange(rows, device=device)
         slots.reset(numbers)
         length = torch.full_like(numbers, tokens.shape[1])
         history = tokens if tokens.shape[1] else torch.zeros_like(numbers)[:, None]
-        scores = scores.clone()
-        slots.step(Batch(numbers, history, torch.zeros_like(numbers), length, by_slot=False), scores)
-        return scores
+        masked = scores.to(device, copy=True, memory_format=torch.contiguous_format)
+        slots.step(Batch(numbers, history, torch.zeros_like(numbers), length, by_slot=False), masked)
+        return masked.to(scores.device)
 
     def _with_room(self, rows: int, device: torch.device) -> Slots:
         if self._slots is None or len(self._slots.row_states) < rows:

@@ -55,7 +55,7 @@ class Mask:
         if self._other is not None:
             self._other.apply(logits)
         self._sampler.arena.use(self._numbers)
-        self._sampler.slots.step(self._batch, logits, most=1)
+        self._sampler.slots.step(self._batch, logits)
 
 
 class ItemSetSampler:
@@ -74,7 +74,7 @@ class ItemSetSampler:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
         self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
         spare = config.inline_set_memory + self.catalogue.headroom()
-        self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device)
+        self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device, kernels=self.kernels)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
         for opened in self.catalogue.versions.serving:
             pieces = self.holdings.hold(opened.name, opened.sets)
@@ -86,13 +86,7 @@ class ItemSetSampler:
 
     def allocate(self, slots: int, drafts: int) -> None:
         """Make the states. slots: rows of `req_to_token`. drafts: logits rows of a request in verification, or 1."""
-        self.slots = Slots(
-            self.arena,
-            slots,
-            max_rows=slots * drafts,
-            max_stop_tokens=MAX_STOP_TOKENS,
-            kernels=self.kernels,
-        )
+        self.slots = Slots(self.arena, slots, max_rows=slots * drafts, max_stop_tokens=MAX_STOP_TOKENS)
         self.drafts, self._constrained = drafts, [False] * slots
         self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
         self._one = torch.ones(slots, dtype=torch.int64, device=self.arena.device)
@@ -105,13 +99,13 @@ class ItemSetSampler:
         plain = Batch(nobody, nobody[:, None], one, one, by_slot=False)
         chain = plain._replace(tokens=nobody, rows_each=1)
         tree = chain._replace(above=nobody, layout=TREE)
-        states = self.slots.walk(plain, most=1)
+        states = self.slots.walk(plain)
         for columns in {self.vocab_size, -(-self.vocab_size // PADDED) * PADDED}:
             logits = torch.zeros(1, columns, device=self.arena.device)[:, : self.vocab_size]
-            self.slots.step(plain._replace(slates=drafts == 1), logits, most=1)
+            self.slots.step(plain._replace(slates=drafts == 1), logits)
             if drafts > 1:
-                self.slots.step(chain, logits, most=1)
-                self.slots.step(tree, logits, most=1)
+                self.slots.step(chain, logits)
+                self.slots.step(tree, logits)
                 self.slots.mask(states, nobody, logits)
             else:  # with speculation, lists are made in rounds
                 races.warm_up(self.arena, logits[:, None], stepwise=True, kernels=self.kernels)
@@ -188,7 +182,7 @@ class ItemSetSampler:
         """
         slots = batch.req_pool_indices.long()
         begin = self._prompt[slots] - batch.seq_lens - walked
-        self.slots.walk(Batch(slots, tokens.long(), begin, lengths.long(), by_slot=False), most=tokens.shape[1])
+        self.slots.walk(Batch(slots, tokens.long(), begin, lengths.long(), by_slot=False))
 
     def committed(self, slots: Tensor) -> Tensor:
         """The state of each of these slots, with its set: [n] int64. END where the tokens have left the set."""
@@ -198,8 +192,8 @@ class ItemSetSampler:
     def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """The states after one more token each; tensors of [n]."""
         marks = self.slots.marks[slots]
-        kernels = self.slots.kernels
-        result: Tensor = kernels.advance(self.arena, states, tokens.long(), marks, torch.empty_like(states))
+        advance = self.arena.kernels.advance
+        result: Tensor = advance(self.arena, states, tokens.long(), marks, torch.empty_like(states))
         return result
 
     def _assign(self, requests: list[Any]) -> None:
@@ -228,7 +222,7 @@ class ItemSetSampler:
             end, history = self.moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
             begin = torch.zeros_like(end)
             slates = _hold_slates(requests)
-            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False, slates=slates), most=most)
+            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False, slates=slates))
 
     def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
         place = admitted.place

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ["numba", "triton"] if DEVICE == "cpu" else ["triton"]
 
 # Tests run side by side, on as many cores: more threads for each would wait for one another.
 torch.set_num_threads(1)

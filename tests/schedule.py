@@ -16,9 +16,9 @@ import torch
 from oracle import Node, dict_trie
 from views import made
 
-from itemset.masking.arena import Arena, ArenaFullError, room_for
+from itemset.masking.arena import Arena, ArenaFullError, Kernels, room_for
 from itemset.masking.batch import CHAIN, LOCAL, TREE, Batch
-from itemset.masking.slots import NO_SET, Kernels, Slots
+from itemset.masking.slots import NO_SET, Slots
 from itemset.trie.walk import DEAD, END, FREE, WAITING
 
 VOCABULARY, PADDED = 48, 53  # tokens that items use, and columns of the logits
@@ -94,14 +94,13 @@ class Schedule:
         self.pool = [self._items() for _ in range(12)]
         self.sets = [made(items) for items in self.pool]
         room = sorted(room_for(s) for s in self.sets)
-        self.arena = Arena(sum(room[-4:]) + 4096, device, max_sets=6)
-        self.slots = Slots(self.arena, SLOTS, max_rows=MOST_ROWS, max_stop_tokens=STOPS, kernels=kernels)
+        self.arena = Arena(sum(room[-4:]) + 4096, device, max_sets=6, kernels=kernels)
+        self.slots = Slots(self.arena, SLOTS, max_rows=MOST_ROWS, max_stop_tokens=STOPS)
         self.running: dict[int, Request] = {}
         self.waiting: list[Request] = []
         self.history = torch.full((SLOTS, WIDTH), -7, dtype=torch.int32, device=device)
         self.begin = torch.zeros(SLOTS, dtype=torch.int32, device=device)
         self.end = torch.zeros(SLOTS, dtype=torch.int32, device=device)
-        self.walked: dict[int, int] = {}  # committed tokens of each slot that the kernels have seen
         self.refused = self.checked = 0
 
     def run(self, steps: int) -> None:
@@ -128,7 +127,6 @@ class Schedule:
             self.running[slot] = request
             self.history[slot] = self.random.randrange(VOCABULARY)
             self.begin[slot] = PROMPT
-            self.walked[slot] = 0
             self._commit(slot, [], request)
 
     def step(self) -> None:
@@ -160,7 +158,6 @@ class Schedule:
             above=self._tensor(above + [0] * padded) if tree or each is None else None,
             tokens=self._tensor(tokens + [0] * padded),
             layout=TREE if tree else CHAIN,
-            max_drafts=self.random.choice([3, None]),
             rows_each=each,
         )
         if self.positions and not tree and self.random.random() < 0.7:
@@ -168,9 +165,7 @@ class Schedule:
         dtype = self.random.choice([torch.float32, torch.float16, torch.bfloat16])
         logits = torch.randn(batch.rows, PADDED + 3, device=self.device).to(dtype)[:, :PADDED]
         before = logits.clone()
-        gained = [len(self.running[slot].output) - self.walked[slot] for slot in scheduled]
-        self.slots.step(batch, logits, most=max(gained, default=0))
-        self.walked |= {slot: len(self.running[slot].output) for slot in scheduled}
+        self.slots.step(batch, logits)
         self.check(rows, before.cpu(), logits.cpu())
         self.verify(rows, above, tree)
 

@@ -13,7 +13,6 @@ from devices import DEVICE
 import itemset
 from itemset import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError
-from itemset.masking.torch_kernels import mask
 from itemset.trie.walk import STATE_BITS
 
 
@@ -33,7 +32,8 @@ def root(arena: Arena, number: int) -> list[int]:
     """The tokens that may begin an item, as the mask has them."""
     logits = torch.zeros(1, 1000, device=arena.device)
     states = torch.tensor([number << STATE_BITS], device=arena.device)
-    mask(arena, logits, states, torch.tensor([[-1, -1]], device=arena.device), torch.tensor([0], device=arena.device))
+    marks, slots = torch.tensor([[-1, -1]], device=arena.device), torch.tensor([0], device=arena.device)
+    arena.kernels.mask(arena, logits, states, marks, slots)
     return logits[0].isfinite().nonzero()[:, 0].tolist()
 
 
@@ -95,7 +95,7 @@ def test_misuse() -> None:
     with pytest.raises(ItemSetError, match="an arena holds 1 to 4,096 sets, not 5,000"):
         Arena(1, max_sets=5000)
     with pytest.raises(ItemSetError, match="cpu cannot hold an arena of"):
-        Arena(1 << 60)
+        Arena(1 << 60, kernels="triton")
     arena = Arena(1 << 20)
     number = arena.acquire(numbered(900))
     arena.release(number)

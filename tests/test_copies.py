@@ -111,7 +111,7 @@ class Streams:
 
 
 def late(nbytes: int, streams: Streams, max_sets: int = 6) -> Arena:
-    arena = Arena(nbytes, max_sets=max_sets)
+    arena = Arena(nbytes, max_sets=max_sets, kernels="triton")
     arena._copies = Copies(arena.device, max_sets, streams=streams)
     streams.finish()
     return arena
@@ -126,7 +126,7 @@ def image(item_set: itemset.ItemSet, nbytes: int, number: int, start: int) -> tu
     """What must stand in the arena: the set's piece of memory, where in it there is nothing, and the set's row."""
     found = []
     for filler in (0, -1):
-        arena = Arena(nbytes, max_sets=6)
+        arena = Arena(nbytes, max_sets=6, kernels="triton")
         arena.words.fill_(filler)
         arena.place(item_set, number, start)
         found.append(arena.words[start // 4 : (start + room_for(item_set)) // 4])

@@ -12,16 +12,17 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, KERNELS
 from oracle import dict_trie, prefixes
 from schedule import Schedule
 
 import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.masking import torch_kernels, triton_kernels
+from itemset.masking import cpu_kernels, triton_kernels
 from itemset.masking.arena import FAR_BLOCK, TAIL_BASE, TAILS, WIDTHS, Arena, room_for
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED, COUNT_MASK, LOCAL, Batch
 from itemset.masking.host import HostState, fill_bitmasks
@@ -83,7 +84,7 @@ def moved(gap: int) -> Tables:
 
 def far_arena(gap: int) -> Arena:
     """An arena with the set as number 0, and moved as the last number that there is, 8 GB further on."""
-    arena = Arena(room_for(SMALL), DEVICE, max_sets=LAST_SET + 1)
+    arena = Arena(room_for(SMALL), DEVICE, max_sets=LAST_SET + 1, kernels="triton")
     number, tables = arena.acquire(SMALL), moved(gap)
     words = arena.words.cpu().numpy().view(np.uint32)
     bases = 2**31 + len(words)
@@ -99,7 +100,13 @@ def far_arena(gap: int) -> Arena:
     row[TAIL_BASE], row[TAILS] = bases, room
     row[WIDTHS] = (row[WIDTHS] & ((1 << FAR_BLOCK) - 1)) | tables.far_block << FAR_BLOCK
     arena.sets[LAST_SET] = row
+    if DEVICE == "cpu":
+        arena._lead_to(LAST_SET, ItemSet(replace(SMALL.trie, tables=tables), SMALL._keys))
     return arena
+
+
+def module(kernels: str) -> ModuleType:
+    return cpu_kernels if kernels == "numba" else triton_kernels
 
 
 def states_of(tables: Tables) -> list[int]:
@@ -149,9 +156,9 @@ def test_they_are_updated(gap: int) -> None:
 
 
 @gaps
-@pytest.mark.parametrize("kernels", [torch_kernels, triton_kernels], ids=["torch", "triton"])
-def test_the_kernels_walk_them(kernels: ModuleType, gap: int) -> None:
-    arena, tables = far_arena(gap), moved(gap)
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernels_walk_them(name: str, gap: int) -> None:
+    kernels, arena, tables = module(name), far_arena(gap), moved(gap)
     near, far = states_of(SMALL.trie.tables), states_of(tables)
     picked = random.Random(1).sample(range(len(near)), 40)
     picked += [far.index(max(far)), far.index(min(state for state in far if state >= TAIL + gap))]
@@ -194,7 +201,7 @@ def test_ranked_lists_are_the_same(kernels: Any, options: dict[str, Any], gap: i
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_cell_holds_the_last_set_the_highest_state_and_any_count(kernels: Any) -> None:
     gap = int(GAPS["the last of all"])
     arena, item = far_arena(gap), max(ITEMS, key=len)
@@ -202,7 +209,8 @@ def test_a_cell_holds_the_last_set_the_highest_state_and_any_count(kernels: Any)
     for token in item:
         states.append(int(advance(tables.pointers, states[-1], token)))
     begun = next(i for i, state in enumerate(states) if state >= TAIL + FAR)
-    slots = Slots(arena, 2, max_rows=2, max_stop_tokens=1, kernels=kernels)
+    arena.kernels = module(kernels)
+    slots = Slots(arena, 2, max_rows=2, max_stop_tokens=1)
     index = torch.arange(2, device=DEVICE)
     slots.assign(index, torch.full_like(index, LAST_SET), torch.tensor([[-1, STOP]] * 2, device=DEVICE))
     window = torch.tensor([item[:begun]] * 2, dtype=torch.int32, device=DEVICE)
@@ -221,15 +229,17 @@ def test_a_cell_holds_the_last_set_the_highest_state_and_any_count(kernels: Any)
         assert slots.states() == [(LAST_SET, states[begun + 2], before + 2 & COUNT_MASK)] * 2
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
 def test_a_request_may_come_back_with_more_tokens_than_a_cell_counts(
     kernels: Any, window: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a count of three bits. Steps look at each request, and requests come back with up to 31 tokens."""
     for name, value in {"COUNT_MASK": 7, "ANY_CONSUMED": 8, "CONSUMED_MASK": 15}.items():
-        monkeypatch.setattr(torch_kernels, name, value)
+        monkeypatch.setattr(cpu_kernels, name, value)
         monkeypatch.setattr(getattr(triton_kernels, f"_{name}"), "value", value)
+    for name in ("_committed", "_walk"):  # compiled anew, for these constants
+        monkeypatch.setattr(cpu_kernels, name, numba.njit(getattr(cpu_kernels, name).py_func))
     schedule = Schedule(1, kernels=kernels, device=DEVICE, window=window)
     schedule.run(40)
     assert schedule.checked > 100

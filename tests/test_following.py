@@ -308,7 +308,7 @@ def test_a_version_comes_in_pieces(monkeypatch):
 
     monkeypatch.setattr(copies, "PIECE", 1024)
     (item_set,) = versions_of(1)
-    arena = Arena(room_for(item_set), max_sets=2)
+    arena = Arena(room_for(item_set), max_sets=2, kernels="triton")
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
     pieces, steps = holdings.hold("films", {"films": item_set}), 1
     while not arrivals.advance("films", {"films": item_set}, pieces):

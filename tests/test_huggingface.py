@@ -79,17 +79,6 @@ def test_what_is_allowed_is_what_the_oracle_allows(items, data):
     assert set(np.flatnonzero(np.isfinite(scores[0].numpy()))) == expected
 
 
-def test_the_kernels_allow_the_same(named_sets):
-    """What runs on an accelerator, here in plain torch."""
-    built = itemset.load(named_sets["ragged"].path)
-    processor = ItemSetLogitsProcessor(built, prompt_length=1, stop_tokens=[EOS, 5])
-    items = sorted(named_sets["ragged"].items)[:20]
-    for length in range(0, 13):
-        rows = torch.tensor([[0, *(item + (EOS,) * 13)[:length]] for item in items])
-        scores = torch.randn(len(rows), 1_000)
-        assert torch.equal(processor(rows, scores), processor._on_device(rows[:, 1:], scores))
-
-
 def test_no_stop_token_is_refused(named_sets):
     with pytest.raises(ValueError, match="an item could never end: give"):
         ItemSetLogitsProcessor(itemset.build([[1]]), prompt_length=0, stop_tokens=[])

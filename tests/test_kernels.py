@@ -1,4 +1,4 @@
-"""The kernels, in torch and in Triton, against the dict trie and against the host's walk."""
+"""The kernels, in Numba and in Triton, against the dict trie and against the host's walk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, KERNELS
 from hypothesis import HealthCheck, given, settings
 from interleaving import interleaved
 from oracle import dict_trie, prefixes
@@ -21,18 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from views import made
 
 import itemset
-from itemset.masking import torch_kernels, triton_kernels
-from itemset.masking.arena import Arena, room_for
+from itemset import ItemSetError
+from itemset.masking import cpu_kernels, triton_kernels
+from itemset.masking.arena import Arena, backend_for, room_for
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
-from itemset.masking.slots import Slots, kernels_for
+from itemset.masking.slots import Slots
 from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
 from itemset.trie.walk import advance as host_advance
 
 VOCABULARY = 70
-NAMES = ["torch", "triton"]
+MODULES = {"numba": cpu_kernels, "triton": triton_kernels}
+numba = pytest.mark.skipif(DEVICE != "cpu", reason="for CPUs")
 
 
-@pytest.fixture(params=[torch_kernels, triton_kernels], ids=NAMES)
+@pytest.fixture(params=[MODULES[name] for name in KERNELS], ids=KERNELS)
 def kernels(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
 
@@ -48,9 +50,12 @@ def tensor(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def resident(*sets: list[list[int]], kind: str | None = "whole") -> tuple[Arena, list[itemset.ItemSet], list[int]]:
+def resident(
+    *sets: list[list[int]], kind: str | None = "whole", kernels: Any = "triton"
+) -> tuple[Arena, list[itemset.ItemSet], list[int]]:
+    """An arena of which both kinds of kernels can read on a CPU."""
     built = [made(items, kind) for items in sets]
-    arena = Arena(sum(map(room_for, built)), DEVICE)
+    arena = Arena(sum(map(room_for, built)), DEVICE, kernels=kernels)
     return arena, built, [arena.acquire(s) for s in built]
 
 
@@ -111,8 +116,9 @@ def forced_by_oracle(items: list[list[int]], prefix: tuple[int, ...], stop: int,
 
 @given(item_sets(VOCABULARY - 4))
 @settings(max_examples=60, deadline=None)
-def test_random_sets_torch(items: list[list[int]]) -> None:
-    check_against_oracle(torch_kernels, items, most=60)
+@numba
+def test_random_sets_numba(items: list[list[int]]) -> None:
+    check_against_oracle(cpu_kernels, items, most=60)
 
 
 @given(item_sets(VOCABULARY - 4))
@@ -130,9 +136,9 @@ def test_random_sets_in_many_chunks(items: list[list[int]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
-@pytest.mark.parametrize(("name", "steps"), [("torch", SAMPLES // 2), ("triton", SAMPLES // 10)])
+@pytest.mark.parametrize(("name", "steps"), [(name, SAMPLES // (2 if name == "numba" else 10)) for name in KERNELS])
 def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
-    """5,000 steps in torch and 1,000 in Triton with STATIC_SAMPLES=10000."""
+    """5,000 steps in Numba and 1,000 in Triton with STATIC_SAMPLES=10000."""
     schedule = Schedule(seed=steps + window, kernels=name, device=DEVICE, window=window)
     schedule.run(steps)
     assert schedule.checked > 5 * steps
@@ -140,7 +146,7 @@ def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
 
 
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
-@pytest.mark.parametrize(("name", "steps"), [("torch", 500), ("triton", 100)])
+@pytest.mark.parametrize(("name", "steps"), [(name, 500 if name == "numba" else 100) for name in KERNELS])
 def test_schedules_of_equal_rows_and_told_tokens(name: Any, steps: int, window: bool) -> None:
     schedule = Schedule(seed=steps + window, kernels=name, device=DEVICE, window=window, each=True, positions=True)
     schedule.run(steps)
@@ -160,9 +166,8 @@ def test_the_checks_for_a_gpu_compare_no_memory_that_nothing_wrote(monkeypatch: 
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     gpu_checks = importlib.import_module("gpu_checks")
     schedule = Schedule(seed=3, kernels="triton", device=DEVICE)
-    schedule.slots = gpu_checks.Compared(
-        schedule.arena, SLOTS, max_rows=MOST_ROWS, max_stop_tokens=STOPS, kernels="triton"
-    )
+    schedule.slots = gpu_checks.Compared(schedule.arena, SLOTS, max_rows=MOST_ROWS, max_stop_tokens=STOPS)
+    schedule.slots.sets = schedule.sets
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).random_())
     schedule.run(6)
@@ -241,7 +246,7 @@ def test_a_root_with_a_million_children(kernels: ModuleType) -> None:
     children = np.unique(np.random.default_rng(1).integers(0, 2_000_000, 1_500_000))[:1_000_000]
     items = np.stack([children, children[::-1]], 1)
     built = itemset.build(items)
-    arena = Arena(room_for(built), DEVICE)
+    arena = Arena(room_for(built), DEVICE, kernels="triton")
     state = tensor([arena.acquire(built) << STATE_BITS] * 4)
     asked = [int(children[0]), int(children[123_456]), int(children[-1]), int(np.setdiff1d(range(2000), children)[0])]
     after = kernels.advance(arena, state, tensor(asked), None, torch.empty_like(state)).tolist()
@@ -255,8 +260,8 @@ def test_a_root_with_a_million_children(kernels: ModuleType) -> None:
 
 def plain_step(kernels: str) -> tuple[Slots, Batch, torch.Tensor]:
     """A step of three rows, the second with two drafts, on 4,999 logits: two launches in Triton."""
-    arena, _, (one, two) = resident([[5, 6, 7, 8], [5, 9], [7]], [[5], [6, 7]])
-    slots = Slots(arena, 4, max_rows=8, max_stop_tokens=2, kernels=kernels)
+    arena, _, (one, two) = resident([[5, 6, 7, 8], [5, 9], [7]], [[5], [6, 7]], kernels=kernels)
+    slots = Slots(arena, 4, max_rows=8, max_stop_tokens=2)
     slots.assign(tensor([0, 1, 2]), tensor([one, two, -1]), tensor([[-1, 1, 2], [-1, 1, -1], [-1, -1, -1]]))
     batch = Batch(
         slots=tensor([0, 0, 0, 1, 2], torch.int32),
@@ -265,7 +270,6 @@ def plain_step(kernels: str) -> tuple[Slots, Batch, torch.Tensor]:
         end=tensor([1, 0, 1, 0], torch.int32),
         above=tensor([0, 1, 2, 0, 0], torch.int32),
         tokens=tensor([5, 6, 7, 0, 0], torch.int32),
-        max_drafts=2,
     )
     return slots, batch, torch.randn(5, 4999, device=DEVICE)
 
@@ -332,26 +336,9 @@ class NothingReadBack(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_torch_step_reads_nothing_back() -> None:
-    slots, batch, logits = plain_step("torch")
-    with NothingReadBack():
-        slots.step(batch, logits)
-    assert legal(logits) == LEGAL
-    with NothingReadBack(), pytest.raises(AssertionError, match="_local_scalar_dense"):
-        logits.sum().item()
-
-
-def test_the_torch_step_compiles_as_one_graph() -> None:
-    slots, batch, logits = plain_step("torch")
-    torch._dynamo.reset()
-    compiled = torch.compile(slots.step, fullgraph=True, backend="aot_eager")
-    compiled(batch, logits)
-    assert legal(logits) == LEGAL
-
-
 def test_stepping_twice_is_stepping_once(kernels: ModuleType) -> None:
     """A row may read its slot's cell before or after another row has written it."""
-    slots, batch, logits = plain_step("torch" if kernels is torch_kernels else "triton")
+    slots, batch, logits = plain_step("numba" if kernels is cpu_kernels else "triton")
     slots.step(batch, logits)
     before = slots.states()
     again = torch.randn_like(logits)
@@ -361,7 +348,7 @@ def test_stepping_twice_is_stepping_once(kernels: ModuleType) -> None:
 
 
 def test_reset_begins_again(kernels: ModuleType) -> None:
-    slots, batch, logits = plain_step("torch" if kernels is torch_kernels else "triton")
+    slots, batch, logits = plain_step("numba" if kernels is cpu_kernels else "triton")
     slots.step(batch, logits)
     slots.reset(tensor([0, 2]))
     batch.end.zero_()
@@ -372,7 +359,7 @@ def test_reset_begins_again(kernels: ModuleType) -> None:
 
 def test_tokens_left_of_the_window_end_the_request(kernels: ModuleType) -> None:
     """Never a wrong mask: where committed tokens were missed, only stop tokens remain."""
-    slots, batch, logits = plain_step("torch" if kernels is torch_kernels else "triton")
+    slots, batch, logits = plain_step("numba" if kernels is cpu_kernels else "triton")
     batch.begin.fill_(-1)
     slots.step(batch._replace(above=None, tokens=None), logits)
     assert legal(logits) == [[1, 2]] * 3 + [[1], ["all"]]
@@ -380,11 +367,11 @@ def test_tokens_left_of_the_window_end_the_request(kernels: ModuleType) -> None:
 
 def test_drafts_in_columns(kernels: ModuleType) -> None:
     """As a draft model proposes them: all rows have as many, and the count lies on the device."""
-    slots, batch, _ = plain_step("torch" if kernels is torch_kernels else "triton")
+    slots, batch, _ = plain_step("numba" if kernels is cpu_kernels else "triton")
     tokens = tensor([[6, 7, 0], [5, 2, 0], [9, 9, 9], [9, 1, 0]])
     depth = tensor([0])
     batch = batch._replace(
-        slots=tensor([0, 1, 2, -1]), above=depth, tokens=tokens, layout=COLUMNS, max_drafts=3, end=tensor([1, 0, 0, 0])
+        slots=tensor([0, 1, 2, -1]), above=depth, tokens=tokens, layout=COLUMNS, end=tensor([1, 0, 0, 0])
     )
     expected = [[[6, 9], [5, 6]], [[7], [1]], [[8], ["all"]], [["all"], ["all"]]]
     for count, rows in enumerate(expected):
@@ -403,6 +390,6 @@ def test_a_guess_is_always_legal(kernels: ModuleType) -> None:
 
 
 def test_kernels_are_chosen_by_device() -> None:
-    assert kernels_for("cpu") is torch_kernels
-    assert kernels_for("cuda") is triton_kernels
-    assert kernels_for("cuda", "torch") is torch_kernels
+    assert [backend_for("cpu"), backend_for("cuda"), backend_for("cpu", "triton")] == ["numba", "triton", "triton"]
+    with pytest.raises(ItemSetError, match="in Numba are for CPUs, not for meta: choose triton"):
+        Arena(1, "meta", kernels="numba")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, KERNELS
 from oracle import dict_trie, prefixes
 from views import KINDS, made
 
 import itemset
-from itemset.masking import torch_kernels, triton_kernels
+from itemset.masking import cpu_kernels
 from itemset.masking.arena import READY, Arena, room_for
 from itemset.masking.batch import Batch
 from itemset.masking.host import HostState, fill_bitmasks
@@ -49,16 +49,19 @@ def states_of(items: list[list[int]]) -> list[tuple[tuple[int, ...], list[int]]]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [4_000, 9_001])
-@pytest.mark.parametrize("kernels", [torch_kernels, triton_kernels], ids=["torch", "triton"])
-def test_wide_rows_on_a_device(kernels: ModuleType, vocabulary: int, kind: str, is_ready: bool) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_wide_rows_on_a_device(kernels: Any, vocabulary: int, kind: str, is_ready: bool) -> None:
     items = wide_items(seed=1)
     item_set, known = made(items, kind), states_of(items)
     assert [len(tokens) > 300 for _, tokens in known[:3]] == [True] * 3
-    arena = Arena(room_for(item_set), DEVICE)
+    arena = Arena(room_for(item_set), DEVICE, kernels=kernels)
     number = arena.acquire(item_set)
-    assert (int(arena.sets[number, READY]) >= 0) == is_ready
+    if kernels == "triton":
+        assert (int(arena.sets[number, READY]) >= 0) == is_ready
+    else:
+        assert bool(arena.rows[number, cpu_kernels.READY]) == is_ready
     slots = Slots(arena, len(known), max_rows=len(known), max_stop_tokens=2)
-    slots.kernels, ids = kernels, torch.arange(len(known), device=DEVICE)
+    ids = torch.arange(len(known), device=DEVICE)
     slots.assign(ids, torch.full_like(ids, number), torch.tensor([[-1, *STOPS]] * len(known), device=DEVICE))
     history = torch.tensor([[*prefix, 0, 0, 0][:3] for prefix, _ in known], device=DEVICE)
     ends = torch.tensor([len(prefix) for prefix, _ in known], device=DEVICE)
@@ -86,12 +89,13 @@ def test_wide_rows_on_the_host(kind: str, is_ready: bool) -> None:
             assert bits == [token for token in tokens if token < 32 * words]
 
 
-def test_a_slate_leaves_out_what_it_has_given_of_a_wide_row() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_slate_leaves_out_what_it_has_given_of_a_wide_row(kernels: Any) -> None:
     """Its list of dead entries grows on the device."""
     item_set = itemset.build([[token] for token in range(1_000, 1_900)])
     slate = Slate(item_set, "a slate", 2, 7)
-    arena = Arena(room_for(item_set) + room_for(slate), DEVICE)
-    slots = Slots(arena, 1, max_rows=1, max_stop_tokens=1, kernels="triton")
+    arena = Arena(room_for(item_set) + room_for(slate), DEVICE, kernels=kernels)
+    slots = Slots(arena, 1, max_rows=1, max_stop_tokens=1)
     slots.assign(torch.tensor([0]), torch.tensor([arena.acquire(slate)]), torch.tensor([[-1, 3]]))
     history, zero = torch.tensor([[1_500, 7, 1_001, 7]]), torch.tensor([0])
     for count, given in ((0, []), (2, [1_500]), (4, [1_500, 1_001])):

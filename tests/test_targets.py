@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.masking import torch_kernels, triton_kernels
+from itemset.masking import triton_kernels
 from itemset.masking.arena import TAIL_BASE, Arena, room_for
 from itemset.opening import from_bytes
 from itemset.ranking import numba_expand
@@ -119,12 +118,11 @@ def test_a_change_of_the_lengths_changes_the_form(kept: range) -> None:
     assert back.trie.tables.targets.dtype == np.uint64
 
 
-@pytest.mark.parametrize("kernels", [torch_kernels, triton_kernels], ids=["torch", "triton"])
 @pytest.mark.parametrize("far", [0, FAR - 64, FAR, 3 * FAR // 2])
-def test_kernels_follow_counted_edges_beside_stored_ones(kernels: ModuleType, far: int) -> None:
+def test_kernels_follow_counted_edges_beside_stored_ones(far: int) -> None:
     """far: as many tail tokens come before those of the counted set, as in a set of a thousand million items."""
     one, other = itemset.build(random_items(400, 4)), stored(random_items(300, 3))
-    arena = Arena(room_for(one) + room_for(other), DEVICE, max_sets=2)
+    arena = Arena(room_for(one) + room_for(other), DEVICE, max_sets=2, kernels="triton")
     numbers = arena.acquire(one), arena.acquire(other)
     tables = [beyond(one.trie.tables, far), other.trie.tables]
     row = arena.sets[numbers[0]]
@@ -134,7 +132,7 @@ def test_kernels_follow_counted_edges_beside_stored_ones(kernels: ModuleType, fa
     asked = [(which, node, token) for which, node in random.Random(1).sample(nodes, 60) for token in range(0, 12, 2)]
     states = torch.tensor([node | numbers[which] << STATE_BITS for which, node, _ in asked], device=DEVICE)
     tokens = torch.tensor([token for *_, token in asked], device=DEVICE)
-    after = kernels.advance(arena, states, tokens, None, torch.empty_like(states)).tolist()
+    after = triton_kernels.advance(arena, states, tokens, None, torch.empty_like(states)).tolist()
     expected = [
         int(advance(tables[which].pointers, node, token)) | numbers[which] << STATE_BITS for which, node, token in asked
     ]
@@ -147,7 +145,7 @@ def test_kernels_follow_counted_edges_beside_stored_ones(kernels: ModuleType, fa
 @pytest.mark.parametrize("far", [0, FAR - 64, 3 * FAR // 2])
 def test_numba_follows_them(far: int) -> None:
     for s in (itemset.build(random_items(400, 4)), itemset.build([[3], [5]])):
-        arena = Arena(room_for(s))
+        arena = Arena(room_for(s), kernels="triton")
         number, tables = arena.acquire(s), beyond(s.trie.tables, far)
         fields = arena.sets[number].numpy()
         arena.words.numpy().view(np.uint32)[fields[TAIL_BASE] :][: len(tables.tail_base)] = tables.tail_base

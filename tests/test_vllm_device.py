@@ -29,7 +29,7 @@ PARSER = Path(__file__).parent / "tiny_reasoning.py"
 @pytest.fixture(scope="module")
 def device(static):
     """Arguments of an engine on the device path, its kernels in torch: the interpreter is slow."""
-    return on_path(static, "device", "torch")
+    return on_path(static, "device", "numba")
 
 
 @pytest.fixture(scope="module")

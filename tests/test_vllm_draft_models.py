@@ -40,7 +40,7 @@ def kind(request) -> str:
 def plain(kind, tiny_model, static) -> dict[str, Any]:
     """The arguments of an engine on the device path, without speculation."""
     model = cached_tiny_mimo() if kind.startswith("mtp") else tiny_model
-    return {"model": model, **on_path(static, "device", "torch"), **CHUNKED}
+    return {"model": model, **on_path(static, "device", "numba"), **CHUNKED}
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ FORCED = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max
 
 @pytest.fixture(scope="module")
 def device(static):
-    return on_path(static, "device", "torch")
+    return on_path(static, "device", "numba")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def options(tmp_path_factory, named_sets):
     return {"item_sets": files | {"fixed": named_sets["fixed"].path, "tagged": named_sets["tagged"].path}}
 
 
-def arguments(options: dict[str, Any], path: str, kernels: str = "torch") -> dict[str, Any]:
+def arguments(options: dict[str, Any], path: str, kernels: str = "numba") -> dict[str, Any]:
     given = options | {"item_set_path": path, "item_set_kernels": kernels}
     return {"structured_outputs_config": {"backend": "static"}, "additional_config": given}
 

@@ -50,7 +50,7 @@ def test_a_weight_is_the_legal_mass_along_its_answer(engines, tiny_model, static
     if speculative is not None:
         model = {"model": str(cached_tiny_llama(seed=1))} if speculative["method"] == "draft_model" else {}
         more = {"speculative_config": speculative | model}
-    engine = engines(runner, tiny_model, **on_path(static, path, "torch"), **more)
+    engine = engines(runner, tiny_model, **on_path(static, path, "numba"), **more)
     # vLLM's n-grams need a temperature of 0 on model runner V1 and a CPU: docs/serving.md.
     greedy = {"temperature": 0} if speculative is NGRAM else {}
     params = [weighed(name, **greedy) for name in SETS for _ in range(2)]
@@ -81,7 +81,7 @@ def test_a_weight_is_the_legal_mass_along_its_answer(engines, tiny_model, static
 def test_with_weights_estimates_from_masked_answers_are_unbiased(engines, tiny_model, static, named_sets, oracle):
     """The mean of the weights is the probability of the set, and that over the answers that are one item is the item's.
     The bound is five times the standard deviation of such a mean, which the oracle knows."""
-    engine = engines("v1", tiny_model, **on_path(static, "host", "torch"))
+    engine = engines("v1", tiny_model, **on_path(static, "host", "numba"))
     seeds = [weighed("prefixes", seed=seed) for seed in range(ANSWERS)]
     found = [(tokens[:-1], item["set_weight"]) for tokens, item, _ in engine.call(answers, seeds)]
     items = sorted(named_sets["prefixes"].items)
@@ -95,7 +95,7 @@ def test_with_weights_estimates_from_masked_answers_are_unbiased(engines, tiny_m
 
 
 def test_nothing_is_launched_for_those_who_do_not_ask(engines, tiny_model, static):
-    engine = engines("v2", tiny_model, **on_path(static, "device", "torch"))
+    engine = engines("v2", tiny_model, **on_path(static, "device", "numba"))
     assert engine.call(count_masks, [named("ragged"), named("labels"), SamplingParams(max_tokens=4)]) == 0
     asked = [weighed("labels"), named("ragged")]
     assert engine.call(count_masks, asked) == 2  # the two tokens of the one
@@ -127,7 +127,7 @@ def count_masks(llm: Any, params: list[SamplingParams]) -> int:
     ],
 )
 def test_what_cannot_be_weighed_is_refused(engines, tiny_model, static, given, message):
-    engine = engines("v2", tiny_model, **on_path(static, "device", "torch"))
+    engine = engines("v2", tiny_model, **on_path(static, "device", "numba"))
     params = SamplingParams(**({"extra_args": {"item_set": "one", "return_set_weight": True}} | given))
     with pytest.raises(VLLMValidationError, match=message):
         engine.generate("p", params)

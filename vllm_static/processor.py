@@ -55,12 +55,10 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] the set of the slot's request, whether it is a slate, whether its answer is weighed, and the
-        # committed tokens its slot has yet to walk.
+        # [max_num_reqs] the set of the slot's request, whether it is a slate, and whether its answer is weighed.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
         self._weighed = np.zeros(req_states.max_num_reqs, np.bool_)
-        self._behind = np.zeros(req_states.max_num_reqs, np.int64)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         self._drafts, self._dtype = 0, vllm_config.model_config.dtype
         if vllm_config.speculative_config is not None:
@@ -71,19 +69,15 @@ class ItemSetProcessor(LogitsProcessor):
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         self._catalogue = catalogue = Catalogue(config)
         spare = config.inline_set_memory + catalogue.headroom()
-        self.arena = Arena(arena_bytes(catalogue.registered.values(), spare), self._req_states.device)
+        self.kernels = config.item_set_kernels
+        nbytes = arena_bytes(catalogue.registered.values(), spare)
+        self.arena = Arena(nbytes, self._req_states.device, kernels=self.kernels)
         self._arrivals = Arrivals(self.arena)
         for item_set in catalogue.registered.values():
             self.arena.acquire(item_set)
         rows = vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
-        self._slots = Slots(
-            self.arena,
-            self._req_states.max_num_reqs,
-            max_rows=rows,
-            max_stop_tokens=MAX_STOP_TOKENS,
-            kernels=config.item_set_kernels,
-        )
-        self.kernels = config.item_set_kernels
+        slots = self._req_states.max_num_reqs
+        self._slots = Slots(self.arena, slots, max_rows=rows, max_stop_tokens=MAX_STOP_TOKENS)
         path = config.item_set_draft_head
         self.head = None if path is None else DraftHead.load(path, self.arena.device)
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
@@ -153,7 +147,6 @@ class ItemSetProcessor(LogitsProcessor):
         prompt = int(self._req_states.prompt_len.np[req_idx])
         self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
         self._numbers[req_idx], self._slates[req_idx] = place.number, carried.slate is not None
-        self._behind[req_idx] = self._req_states.prefill_len.np[req_idx] - prompt
         return False
 
     def apply_staged_writes(self) -> None:
@@ -185,12 +178,9 @@ class ItemSetProcessor(LogitsProcessor):
         if (numbers == NO_SET).all():
             return logits
         self.arena.use(numbers)
-        # What the host knows: one token and the accepted drafts a step, and the output so far of one that comes back.
-        most = int(self._behind[requests].max()) + 1 + self._drafts
-        self._behind[requests] = 0
         batch = self._batch(slots, slates=bool(self._slates[requests].any()), **layout)
         logits = logits.clone() if raw or self._weighed[requests].any() else logits
-        self._slots.step(batch, logits, most=most)
+        self._slots.step(batch, logits)
         return logits
 
     def weigh(self, logits: torch.Tensor, input_batch: Any, logprobs: Any) -> None:
@@ -208,7 +198,7 @@ class ItemSetProcessor(LogitsProcessor):
         at, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
         tokens, positions = input_batch.input_ids[at], input_batch.positions[at]
         batch = self._batch(slots, above=input_batch.expanded_local_pos, tokens=tokens, positions=positions)
-        states = self._slots.walk(batch, most=0)[rows]  # again: long batches of drafts are masked in several pieces
+        states = self._slots.walk(batch)[rows]  # again: long batches of drafts are masked in several pieces
         legal = logits[rows].float()
         whole = legal.logsumexp(-1)
         self._slots.mask(states, slots[rows], legal)
@@ -224,13 +214,13 @@ class ItemSetProcessor(LogitsProcessor):
         draft_tokens: [at least rows, drafts], the drafts so far.
         """
         batch = self._batch(slots, above=draft_step.view(1), tokens=draft_tokens[: len(slots)], layout=COLUMNS)
-        self._slots.step(batch, logits, most=1 + self._drafts)
+        self._slots.step(batch, logits)
 
     def force_drafts(self, drafts: torch.Tensor, slots: torch.Tensor, slots_np: np.ndarray) -> None:
         """Overwrite drafts, [rows, k], of requests with a set by what the set forces, and then by guesses within it."""
         if (self._numbers[slots_np] == NO_SET).all():
             return
-        states = self._slots.walk(self._batch(slots), most=1 + self._drafts)
+        states = self._slots.walk(self._batch(slots))
         self._slots.forced(states, slots, drafts, guess=True)
 
     def _batch(self, slots: torch.Tensor, **layout: Any) -> Batch:
@@ -240,7 +230,6 @@ class ItemSetProcessor(LogitsProcessor):
             history=states.all_token_ids.gpu,
             begin=self._begin,
             end=states.total_len.gpu,
-            max_drafts=self._drafts,
             **layout,
         )
 
@@ -260,10 +249,10 @@ class ItemSetProcessor(LogitsProcessor):
         for dtype in {self._dtype, torch.float32}:  # the model's logits, and copies of them
             for stride in {vocabulary, vocabulary + -vocabulary % _PADDING}:
                 logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
-                self._slots.step(batch._replace(slates=not self._drafts), logits, most=1)
-                self._slots.mask(self._slots.walk(batch, most=0), zeros(torch.int64), logits)  # as `weigh`
+                self._slots.step(batch._replace(slates=not self._drafts), logits)
+                self._slots.mask(self._slots.walk(batch), zeros(torch.int64), logits)  # as `weigh`
         if self._drafts:  # as `force_drafts` and `mask_drafts`
-            states = self._slots.walk(self._batch(zeros(torch.int64)), most=1)
+            states = self._slots.walk(self._batch(zeros(torch.int64)))
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)
             self._slots.forced(states, zeros(torch.int64), proposed, guess=True)
             logits = torch.zeros(1, self._req_states.vocab_size, dtype=self._dtype, device=device)

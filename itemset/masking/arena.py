@@ -6,24 +6,26 @@ where. A state on the device is a set's number and the state within that set, so
 
 from __future__ import annotations
 
-import threading
-from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet
-from itemset.masking.copies import Copies
+from itemset.item_set import ItemSet, build
+from itemset.masking import cpu_kernels
+from itemset.masking.copies import Copies, Parts
+from itemset.masking.plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, piece_of, room_for
 from itemset.masking.slates import Slate
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
-from itemset.trie.targets import OF_A_LEVEL
 from itemset.trie.walk import NO_TOKEN
+
+__all__ = ["Arena", "ArenaFullError", "Place", "Plan", "Resident", "arena_bytes", "check_tables", "room_for"]
 
 # The columns of `Arena.sets`: the word at which each section begins, then the widths of their elements.
 # DEAD_COUNT is how many entries the section at DEAD_LIST has. ALIVE is NO_BITS if a set has no such section.
@@ -34,209 +36,83 @@ SEPARATOR, LEFT = WIDTHS + 1, WIDTHS + 2
 # What only `grow` reads: LEFT and DEAD_COUNT as they are at first, and what would leave out the item so far.
 MORE, FIRST_DEAD, ENTRY = range(LEFT + 1, LEFT + 4)
 READY = ENTRY + 1  # the word at which ready masks begin (trie.ready), NO_BITS if there are none: for wide rows alone
-COLUMNS = READY + 1
+ROOT_CHILDREN = READY + 1
+COLUMNS = ROOT_CHILDREN + 1
 NO_BITS = -1
 _COLUMNS = dict(zip((*SECTIONS, "alive", "dead", "ready"), (*range(TAILS + 1), ALIVE, DEAD_LIST, READY), strict=True))
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
 COUNTED = 1 << 10  # another: counted targets
+_ALWAYS_COPIED = True  # ranking's loops for CPUs read `words`
 FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
 
-SET_BITS = 12
-_ALIGNMENT = 128  # bytes: sections begin at a cache line
+Kernels = Literal["auto", "numba", "triton"]
 
 
-class ArenaFullError(ItemSetError):
-    """No room for a set until one that is in use is released."""
-
-
-class Place(NamedTuple):
-    """Where a request's set lies in the arenas of its engine, and when its constraint begins.
-
-    number, digest, start, below: those of its Resident. begins_after: the token after which the constraint begins, or
-    -1.
-    """
-
-    number: int
-    start: int
-    digest: str
-    begins_after: int
-    below: Sequence[Sequence[int]] = ()
+def backend_for(device: torch.device | str, choice: Kernels = "auto") -> Literal["numba", "triton"]:
+    """Return "numba" on a CPU and "triton" on an accelerator; or what `choice` says."""
+    if choice != "auto":
+        return choice
+    return "numba" if torch.device(device).type == "cpu" else "triton"
 
 
 @dataclass
-class Resident:
-    """One set in the arena.
+class _Placed:
+    """A set whose tables are in an arena, or, until they are `there`, on their way to it.
 
-    number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
-    sent: whether the workers whose arenas are planned here have been given the tables. A set that comes back after it
-        was forgotten is another Resident. base: of a view, the set whose tables it reads: it stays while the view does.
-    once: whether it is one request's own, a slate, and is forgotten as soon as nobody uses it.
+    row: of `Arena.sets`. view: the set itself, if it is a view on which others may stand.
     """
 
-    number: int
     digest: str
     start: int
-    nbytes: int
-    users: int = 0
-    sent: bool = False
-    base: Resident | None = None
-    once: bool = False
-
-    @property
-    def below(self) -> list[tuple[int, int]]:
-        """Number and start of each set that a view stands on, the whole set first."""
-        return [] if self.base is None else [*self.base.below, (self.base.number, self.base.start)]
-
-
-class Plan:
-    """Who has which piece of an arena: sets are added, shared by equal content, counted, and forgotten to make room.
-
-    A set in use is never moved or forgotten; one that nobody uses stays until another needs its place. A plan touches
-    no memory, so one process can plan the arenas of several devices. Safe for threads.
-    """
-
-    def __init__(self, nbytes: int, *, max_sets: int = 1024) -> None:
-        """Raise ItemSetError if max_sets is more than a state can name (4,096)."""
-        if not 1 <= max_sets <= 1 << SET_BITS:
-            raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
-        self.nbytes = _aligned(max(nbytes, 1))
-        self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
-        self._free_numbers = list(range(max_sets - 1, -1, -1))
-        self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
-        self._by_number: dict[int, Resident] = {}
-        self._lock = threading.Lock()
-
-    def acquire(self, item_set: ItemSet) -> Resident:
-        """Return the place of this set, or of an equal one. Raises ArenaFullError, which says how much is missing."""
-        with self._lock:
-            return self._acquire(item_set)
-
-    def _acquire(self, item_set: ItemSet) -> Resident:
-        resident = self._residents.get(item_set.digest)
-        if resident is None:
-            base = None if item_set.base is None else self._acquire(item_set.base)
-            nbytes = _piece(item_set)
-            try:
-                start = self._take(nbytes)
-            except ArenaFullError:
-                if base is not None:
-                    self._release(base)
-                raise
-            resident = Resident(self._free_numbers.pop(), item_set.digest, start, nbytes, base=base)
-            resident.once = isinstance(item_set, Slate)
-            self._residents[resident.digest] = self._by_number[resident.number] = resident
-        resident.users += 1
-        return resident
-
-    def release(self, number: int) -> None:
-        """Take back one `acquire`. Raises ValueError if there is none to take back."""
-        with self._lock:
-            resident = self._by_number.get(number)
-            if resident is None or not resident.users:
-                raise ValueError(f"set {number} of the arena is not in use")
-            self._release(resident)
-
-    def _release(self, resident: Resident) -> None:
-        resident.users -= 1
-        if not resident.users and resident.once:
-            self._forget(resident)
-        elif not resident.users:
-            self._residents[resident.digest] = self._residents.pop(resident.digest)
-
-    @property
-    def residents(self) -> tuple[Resident, ...]:
-        """What is in the arena, in use or kept: for reports and metrics."""
-        with self._lock:
-            return tuple(self._residents.values())
-
-    def send_again(self, open_sets: Collection[str]) -> None:
-        """Of views whose whole sets are not among these digests, the workers have forgotten what they were given."""
-        with self._lock:
-            for resident in self._residents.values():
-                whole = resident
-                while whole.base is not None:
-                    whole = whole.base
-                resident.sent = resident.sent and (whole is resident or whole.digest in open_sets)
-
-    @property
-    def used(self) -> int:
-        """Bytes taken by sets that are in use."""
-        return sum(resident.nbytes for resident in self.residents if resident.users)
-
-    def _take(self, nbytes: int) -> int:
-        """Take a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
-        while True:
-            fitting = [hole for hole in self._holes if hole[1] >= nbytes]
-            if fitting and self._free_numbers:
-                start, size = min(fitting, key=lambda hole: hole[1])
-                self._holes.remove((start, size))
-                if size > nbytes:
-                    insort(self._holes, (start + nbytes, size - nbytes))
-                return start
-            unused = next((resident for resident in self._residents.values() if not resident.users), None)
-            if unused is None:
-                raise ArenaFullError(self._what_is_missing(nbytes))
-            self._forget(unused)
-
-    def _forget(self, resident: Resident) -> None:
-        del self._residents[resident.digest], self._by_number[resident.number]
-        if resident.base is not None:
-            self._release(resident.base)
-        self._free_numbers.append(resident.number)
-        insort(self._holes, (resident.start, resident.nbytes))
-        merged: list[tuple[int, int]] = []
-        for start, size in self._holes:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((start, size))
-        self._holes = merged
-
-    def _what_is_missing(self, nbytes: int) -> str:
-        sets = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes"
-        if not self._free_numbers:
-            return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
-        largest = max((size for _, size in self._holes), default=0)
-        free = sum(size for _, size in self._holes)
-        return (
-            f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
-            f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
-        )
+    end: int
+    row: NDArray[np.int64]
+    level_plan: LevelPlan
+    view: ItemSet | None = None
+    there: bool = False
 
 
 class Arena:
-    """Tables of item sets on a device. Call it from one thread. `room_for` says how many bytes a set takes.
+    """The sets that a device's kernels read. Call it from one thread. `room_for` says how many bytes a set takes.
 
-    words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
+    kernels: `cpu_kernels` or `triton_kernels`.
+    words: [nbytes / 4 + 1] int32. All tables, if Triton reads them; the last word is nobody's.
     sets: [max_sets + 1, COLUMNS] int64. Where each set's sections begin, in words, and their widths. The last row is
         nobody's.
-    widest: most children of a node that any set here so far had. It bounds the work of `torch_kernels`.
-    views, slates: whether any set here so far was a view, or a slate. If not, `torch_kernels` reads nothing of one.
-    stored, most_levels: whether any set here so far had stored targets, and the most levels of any with counted ones
-        (`trie.targets`). `torch_kernels` reads nothing of a form that none has.
-    longest_dead: most entries of `Tables.dead` that any view here so far had, or that a slate may come to have.
-    longest_slate: the same, of slates alone.
+    rows: [max_sets + 1, cpu_kernels.ROW] int64, on a CPU: where the tables of each set lie, for compiled loops.
+    rows_at: the address of `rows`.
     """
 
-    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024) -> None:
-        """Raise ItemSetError if the device has no such room, or as `Plan` does."""
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        max_sets: int = 1024,
+        kernels: Kernels = "auto",
+    ) -> None:
+        """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
         self.plan = Plan(nbytes, max_sets=max_sets)
         self.device = torch.device(device)
-        self.widest = 1
+        backend = backend_for(self.device, kernels)
         nbytes = self.plan.nbytes
         try:
-            self.words = torch.zeros(nbytes // 4 + 1, dtype=torch.int32, device=self.device)
+            self.kernels = import_module(f"itemset.masking.{'cpu' if backend == 'numba' else backend}_kernels")
+            self._copied = backend == "triton" or _ALWAYS_COPIED
+            self.words = torch.zeros(nbytes // 4 + 1 if self._copied else 1, dtype=torch.int32, device=self.device)
+        except ImportError as error:
+            raise ItemSetError(f"item sets on {self.device} need Triton, which is missing: {error}") from error
         except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
+        if backend == "numba" and self.device.type != "cpu":
+            raise ItemSetError(f"the kernels in Numba are for CPUs, not for {self.device}: choose triton")
         self.sets = torch.zeros(max_sets + 1, COLUMNS, dtype=torch.int64, device=self.device)
-        self.views, self.slates, self.longest_dead, self.longest_slate = False, False, 0, 0
-        self.stored, self.most_levels = False, 0
-        self._level_plans: dict[int, LevelPlan] = {}  # of what is there, by number
-        self._rows: dict[int, NDArray[np.int64]] = {}  # of `sets`, by number
-        self._views: dict[int, ItemSet] = {}  # of what is there, by number
+        self._nothing = build([[0]])  # read in place of a set that is not there
+        if self.device.type == "cpu":
+            self.rows = np.tile(cpu_kernels.table_row(self._nothing), (max_sets + 1, 1))
+            self.rows_at = self.rows.ctypes.data
+        self._read: dict[int, ItemSet] = {}  # the sets to whose tables `rows` lead, by number
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
-        self._placed: dict[int, tuple[str, int, int]] = {}  # digest, start and end of what is there, by number
-        self._under_way: dict[int, tuple[str, int, int]] = {}  # the same, of what `placing` has begun to copy
+        self._placed: dict[int, _Placed] = {}  # by number; what is placed last stands last
         self._copies = Copies(self.device, max_sets)
 
     def acquire(self, item_set: ItemSet) -> int:
@@ -266,26 +142,27 @@ class Arena:
         if another plan releases sets. The host waits for nothing.
         """
         numbers = np.asarray(numbers, np.int64)
-        if self.views:  # whose steps read the tables below them, and a view may stand over a view
-            below = self._bases[numbers]
-            numbers = np.concatenate((numbers, below, self._bases[below]))
-        self._copies.use(numbers)
+        below = self._bases[numbers]  # whose tables a view's steps read, and a view may stand over a view
+        self._copies.use(np.concatenate((numbers, below, self._bases[below])))
 
     def holds(self, digest: str, number: int, start: int) -> bool:
         """Return whether the tables of this set are there, so that `place` would copy nothing."""
-        return self._placed.get(number, (None, None))[:2] == (digest, start)
+        placed = self._placed.get(number)
+        return placed is not None and placed.there and (placed.digest, placed.start) == (digest, start)
 
     def level_plan(self, number: int) -> LevelPlan:
         """Return the plan of a set's levels, for a search over it. Raises KeyError if no such set is here."""
-        return self._level_plans[number]
+        return self._placed[number].level_plan
 
     def view(self, number: int) -> ItemSet | None:
         """Return the view that was placed as this set, for others to stand on; None if there is none."""
-        return self._views.get(number)
+        return self._placed[number].view if number in self._placed else None
 
     def forget_views(self, open_sets: Collection[str]) -> None:
         """Let go of views whose whole sets are not among these digests: see `view`. Their tables stay."""
-        self._views = {n: view for n, view in self._views.items() if view.whole.digest in open_sets}
+        for placed in self._placed.values():
+            if placed.view is not None and placed.view.whole.digest not in open_sets:
+                placed.view = None
 
     def place(self, item_set: ItemSet, number: int, start: int, below: Sequence[Sequence[int]] = ()) -> None:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.
@@ -309,76 +186,70 @@ class Arena:
         """
         if self.holds(item_set.digest, number, start):
             return
-        standing = (item_set.digest, start, start + _piece(item_set))
         base = self._below(item_set)
-        row = _first_row(item_set) if base is None else self._rows[base].copy()
+        if base is None:
+            check_tables(item_set)
+        row, parts = self._parts(item_set, number, start, base)
+        placed = _Placed(item_set.digest, start, start + piece_of(item_set), row, item_set.level_plan)
+        overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
+        for n in {*overwritten, number}:
+            self._placed.pop(n, None)
+            self._lead_to(n, self._nothing)
+        self._placed[number] = placed
+        for _ in self._copies.pieces(number, overwritten, parts if self._copied else parts[-1:]):
+            yield
+            if self._placed.get(number) is not placed:
+                return
+        self._lead_to(number, item_set)
+        if base is not None and not isinstance(item_set, Slate):
+            placed.view = item_set
+        placed.there, self._placed[number] = True, self._placed.pop(number)
+        self._bases[number] = number if base is None else base
+
+    def _lead_to(self, number: int, item_set: ItemSet) -> None:
+        """Let this number's entry of `rows` lead to a set's own tables."""
+        if self.device.type == "cpu":
+            self.rows[number], self._read[number] = cpu_kernels.table_row(item_set), item_set
+
+    def _parts(self, item_set: ItemSet, number: int, start: int, base: int | None) -> tuple[NDArray[np.int64], Parts]:
+        """Return the row of `sets`, and what is to be copied where, the row last. base: the number of a view's base."""
+        row = _first_row(item_set) if base is None else self._placed[base].row.copy()
         if "alive" in item_set.own:
             row[READY] = NO_BITS  # the base's let through what the view leaves out
-        memory, parts, at = self.words[:-1].view(torch.uint8), [], start
+        memory, at = self.words[:-1].view(torch.uint8), start
+        parts: Parts = []
         for name, array in item_set.resident.items():
             row[_COLUMNS[name]] = at // 4
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
-            at += _aligned(array.nbytes)
+            at += aligned(array.nbytes)
         row[DEAD_COUNT] = row[FIRST_DEAD] = len(item_set.trie.tables.dead)
         if isinstance(item_set, Slate):
             row[MORE] = row[LEFT] = item_set.more
             row[SEPARATOR] = item_set.separator
             row[DEAD_LIST] += row[FIRST_DEAD]  # before it lies the list as it is at first
-        overwritten = _overlapping(self._placed, standing)
-        for n in overwritten:
-            del self._placed[n], self._level_plans[n], self._rows[n]
-        for n in {*overwritten, number}:
-            self._views.pop(n, None)
-        self._placed.pop(number, None)
-        for n in {*_overlapping(self._under_way, standing), number}:
-            self._under_way.pop(n, None)
-        self._under_way[number] = standing
         parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
-        for _ in self._copies.pieces(number, overwritten, parts):
-            yield
-            if self._under_way.get(number) is not standing:
-                return
-        del self._under_way[number]
-        if base is not None and not isinstance(item_set, Slate):
-            self._views[number] = item_set
-        # What is placed last stands last.
-        self._placed[number], self._level_plans[number], self._rows[number] = standing, item_set.level_plan, row
-        self._bases[number], self.views = number if base is None else base, self.views or base is not None
-        self.longest_dead = max(self.longest_dead, most_dead := int(row[DEAD_COUNT] + row[MORE]))
-        if isinstance(item_set, Slate):
-            self.slates, self.longest_slate = True, max(self.longest_slate, most_dead)
-        if row[WIDTHS] & COUNTED:
-            self.most_levels = max(self.most_levels, int(row[WIDTHS] >> FAR_BLOCK) // OF_A_LEVEL)
-        else:
-            self.stored = True
-        self.widest = max(self.widest, self._level_plans[number].most_children)
+        return row, parts
 
     def _below(self, item_set: ItemSet) -> int | None:
         """Return the number of the set whose tables a view shares; None for a whole set. Raises as `place` does."""
         if item_set.base is None:
             return None
-        for number, (digest, _, _) in reversed(self._placed.items()):  # an earlier place may be free again
-            if digest == item_set.base.digest:
+        for number, placed in reversed(self._placed.items()):  # an earlier place may be free again
+            if placed.there and placed.digest == item_set.base.digest:
                 return number
         raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
 
 
 def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
-    """Return a whole set's row of `Arena.sets`, but for where its sections are. Raises ItemSetError as `place` does."""
-    check_tables(item_set)
+    """Return a whole set's row of `Arena.sets`, but for where its sections are."""
     tables = item_set.trie.tables
     row = np.zeros(COLUMNS, np.int64)
     row[ALIVE] = row[READY] = NO_BITS
-    row[WIDTHS], row[SEPARATOR] = tables.token_bits, NO_TOKEN
+    row[WIDTHS], row[SEPARATOR], row[ROOT_CHILDREN] = tables.token_bits, NO_TOKEN, tables.row_offsets[1]
     row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
     row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
     row[WIDTHS] |= COUNTED | len(tables.tail_base) << FAR_BLOCK if tables.counted else tables.far_block << FAR_BLOCK
     return row
-
-
-def _overlapping(pieces: dict[int, tuple[str, int, int]], one: tuple[str, int, int]) -> list[int]:
-    """Return the numbers of those pieces of the memory that overlap one of them; each is a digest, a start, an end."""
-    return [number for number, (_, start, end) in pieces.items() if start < one[2] and one[1] < end]
 
 
 def check_tables(item_set: ItemSet) -> None:
@@ -389,32 +260,3 @@ def check_tables(item_set: ItemSet) -> None:
     if not item_set.whole.in_order:
         raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")
     _ = item_set.level_plan, item_set.whole.ready
-
-
-def room_for(item_set: ItemSet) -> int:
-    """Return the bytes that a set takes in an arena: `ItemSet.nbytes` and ready masks, each section at a cache line.
-
-    Of a view, what it takes with its base.
-    """
-    return arena_bytes([item_set], 0)
-
-
-def _piece(item_set: ItemSet) -> int:
-    return max(_ALIGNMENT, sum(_aligned(array.nbytes) for array in item_set.resident.values()))
-
-
-def arena_bytes(registered: Iterable[ItemSet], spare: int) -> int:
-    """Return the size of an arena for the registered sets and `spare` bytes for inline ones.
-
-    Processes with the same configuration give the registered sets the same places, if they acquire them in its order.
-    """
-    pieces = {}
-    for item_set in registered:
-        below: ItemSet | None = item_set
-        while below is not None:
-            pieces[below.digest], below = _piece(below), below.base
-    return sum(pieces.values()) + spare
-
-
-def _aligned(nbytes: Any) -> int:
-    return int(nbytes + -nbytes % _ALIGNMENT)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
-from itemset.masking.arena import SET_BITS
 from itemset.trie.walk import STATE_BITS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A row's state is one integer: the state within a set (walk.py) in 34 bits, above it the set's number in 12. Above
 # these, a slot's cell holds how many committed tokens led to it, modulo 2^17, and whether any did. So whoever reads a
 # cell, old or just written by another program of the same launch, knows which tokens are still to be walked: all if
 # none did, else fewer than 2^17.
+SET_BITS = 12
 LOCAL = (1 << STATE_BITS) - 1
 CONSUMED = STATE_BITS + SET_BITS
 STATE = (1 << CONSUMED) - 1
@@ -39,12 +40,11 @@ class Batch(NamedTuple):
             above may be None with `rows_each`: row after row, one draft more leads to it.
         TREE: above [rows]: the parent's row, -1 for a request's first. tokens as in a chain.
         COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
-    max_drafts: most drafts that lead to a row, if the host knows. It only saves `torch_kernels` steps.
     rows_each: logits rows of a request, if all have as many: [requests x rows_each] rows. None: see `slots`.
     positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row holds in
         `tokens`, too. It is read from there, since history may be in the host's memory. A column outside begin .. end
         has no meaning, and other rows' are not read.
-    slates: whether any of the slots may have a slate, if the host knows: `slots.Slots` launches `grow` for them.
+    slates: whether any of the slots may have a slate: on an accelerator `triton_kernels.grow` is launched for them.
     """
 
     slots: Tensor
@@ -55,7 +55,6 @@ class Batch(NamedTuple):
     above: Tensor | None = None
     tokens: Tensor | None = None
     layout: int = CHAIN
-    max_drafts: int | None = None
     rows_each: int | None = None
     positions: Tensor | None = None
     slates: bool = False
@@ -64,3 +63,13 @@ class Batch(NamedTuple):
     def rows(self) -> int:
         """Logits rows."""
         return len(self.slots) * (self.rows_each or 1)
+
+
+def refuse_strides(**tensors: Tensor | None) -> None:
+    """Raise ValueError if a tensor has another stride than 1 in its last dimension: a kernel would read elsewhere."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"{name} has a stride of {tensor.stride(-1)} in its last dimension, and a kernel takes 1: "
+                "give a tensor that is contiguous there"
+            )

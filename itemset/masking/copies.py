@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 PIECE = 1 << 24  # bytes of each of the two staging buffers
 _REMEMBERED = 4  # steps whose ends are told apart
 
+Parts = list[tuple[torch.Tensor, NDArray[Any]]]
+"""What is copied where: a tensor on the device, [bytes] uint8, and as many bytes."""
+
 
 class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
@@ -60,14 +63,12 @@ class Copies:
                 elif number in wanted:
                     steps.wait_event(copied)  # and stays pending: `acquire` may have run on another stream
 
-    def copy(self, number: int, overwritten: Iterable[int], parts: Iterable[tuple[torch.Tensor, NDArray[Any]]]) -> None:
+    def copy(self, number: int, overwritten: Iterable[int], parts: Parts) -> None:
         """Copy each part of a set to its tensor on the device, [bytes] uint8. overwritten: the sets that lay there."""
         for _ in self.pieces(number, overwritten, parts):
             pass
 
-    def pieces(
-        self, number: int, overwritten: Iterable[int], parts: Iterable[tuple[torch.Tensor, NDArray[Any]]]
-    ) -> Iterator[None]:
+    def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
         """Do `copy` in pieces of PIECE bytes, one each time this is advanced: steps may run in between."""
         for other in {*overwritten, number}:
             self._wait_for_readers(other)

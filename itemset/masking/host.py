@@ -14,24 +14,23 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
 from itemset.masking.bitmasks import fill_bitmask_of
+from itemset.masking.cpu_kernels import (
+    DEAD_COUNT,
+    DEAD_LIST,
+    READY,
+    ROW,
+    STOP_COUNT,
+    STOPS,
+    children_from,
+    next_state,
+    table_row,
+)
 from itemset.trie.jit import compiled
-from itemset.trie.pointers import Pointers, array_at, first_edge, label, load64, pointers_at
+from itemset.trie.pointers import array_at, load64, pointers_at
 from itemset.trie.ready import WIDE
 from itemset.trie.tables import TERMINAL
 from itemset.trie.view import leave_out
-from itemset.trie.walk import (
-    DEAD,
-    END,
-    FREE,
-    TAIL,
-    WAITING,
-    advance,
-    find_edge,
-    follow,
-    is_alive,
-    is_terminal,
-    tail_token,
-)
+from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, TAIL, WAITING, advance, find_edge, follow, is_terminal
 
 
 class Walk:
@@ -41,18 +40,16 @@ class Walk:
     """
 
     def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int] = ()) -> None:
-        tables, ready = item_set.trie.tables, item_set.ready
         stops = np.array(sorted(stop_token_ids), np.int64)
-        others = stops.ctypes.data, len(stops), ready.ctypes.data if len(ready) else 0
-        addresses = np.array([*tables.pointers, *others], np.int64)
-        self._kept = item_set, stops, tables.dead, addresses  # as long as compiled code may read there
-        self._address: int = addresses.ctypes.data
+        row = table_row(item_set, stops)
+        self._kept = item_set, stops, item_set.trie.tables.dead, row  # as long as compiled code may read there
+        self._address: int = row.ctypes.data
 
     def _begin_without(self, other: Walk, tokens: Sequence[int]) -> None:
         """Begin as the other one without one of its items: in a fraction of the time."""
         item_set, stops, *_ = other._kept
-        dead, addresses, self._address = _without(other._address, np.array(tokens, np.int64))
-        self._kept = item_set, stops, dead, addresses
+        dead, row, self._address = _without(other._address, np.array(tokens, np.int64))
+        self._kept = item_set, stops, dead, row
 
     def step(self, state: int, token: int) -> int:
         """Return the state after one more token, DEAD if it is not allowed."""
@@ -150,18 +147,6 @@ def fill_bitmasks(
     _fill_rows(addresses, np.array(states, np.int64), np.array(rows, np.int64), bitmask)
 
 
-def allowed_rows(
-    item_set: ItemSet, stop_token_ids: Iterable[int], tokens: NDArray[np.int64], allowed: NDArray[np.bool_]
-) -> None:
-    """Set `allowed` to True for each token that may follow a row of tokens, which starts at an item's beginning.
-
-    tokens: [rows, any] int64. allowed: [rows, vocabulary], all False. After an item's end, and after tokens that have
-    left the set, the stop tokens alone may follow.
-    """
-    stops = np.array(sorted(stop_token_ids), np.int64)
-    _allowed_rows(item_set.trie.tables.pointers, stops, np.ascontiguousarray(tokens), allowed)
-
-
 def warm_up() -> None:
     """Load the compiled walks now, so that no request waits for them."""
     item_set, bitmask = build([[token] for token in range(WIDE + 1)]), np.zeros((1, 1), np.int32)
@@ -190,56 +175,20 @@ def _forced_tokens(tables: Any, tokens: Any) -> int:
         if state >= TAIL:
             forced += 1
         elif state < WAITING:
-            children = 0
-            for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
-                children += is_alive(tables, edge)
-            forced += children == 1 and not is_terminal(tables, state)
+            forced += children_from(tables, state)[1] == 1 and not is_terminal(tables, state)
         state = advance(tables, state, token)
     return forced
 
 
 @compiled
-def _allowed_rows(tables: Any, stops: Any, tokens: Any, allowed: Any) -> None:
-    for row in range(len(tokens)):
-        state = np.int64(0)
-        for token in tokens[row]:
-            after = advance(tables, state, token)
-            state = np.int64(END) if after == DEAD else after
-        if state >= TAIL:
-            token = tail_token(tables, state)
-            if token < allowed.shape[1]:
-                allowed[row, token] = True
-        elif state < WAITING:
-            for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
-                token = label(tables, edge)
-                if token < allowed.shape[1] and is_alive(tables, edge):
-                    allowed[row, token] = True
-        if is_terminal(tables, state):
-            for token in stops:
-                if 0 <= token < allowed.shape[1]:
-                    allowed[row, token] = True
-
-
-_WORDS = len(Pointers._fields)
-_STOPS, _READY = _WORDS + 1, _WORDS + 2
-_DEAD, _DEAD_COUNT = Pointers._fields.index("dead"), Pointers._fields.index("dead_count")
-
-
-@compiled
 def _stops(address: int) -> Any:
-    return array_at(load64(address, _WORDS), load64(address, _STOPS), np.int64)
+    return array_at(load64(address, STOPS), load64(address, STOP_COUNT), np.int64)
 
 
 @compiled
 def _step(address: int, state: int, token: int) -> Any:
     """Return the state after `token`, DEAD if it is not allowed."""
-    tables = pointers_at(address)
-    after = advance(tables, state, token)
-    if after == DEAD and is_terminal(tables, state):
-        for stop in _stops(address):
-            if stop == token:
-                return np.int64(END)
-    return after
+    return next_state(address, state, token, NO_TOKEN, _stops(address))
 
 
 @compiled
@@ -249,7 +198,7 @@ def _ends(address: int, state: int) -> Any:
 
 @compiled
 def _without(address: int, item: Any) -> Any:
-    """Return `Tables.dead` without this item, the addresses with its own, and where they are."""
+    """Return `Tables.dead` without this item, a row of `table_row` with it, and the row's address."""
     tables = pointers_at(address)
     path, state, depth = np.empty((len(item) + 1, 2), np.int64), np.int64(0), 0
     for token in item:
@@ -262,9 +211,9 @@ def _without(address: int, item: Any) -> Any:
         path[depth, 0], path[depth, 1] = state, np.int64(TERMINAL) + state
         depth += 1
     dead = leave_out(tables, path, depth)
-    addresses = array_at(address, _READY + 1, np.int64).copy()
-    addresses[_DEAD], addresses[_DEAD_COUNT] = dead.ctypes.data, len(dead)
-    return dead, addresses, addresses.ctypes.data
+    row = array_at(address, ROW, np.int64).copy()
+    row[DEAD_LIST], row[DEAD_COUNT] = dead.ctypes.data, len(dead)
+    return dead, row, row.ctypes.data
 
 
 @compiled
@@ -278,4 +227,4 @@ def _fill_rows(addresses: Any, states: Any, rows: Any, bitmask: Any) -> None:
 
 @compiled
 def _fill_row(address: int, state: int, row: Any) -> None:
-    fill_bitmask_of(pointers_at(address), state, _stops(address), load64(address, _READY), row.view(np.uint32))
+    fill_bitmask_of(pointers_at(address), state, _stops(address), load64(address, READY), row.view(np.uint32))

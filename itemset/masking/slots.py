@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from itemset.masking.arena import Arena
+from itemset.masking.arena import Arena, Kernels, backend_for
 from itemset.masking.batch import CONSUMED, COUNT_MASK, LOCAL, STATE, Batch
 from itemset.trie.walk import FREE, STATE_BITS, WAITING
 
+__all__ = ["MAX_STOP_TOKENS", "NO_SET", "Kernels", "Slots", "as_table", "backend_for"]
+
 NO_SET = -1
 MAX_STOP_TOKENS = 128  # of a request on the device path; vLLM has the same limit (sample/logit_bias.py)
-Kernels = Literal["auto", "torch", "triton"]
-
-
-def kernels_for(device: torch.device | str, choice: Kernels = "auto") -> ModuleType:
-    """Return `triton_kernels` on an accelerator that has Triton, else `torch_kernels`; or what `choice` says.
-
-    Both offer advance, grow, walk, mask, step and forced, with equal arguments and results.
-    """
-    return importlib.import_module(f"itemset.masking.{backend_for(device, choice)}_kernels")
-
-
-def backend_for(device: torch.device | str, choice: Kernels = "auto") -> Literal["torch", "triton"]:
-    """Return "triton" on an accelerator that has it, else "torch"; or what `choice` says."""
-    if choice != "auto":
-        return choice
-    on_cpu = torch.device(device).type == "cpu"
-    return "torch" if on_cpu or importlib.util.find_spec("triton") is None else "triton"
 
 
 def as_table(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
@@ -69,8 +51,8 @@ class Slots:
     Give every request with a set a stop token within the vocabulary: after the item nothing else is allowed, and a row
     without one is empty. Committed tokens never shrink: an engine that takes some back calls ``reset``.
 
-    All of it is on the device and written there. Nothing here waits for the device. Under Triton `step`, `walk` and
-    `forced` allocate nothing, and can be captured in a CUDA graph.
+    All of it is on the device and written there, by the arena's kernels. Nothing here waits for the device. Under
+    Triton `step`, `walk` and `forced` allocate nothing, and can be captured in a CUDA graph.
 
     cells: [slots + 1] int64. Each slot's set, its state in that set, and how many tokens led there (batch.py). The last
         cell is nobody's.
@@ -79,11 +61,8 @@ class Slots:
     row_states: [max_rows] int64. The state of each logits row after its drafts, as the last `walk` or `step` found it.
     """
 
-    def __init__(
-        self, arena: Arena, slots: int, *, max_rows: int, max_stop_tokens: int = 16, kernels: Kernels = "auto"
-    ) -> None:
+    def __init__(self, arena: Arena, slots: int, *, max_rows: int, max_stop_tokens: int = 16) -> None:
         self.arena = arena
-        self.kernels = kernels_for(arena.device, kernels)
         self.cells = torch.full((slots + 1,), FREE, dtype=torch.int64, device=arena.device)
         self.marks = torch.full((slots + 1, 1 + max_stop_tokens), -1, dtype=torch.int32, device=arena.device)
         self.row_states = torch.full((max_rows,), FREE, dtype=torch.int64, device=arena.device)
@@ -110,29 +89,13 @@ class Slots:
         local = torch.where(self.marks[slots, 0] >= 0, WAITING, 0)
         self.cells.index_copy_(0, slots, torch.where(sets >= 0, sets << STATE_BITS | local, FREE))
 
-    def walk(self, batch: Batch, *, most: int | None = None) -> Tensor:
-        """Take the committed tokens, and return the state of each row: [rows] int64, a view of `row_states`.
+    def walk(self, batch: Batch) -> Tensor:
+        """Take the committed tokens, and return the state of each row: [rows] int64, a view of `row_states`."""
+        return self.arena.kernels.walk(self.arena, self.cells, self.marks, batch, self._out(batch))
 
-        most: see `torch_kernels.walk`.
-        """
-        out = self._out(batch)
-        self._grow(batch, most)
-        self.kernels.walk(self.arena, self.cells, self.marks, batch, out, most)
-        return out
-
-    def step(self, batch: Batch, logits: Tensor, *, most: int | None = None) -> None:
-        """Take the committed tokens, and set to -inf in place what may not follow in the logits, [rows, vocabulary].
-
-        most: committed tokens that a request has gained at most since the last step; the width of the history if None.
-        Without Triton a step's work grows with it.
-        """
-        out = self._out(batch)
-        self._grow(batch, most)
-        self.kernels.step(self.arena, self.cells, self.marks, batch, out, logits, most)
-
-    def _grow(self, batch: Batch, most: int | None) -> None:
-        if batch.slates:
-            self.kernels.grow(self.arena, self.cells, self.marks, batch, most)
+    def step(self, batch: Batch, logits: Tensor) -> None:
+        """Take the committed tokens, and set to -inf in place what may not follow in the logits, [rows, vocabulary]."""
+        self.arena.kernels.step(self.arena, self.cells, self.marks, batch, self._out(batch), logits)
 
     def _out(self, batch: Batch) -> Tensor:
         if batch.rows > len(self.row_states):
@@ -141,11 +104,11 @@ class Slots:
 
     def mask(self, states: Tensor, slots: Tensor, logits: Tensor) -> None:
         """Mask the logits of rows whose states [rows] and slots [rows] are given."""
-        self.kernels.mask(self.arena, logits, states, self.marks, slots)
+        self.arena.kernels.mask(self.arena, logits, states, self.marks, slots)
 
     def forced(self, states: Tensor, slots: Tensor, out: Tensor, *, guess: bool = False) -> None:
-        """Fill out [rows, k] with what must follow the states, then -1 or guesses: see `torch_kernels.forced`."""
-        self.kernels.forced(self.arena, states, self.marks, slots, out, guess)
+        """Fill out [rows, k] with what must follow the states, then -1 or guesses: see `cpu_kernels.forced`."""
+        self.arena.kernels.forced(self.arena, states, self.marks, slots, out, guess)
 
     def states(self) -> list[tuple[int, int, int]]:
         """(set, state, committed tokens modulo 2^17) of every slot. Waits for the device: for tests and metrics."""

@@ -1,4 +1,4 @@
-"""Reading an arena's tables in plain torch: what the functions of `torch_kernels` are made of."""
+"""Reading an arena's tables in plain torch, for `ranking`'s torch kernels alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from itemset.masking.arena import (
     DEAD_LIST,
     FAR_BLOCK,
     LABELS,
-    LEFT,
     NARROW_LABELS,
     NARROW_TARGETS,
     NO_BITS,
     NODE_BASE,
     ROW_OFFSETS,
-    SEPARATOR,
     TAIL_BASE,
     TAILS,
     TARGETS,
@@ -29,7 +27,14 @@ from itemset.masking.arena import (
 from itemset.masking.batch import LOCAL
 from itemset.trie import tables
 from itemset.trie.targets import FAR, FIRST_EDGE, LENGTH, OF_A_LEVEL, START, START_HIGH
-from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
+from itemset.trie.walk import END, STATE_BITS, TAIL, WAITING
+
+_LEVELS, _ROUNDS = 16, 32  # of counted targets; of a search in a list of dead entries
+
+
+def may_end(arena: Arena, states: Tensor) -> Tensor:
+    """Return whether an item may end at each state: bool, in the shape of states."""
+    return TablesOf(arena, states).may_end(states & LOCAL)
 
 
 class TablesOf:
@@ -67,7 +72,7 @@ class TablesOf:
     def _is_dead(self, entry: Tensor) -> Tensor:
         low, count = torch.zeros_like(entry), self.field(DEAD_COUNT)
         high = count.expand_as(entry)
-        for _ in range(self.arena.longest_dead.bit_length()):
+        for _ in range(_ROUNDS):
             middle = (low + high) >> 1
             below = (low < high) & (self.word(DEAD_LIST, torch.where(low < high, middle, 0)) < entry)
             low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
@@ -83,8 +88,7 @@ class TablesOf:
         node = torch.where(local < WAITING, local, 0)
         bit = (self.word(TERMINAL, node >> 5) >> (node & 31)) & 1
         ends = bit != 0
-        if self.arena.views:
-            ends = ends & ~self._is_dead(tables.TERMINAL + node)
+        ends = ends & ~self._is_dead(tables.TERMINAL + node)
         return (local == END) | ((local < WAITING) & ends)
 
     def tail_entry(self, local: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,26 +100,9 @@ class TablesOf:
         entry = (low >> shift) | (high << (32 - shift))
         return entry & ((1 << token_bits) - 1), (entry >> token_bits) & 1 != 0
 
-    def find(self, local: Tensor, token: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-        """Return the edge of node `local` with the token, and whether there is one. Rows are shorter than 2^rounds."""
-        low, end = self.row(local)
-        high = end
-        for _ in range(rounds):
-            middle = (low + high) >> 1
-            label = self.label(torch.where(low < high, middle, 0))
-            below = (low < high) & (label < token)
-            low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
-        edge = torch.where(low < end, low, 0)
-        found = (low < end) & (self.label(edge) == token)
-        return edge, found & self.is_alive(edge) if self.arena.views else found
-
     def follow(self, edge: Tensor) -> Tensor:
         """Return the state after an edge, as `walk.follow`."""
         widths = self.field(WIDTHS)
-        if not self.arena.most_levels:
-            return self._follow_stored(edge)
-        if not self.arena.stored:
-            return self._follow_counted(edge, widths >> FAR_BLOCK)
         counted = widths & COUNTED != 0
         after = self._follow_counted(torch.where(counted, edge, 0), torch.where(counted, widths >> FAR_BLOCK, 0))
         return torch.where(counted, after, self._follow_stored(torch.where(counted, 0, edge)))
@@ -124,10 +111,9 @@ class TablesOf:
         """size: words of `Tables.tail_base`."""
         leaves, bit = self.word(TARGETS, edge >> 5), edge & 31
         nodes = self.word(NODE_BASE, edge >> 5) + bit - _ones(leaves & ((1 << bit) - 1))
-        levels = self.arena.most_levels
-        at = torch.arange(levels * OF_A_LEVEL, device=edge.device)
+        at = torch.arange(_LEVELS * OF_A_LEVEL, device=edge.device)
         there = at < size[..., None]
-        words = self.word(TAIL_BASE, torch.where(there, at, 0), each=True).unflatten(-1, (levels, OF_A_LEVEL))
+        words = self.word(TAIL_BASE, torch.where(there, at, 0), each=True).unflatten(-1, (_LEVELS, OF_A_LEVEL))
         reached = there[..., ::OF_A_LEVEL] & (edge[..., None] >= words[..., FIRST_EDGE])
         level = (reached.sum(-1, keepdim=True) - 1).clamp(min=0)
         low, high, length = (
@@ -144,32 +130,6 @@ class TablesOf:
         far = torch.where(edge >> 5 >= self.field(WIDTHS) >> FAR_BLOCK, FAR, 0)
         tail = self.word(TAIL_BASE, edge >> 5) + far + target - leaf + TAIL
         return torch.where(target == 2 * leaf - 1, END, torch.where(target >= leaf, tail, node))
-
-    def after(self, states: Tensor, token: Tensor, marks: Tensor | None, rounds: int) -> Tensor:
-        """Return the state, with its set, after one more token."""
-        local = states & LOCAL
-        edge, found = self.find(local, token, rounds)
-        expected, last = self.tail_entry(local)
-        by_edge = torch.where(found, self.follow(edge), DEAD)
-        in_tail = torch.where(expected == token, torch.where(last, END, local + 1), DEAD)
-        result = torch.where(local >= TAIL, in_tail, by_edge)
-        result = torch.where((local == FREE) | (local == WAITING), local, result)
-        again = torch.zeros_like(found)
-        if self.arena.slates:
-            again = self._begins_next(local, token, result)
-        if marks is not None:
-            is_mark = (token >= 0)[:, None] & (marks == token[:, None])
-            ends = is_mark[:, 1:].any(1) & self.may_end(local) & (self.field(LEFT) == 0)
-            result = torch.where((result == DEAD) & ends, END, result)
-            result = torch.where((local == WAITING) & is_mark[:, 0], 0, result)
-        return (states & ~LOCAL) | torch.where(again, 0, result)
-
-    def _begins_next(self, local: Tensor, token: Tensor, result: Tensor) -> Tensor:
-        """Return whether the next item of a slate begins after the token, which leads along the edges to `result`."""
-        separator = self.field(SEPARATOR)
-        separates = (token == separator) & (result == DEAD) & self.may_end(local)
-        again = torch.where(separator >= 0, separates, (result == END) & (local != END))
-        return again & (self.field(LEFT) > 0) & (local != FREE) & (local != WAITING)
 
 
 def _ones(word: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels in Triton. `torch_kernels` says what they do and describes their arguments.
+"""The kernels in Triton, for accelerators. `cpu_kernels` says what they do and describes their arguments.
 
 The kernels take a stride of 1 in the last dimension of every tensor; each function raises ValueError for another. It
 makes no contiguous copy: a recorded graph would read the copy again, and what is written to a copy is lost.
@@ -17,7 +17,7 @@ from torch import Tensor
 from itemset.masking import batch as batch_module
 from itemset.masking import triton_tables as tables
 from itemset.masking.arena import Arena
-from itemset.masking.batch import Batch
+from itemset.masking.batch import Batch, refuse_strides
 
 LANES = 256  # labels of a node that are compared at once
 WHOLE = 4096  # a row of no more logits than this is walked and masked in one launch
@@ -30,18 +30,14 @@ _ANY_VALUE = ["marks_stride", "history_stride", "tokens_stride", "out_stride", "
 _ANY_ADDRESS = ["cells", "states", "tokens", "marks", "slots", "history", "begins", "ends", "above", "positions", "out"]
 _ANY_ADDRESS += ["logits"]  # `_is_aligned` says what there is to know of them
 
-_STATE = tl.constexpr(batch_module.STATE)
-_CONSUMED = tl.constexpr(batch_module.CONSUMED)
-_ANY_CONSUMED = tl.constexpr(batch_module.ANY_CONSUMED)
-_CONSUMED_MASK = tl.constexpr(batch_module.CONSUMED_MASK)
-_COUNT_MASK = tl.constexpr(batch_module.COUNT_MASK)
-_TREE = tl.constexpr(batch_module.TREE)
-_COLUMNS = tl.constexpr(batch_module.COLUMNS)
+_STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS = tables.constants(
+    batch_module, "STATE CONSUMED ANY_CONSUMED CONSUMED_MASK COUNT_MASK TREE COLUMNS"
+)
 _jit = tables.jit(_ANY_VALUE, _ANY_ADDRESS)
 
 
 def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
-    _refuse_strides(states=states, tokens=tokens, marks=marks, out=out)
+    refuse_strides(states=states, tokens=tokens, marks=marks, out=out)
     _advance_kernel[(len(states),)](
         arena.words, arena.sets, states, tokens, marks, 0 if marks is None else marks.stride(0), out,
         **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
@@ -49,13 +45,16 @@ def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, 
     return out
 
 
-def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, most: int | None = None) -> Tensor:
+def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) -> Tensor:
+    """Do `grow` first if there may be a slate: that is one launch more."""
     _launch(arena, cells, marks, batch, out, None)
     return out
 
 
-def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | None = None) -> None:
-    _refuse_strides(
+def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch) -> None:
+    """Take what each request with a slate has committed, and leave out the items in it. `walk` then finds nothing to
+    take: the rows of a request could not write its list together. Other requests stay as they are."""
+    refuse_strides(
         cells=cells, marks=marks, slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end,
         above=batch.above, tokens=batch.tokens, positions=batch.positions,
     )
@@ -70,7 +69,7 @@ def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, most: int | N
 def mask(
     arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None = None
 ) -> Tensor:
-    _refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
+    refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
     rows, vocabulary = logits.shape
     chunk = min(CHUNK, _power_of_2(vocabulary))
     chunks = min(CHUNKS, -(-vocabulary // chunk))
@@ -84,10 +83,10 @@ def mask(
 
 
 def step(
-    arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor, most: int | None = None
+    arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor
 ) -> Tensor:
     """Launch once if one program masks all of a row, else twice: every program would repeat the walk."""
-    _refuse_strides(logits=logits)  # before anything is written
+    refuse_strides(logits=logits)  # before anything is written
     if logits.shape[1] <= WHOLE:
         _launch(arena, cells, marks, batch, out, logits)
         return logits
@@ -98,7 +97,7 @@ def step(
 def forced(
     arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False
 ) -> Tensor:
-    _refuse_strides(states=states, marks=marks, slots=slots, out=out)
+    refuse_strides(states=states, marks=marks, slots=slots, out=out)
     _forced_kernel[(len(states),)](
         arena.words, arena.sets, states, slots, marks, marks.stride(0), out, out.stride(0), out.shape[1],
         GUESS=guess, LANES=LANES, num_warps=WALK_WARPS,
@@ -107,10 +106,12 @@ def forced(
 
 
 def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
-    _refuse_strides(
+    refuse_strides(
         cells=cells, marks=marks, slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end,
         above=batch.above, tokens=batch.tokens, positions=batch.positions, out=out, logits=logits,
     )
+    if batch.slates:
+        grow(arena, cells, marks, batch)
     vocabulary = 0 if logits is None else logits.shape[1]
     chunk = _power_of_2(vocabulary)
     _walk_kernel[(batch.rows,)](
@@ -131,15 +132,6 @@ def step_warps(chunk: int) -> int:
 def _is_aligned(logits: Tensor | None) -> bool:
     """Return whether each row begins at a multiple of 16 bytes, so that a thread may write several columns at once."""
     return logits is not None and (logits.data_ptr() | logits.stride(0) * logits.element_size()) % 16 == 0
-
-
-def _refuse_strides(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(
-                f"{name} has a stride of {tensor.stride(-1)} in its last dimension, and a kernel takes 1: "
-                "give a tensor that is contiguous there"
-            )
 
 
 def _power_of_2(least: int) -> int:

@@ -8,56 +8,39 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from itemset.masking import arena as arena_module
-from itemset.masking import batch as batch_module
-from itemset.trie import ready as ready_module
-from itemset.trie import tables as tables_module
-from itemset.trie import targets as targets_module
-from itemset.trie import walk as walk_module
+from itemset.masking import arena, batch
+from itemset.trie import ready as ready_masks
+from itemset.trie import tables as trie_tables
+from itemset.trie import targets, walk
 
-STATE_BITS = tl.constexpr(walk_module.STATE_BITS)
-TAIL = tl.constexpr(walk_module.TAIL)
-END = tl.constexpr(walk_module.END)
-DEAD = tl.constexpr(walk_module.DEAD)
-FREE = tl.constexpr(walk_module.FREE)
-WAITING = tl.constexpr(walk_module.WAITING)
-LOCAL = tl.constexpr(batch_module.LOCAL)
-ROW_OFFSETS = tl.constexpr(arena_module.ROW_OFFSETS)
-TERMINAL = tl.constexpr(arena_module.TERMINAL)
-LABELS = tl.constexpr(arena_module.LABELS)
-TARGETS = tl.constexpr(arena_module.TARGETS)
-NODE_BASE = tl.constexpr(arena_module.NODE_BASE)
-TAIL_BASE = tl.constexpr(arena_module.TAIL_BASE)
-TAILS = tl.constexpr(arena_module.TAILS)
-ALIVE = tl.constexpr(arena_module.ALIVE)
-DEAD_LIST = tl.constexpr(arena_module.DEAD_LIST)
-DEAD_COUNT = tl.constexpr(arena_module.DEAD_COUNT)
-WIDTHS = tl.constexpr(arena_module.WIDTHS)
-SEPARATOR = tl.constexpr(arena_module.SEPARATOR)
-LEFT = tl.constexpr(arena_module.LEFT)
-MORE = tl.constexpr(arena_module.MORE)
-FIRST_DEAD = tl.constexpr(arena_module.FIRST_DEAD)
-ENTRY = tl.constexpr(arena_module.ENTRY)
-READY = tl.constexpr(arena_module.READY)
-HEADER = tl.constexpr(ready_module.HEADER)
-COLUMNS = tl.constexpr(arena_module.COLUMNS)
-NO_BITS = tl.constexpr(arena_module.NO_BITS)
-DEAD_NODE = tl.constexpr(tables_module.TERMINAL)
-FAR_BLOCK = tl.constexpr(arena_module.FAR_BLOCK)
-FAR = tl.constexpr(targets_module.FAR)
-FIRST_EDGE = tl.constexpr(targets_module.FIRST_EDGE)
-START = tl.constexpr(targets_module.START)
-START_HIGH = tl.constexpr(targets_module.START_HIGH)
-LENGTH = tl.constexpr(targets_module.LENGTH)
-OF_A_LEVEL = tl.constexpr(targets_module.OF_A_LEVEL)
-NARROW_LABELS = tl.constexpr(arena_module.NARROW_LABELS)
-NARROW_TARGETS = tl.constexpr(arena_module.NARROW_TARGETS)
-COUNTED = tl.constexpr(arena_module.COUNTED)
+
+def constants(module: ModuleType, names: str) -> list[tl.constexpr]:
+    """Return these constants of a module as kernels may read them."""
+    return [tl.constexpr(getattr(module, name)) for name in names.split()]
+
+
+STATE_BITS, TAIL, END, DEAD, FREE, WAITING = constants(walk, "STATE_BITS TAIL END DEAD FREE WAITING")
+ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS = constants(
+    arena, "ROW_OFFSETS TERMINAL LABELS TARGETS NODE_BASE TAIL_BASE TAILS"
+)
+ALIVE, DEAD_LIST, DEAD_COUNT, WIDTHS, READY, COLUMNS = constants(
+    arena, "ALIVE DEAD_LIST DEAD_COUNT WIDTHS READY COLUMNS"
+)
+SEPARATOR, LEFT, MORE, FIRST_DEAD, ENTRY = constants(arena, "SEPARATOR LEFT MORE FIRST_DEAD ENTRY")
+NARROW_LABELS, NARROW_TARGETS, COUNTED, FAR_BLOCK, NO_BITS = constants(
+    arena, "NARROW_LABELS NARROW_TARGETS COUNTED FAR_BLOCK NO_BITS"
+)
+FAR, FIRST_EDGE, START, START_HIGH, LENGTH, OF_A_LEVEL = constants(
+    targets, "FAR FIRST_EDGE START START_HIGH LENGTH OF_A_LEVEL"
+)
+LOCAL, HEADER = tl.constexpr(batch.LOCAL), tl.constexpr(ready_masks.HEADER)
+DEAD_NODE = tl.constexpr(trie_tables.TERMINAL)
 
 
 def jit(values: Collection[str], addresses: Collection[str]) -> Callable[[Callable[..., None]], Any]:

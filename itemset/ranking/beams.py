@@ -17,7 +17,7 @@ from torch import Tensor
 
 from itemset.masking.arena import Arena
 from itemset.masking.slots import Kernels, backend_for
-from itemset.masking.torch_kernels import may_end
+from itemset.masking.torch_tables import may_end
 from itemset.ranking import torch_expand
 from itemset.ranking.torch_expand import ALONE, ENDED, NOTHING, OPEN, Found, Rows, Rules, score_of
 from itemset.trie.levels import LevelPlan

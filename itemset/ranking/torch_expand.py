@@ -316,8 +316,6 @@ def _labels(tables: TablesOf, edge: Tensor, whole: bool) -> Tensor:
 
 def _alive(tables: TablesOf, edge: Tensor) -> Tensor:
     """Whether a view has each edge, or the state inside a tail that stands in its place."""
-    if not tables.arena.views:
-        return torch.ones_like(edge, dtype=torch.bool)
     in_tail = edge >= TAIL
     return in_tail | tables.is_alive(torch.where(in_tail, 0, edge))
 

@@ -13,7 +13,7 @@ from itemset.errors import ItemSetError
 
 BACKEND = "static"
 Paths = Literal["auto", "device", "host"]
-Kernels = Literal["auto", "triton", "torch"]
+Kernels = Literal["auto", "numba", "triton"]
 Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]
@@ -67,7 +67,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_path: where masks are computed; "auto" takes the device wherever it can.
     inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
     inline_set_host_memory: bytes of each process that keeps inline sets for their next request.
-    item_set_kernels: "auto" takes Triton on an accelerator and torch on a CPU.
+    item_set_kernels: "auto" takes Triton on an accelerator and Numba on a CPU.
     ranked_list_limit: beams that a request for a ranked list may ask for.
     ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
     ranked_list_beams: beams of all lists that run inside the engine at a time; 0 and none does; None for what memory
@@ -92,7 +92,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_path: Annotated[Paths, Meta(description="one of auto, device, host")] = "auto"
     inline_set_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 64 << 20
     inline_set_host_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
-    item_set_kernels: Annotated[Kernels, Meta(description="one of auto, triton, torch")] = "auto"
+    item_set_kernels: Annotated[Kernels, Meta(description="one of auto, numba, triton")] = "auto"
     ranked_list_limit: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 1_000
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
     ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None

@@ -41,7 +41,7 @@ def speculation():
 @pytest.mark.parametrize("overlap", ["0", "1"], ids=["synchronous", "overlapping"])
 @pytest.mark.parametrize("kind", ["ngram", "chain", "tree"])
 def test_answers_are_those_without_speculation(static, path, named_sets, speculation, kind, overlap):
-    kernels, count = ("triton", 2) if (path, overlap) == ("device", "1") else ("torch", 4)  # the interpreter is slow
+    kernels, count = ("triton", 2) if (path, overlap) == ("device", "1") else ("numba", 4)  # the interpreter is slow
     asked, params = [], []
     for name in ("large", "ragged", "prefixes"):
         asked += repetitive(sorted(named_sets[name].items)[:6], count)
@@ -145,7 +145,7 @@ def sampler_of(monkeypatch):
     """An engine's sampler of item sets, without an engine: of four slots, in each of which a request has begun."""
     monkeypatch.setattr(processor, "_current", [])
 
-    def make(items: list[list[int]], kernels: str = "torch") -> ItemSetSampler:
+    def make(items: list[list[int]], kernels: str = "numba") -> ItemSetSampler:
         sampler = ItemSetSampler(StaticConfig(inline_set_memory=1 << 20, item_set_kernels=kernels), "cpu", VOCABULARY)
         sampler.allocate(5, DRAFTS)
         number = sampler.arena.acquire(itemset.build(items))

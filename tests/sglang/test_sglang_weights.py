@@ -27,7 +27,7 @@ def weighed(name: str, **params: Any) -> dict[str, Any]:
 def test_a_weight_is_the_legal_mass_along_its_answer(static, path, named_sets, oracle, kind):
     draft = cached_tiny_llama(seed=1)
     speculation = {"plain": {}, "ngram": NGRAM, "chain": draft_model(draft), "tree": draft_model(draft, topk=2)}
-    engine = static(path, item_set_kernels="torch", **speculation[kind])
+    engine = static(path, item_set_kernels="numba", **speculation[kind])
     params = [weighed(name) for name in SETS for _ in range(2)]
     params += [weighed("tagged", exclude_keys=["item 1"]), weighed("ragged", temperature=0.7, presence_penalty=0.5)]
     others = [named("ragged"), {"max_new_tokens": 6}, inline(["Paris"])]

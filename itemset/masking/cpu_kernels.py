@@ -1,0 +1,396 @@
+"""The kernels in Numba, for CPUs: advance, walk, mask, step and forced, as `slots.Slots` calls them.
+
+`triton_kernels` has the same functions with the same arguments and results. Here a set's tables are read where they
+lie: compiled loops take the address of its row of integers (`table_row`), and a tensor's address and strides. Rows of a
+batch are walked one after the other, so a slate's list grows in the same walk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.item_set import ItemSet
+from itemset.masking.batch import (
+    ANY_CONSUMED,
+    COLUMNS,
+    CONSUMED,
+    CONSUMED_MASK,
+    COUNT_MASK,
+    LOCAL,
+    STATE,
+    TREE,
+    Batch,
+    refuse_strides,
+)
+from itemset.masking.bitmasks import fill_bitmask_of
+from itemset.masking.slates import Slate
+from itemset.trie.jit import compiled
+from itemset.trie.pointers import Pointers, array_at, first_edge, label, load32, load64, pointers_at, store32, store64
+from itemset.trie.tables import TERMINAL
+from itemset.trie.walk import (
+    DEAD,
+    END,
+    FREE,
+    NO_TOKEN,
+    STATE_BITS,
+    TAIL,
+    WAITING,
+    find_edge,
+    first_dead,
+    is_alive,
+    is_terminal,
+    tail_token,
+)
+from itemset.trie.walk import advance as after_edge
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from itemset.masking.arena import Arena
+
+# A row: the set's `Pointers`; the address of its ready masks, 0 if there are none; of a slate the token between two
+# items, items after the present one, both that and entries of `dead` as at first, and the entry of the item so far;
+# of a request on the host path where its stop tokens are, and how many.
+READY, SEPARATOR, LEFT, MORE, FIRST_DEAD, ENTRY, STOPS, STOP_COUNT = (len(Pointers._fields) + i for i in range(8))
+ROW = STOP_COUNT + 1
+DEAD_LIST, DEAD_COUNT = Pointers._fields.index("dead"), Pointers._fields.index("dead_count")
+
+
+def table_row(item_set: ItemSet, stops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Return the row of a set: [ROW] int64. The set and `stops` must live as long as compiled code may read there.
+
+    A slate's list of dead entries grows where it lies, so no two rows may be made of the same slate.
+    """
+    tables, ready = item_set.trie.tables, item_set.ready
+    row = np.zeros(ROW, np.int64)
+    row[:READY], row[SEPARATOR] = tables.pointers, NO_TOKEN
+    row[READY] = ready.ctypes.data if len(ready) else 0
+    if stops is not None:
+        row[STOPS], row[STOP_COUNT] = stops.ctypes.data, len(stops)
+    if isinstance(item_set, Slate):
+        row[MORE] = row[LEFT] = item_set.more
+        row[SEPARATOR], row[FIRST_DEAD] = item_set.separator, len(tables.dead)
+        row[DEAD_LIST] = item_set.own["dead"].ctypes.data + tables.dead.nbytes  # after the list as it is at first
+    return row
+
+
+def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
+    """Write to out[i] the state after states[i] and one more token; DEAD if that is no token of the item and no stop.
+
+    states, out: [n] int64, may be the same. tokens: [n] integers. marks: [n, 1 + any] integers or None: the token
+    after which a WAITING row's constraint begins, then the stop tokens; -1 for none.
+    """
+    table = np.full((len(states), 1), NO_TOKEN, np.int32) if marks is None else _marks(marks)
+    _advance(arena.rows_at, states.numpy(), table, _integers(tokens), out.numpy())
+    return out
+
+
+def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) -> Tensor:
+    """Take what each request has committed since the last call, and write the state of each logits row to `out`.
+
+    A row's state is its request's after the row's own drafts. It is DEAD if they leave the set. If committed tokens
+    have left it, it is END, because then only the end of the request is right. It is FREE if the row has no slot.
+    Items that a slate's committed tokens complete are left out from now on. A request that has committed nothing begins
+    its slate anew.
+
+    batch: its `rows` are the logits rows.
+    cells: [slots + 1] int64 as `slots.Slots` keeps them; written. marks: [slots + 1, 1 + any] as for `advance`.
+    out: [rows] int64.
+    """
+    given = _integers(batch.slots, batch.history, batch.begin, batch.end, batch.above, batch.tokens, batch.positions)
+    _walk(
+        arena.rows_at, cells.numpy(), _marks(marks), given, batch.by_slot, batch.layout, batch.rows_each or 1,
+        out.numpy(),
+    )  # fmt: skip
+    return out
+
+
+def mask(
+    arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None = None
+) -> Tensor:
+    """Set to -inf, in place, what may not follow each row's state.
+
+    The children of its node or its tail's token may follow, and the stop tokens if an item may end there; in a slate,
+    until its last item, the separator in their place. Rows whose state is FREE, WAITING or DEAD stay as they are. After
+    an item, a stop token that something else has set to -inf becomes 0: the row would be empty, and a sampler would
+    take any token of it.
+
+    logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. marks: [slots + 1, 1 + any] as
+    for `advance`. slots: [rows], or [rows / rows_each] with `rows_each` as in `Batch`; -1 for none, then no stop token
+    is allowed. Raises ValueError for logits with another stride than 1 in a row.
+    """
+    refuse_strides(logits=logits)
+    forbidden = _MINUS_INFINITY[str(logits.dtype)]
+    given = _integers(slots, logits)
+    _mask(arena.rows_at, states.numpy(), _marks(marks), given, rows_each or 1, logits.shape[1], forbidden)
+    return logits
+
+
+def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> Tensor:
+    """Do `walk`, then `mask`."""
+    refuse_strides(logits=logits)  # before anything is written
+    walk(arena, cells, marks, batch, out)
+    return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
+
+
+def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False) -> Tensor:
+    """Write to `out` the tokens that must follow each state, as many as it has columns and the set forces, then -1.
+
+    A token is forced if a node has one child and no item ends there, and in a tail. After a complete item comes the
+    row's first stop token, and then no more. Rows whose state is FREE, WAITING or DEAD stay as they are.
+
+    states: [rows] int64. marks, slots: as for `mask`. out: [rows, k] int32 or int64.
+    guess: if no token is forced, go on with a node's first child, and after the stop token with the same one again, so
+        that every token is a legal one.
+    """
+    _forced(arena.rows_at, states.numpy(), _marks(marks), _integers(slots, out), out.shape[1], guess)
+    return out
+
+
+_MINUS_INFINITY = {
+    "torch.float16": 0xFC00, "torch.bfloat16": 0xFF80, "torch.float32": 0xFF800000, "torch.float64": -(1 << 52),
+}  # fmt: skip
+
+
+def _marks(marks: Tensor) -> Any:
+    return marks.int().contiguous().numpy()
+
+
+def _integers(*tensors: Tensor | None) -> NDArray[np.int64]:
+    """Return for each tensor its address, 0 for none, the bytes of an element, and the strides of rows and columns."""
+    given: list[int] = []
+    for one in tensors:
+        given += (0, 8, 0, 0) if one is None else (one.data_ptr(), one.element_size(), one.stride(0), one.stride(-1))
+    return np.array(given, np.int64)
+
+
+_SLOTS, _HISTORY, _BEGIN, _END, _ABOVE, _TOKENS, _POSITIONS = range(7)  # of what `walk` gives
+_LOGITS = _OUT = 1  # of what `mask` and `forced` give, after the slots
+
+
+@compiled
+def _integer(given: int, which: int, row: int, column: int) -> Any:
+    """Return an element of one of the tensors that `_integers` has described; -1 stands for none in all of them."""
+    address, size = load64(given, 4 * which), load64(given, 4 * which + 1)
+    index = row * load64(given, 4 * which + 2) + column * load64(given, 4 * which + 3)
+    return load64(address, index) if size == 8 else np.int64(np.int32(load32(address, index)))
+
+
+@compiled
+def row_at(sets: int, state: int) -> Any:
+    """Return the address of the row of a state's set. sets: the address of the first row."""
+    return np.int64(sets) + (state >> STATE_BITS) * (8 * ROW)
+
+
+@compiled
+def next_state(row: int, state: int, token: int, begins_after: int, stops: Any) -> Any:
+    """Return the state, without its set, after one more token. row: the address of the set's."""
+    if state == WAITING:
+        return np.int64(0) if token >= 0 and token == begins_after else np.int64(WAITING)
+    tables = pointers_at(row)
+    after = after_edge(tables, state, token)
+    if load64(row, LEFT) > 0:  # another item of a slate is to come
+        separator = load64(row, SEPARATOR)
+        separates = after == DEAD and token == separator and is_terminal(tables, state)
+        return np.int64(0) if (separates if separator >= 0 else after == END) else after
+    if after == DEAD and is_terminal(tables, state):
+        for stop in stops:
+            if stop == token and token >= 0:
+                return np.int64(END)
+    return after
+
+
+@compiled
+def children_from(tables: Any, node: int) -> Any:
+    """Return the first edge of a node that a walk may take, and how many there are, 2 for more."""
+    first, count = np.int64(-1), 0
+    for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
+        if is_alive(tables, edge):
+            first = np.int64(edge) if count == 0 else first
+            count += 1
+            if count == 2:
+                break
+    return first, count
+
+
+@compiled
+def _advance(sets: int, states: Any, marks: Any, given: Any, out: Any) -> None:
+    for i in range(len(states)):
+        state, token = states[i], _integer(given.ctypes.data, 0, i, 0)
+        after = next_state(row_at(sets, state), state & LOCAL, token, marks[i, 0], marks[i, 1:])
+        out[i] = state & ~LOCAL | after
+
+
+@compiled
+def _walk(
+    sets: int, cells: Any, marks: Any, given: Any, by_slot: bool, layout: int, rows_each: int, out: Any
+) -> None:  # fmt: skip
+    batch = given.ctypes.data
+    for row in range(len(out)):
+        request = row // rows_each
+        slot = _integer(batch, _SLOTS, request, 0)
+        out[row] = FREE
+        if slot < 0 or cells[slot] & LOCAL == FREE:
+            continue
+        drafts = _drafts(batch, layout, row, row - request * rows_each)
+        place = slot if by_slot else request
+        state = _committed(sets, cells, marks[slot], batch, slot, place, row - drafts)
+        for i in range(drafts if load64(batch, 4 * _TOKENS) else 0):
+            at, column = row - drafts + 1 + i, 0
+            if layout == TREE:
+                at = row
+                for _ in range(i + 1, drafts):
+                    at = _integer(batch, _ABOVE, at, 0)
+            elif layout == COLUMNS:
+                at, column = row, i
+            token = _integer(batch, _TOKENS, at, column)
+            state = next_state(row_at(sets, cells[slot] & STATE), state, token, marks[slot, 0], marks[slot, 1:])
+        out[row] = cells[slot] & STATE & ~LOCAL | state
+
+
+@compiled
+def _drafts(batch: int, layout: int, row: int, drafts: int) -> Any:
+    """Return how many drafts lead to a row; `drafts` if the batch does not say."""
+    if not load64(batch, 4 * _ABOVE):
+        return drafts
+    above = _integer(batch, _ABOVE, 0 if layout == COLUMNS else row, 0)
+    if layout != TREE:
+        return above
+    drafts = 0
+    while above >= 0:
+        above, drafts = _integer(batch, _ABOVE, above, 0), drafts + 1
+    return drafts
+
+
+@compiled
+def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: int, first_row: int) -> Any:
+    """Take the committed tokens that a request's cell has not seen. Return the state after them, DEAD as END."""
+    begin, end = _integer(batch, _BEGIN, place, 0), _integer(batch, _END, place, 0)
+    cell, total = cells[slot], end - begin
+    state, consumed = cell & LOCAL, (cell >> CONSUMED) & CONSUMED_MASK
+    new = total if consumed == 0 else (total - consumed) & COUNT_MASK
+    row = row_at(sets, cell & STATE)
+    slate = load64(row, MORE) > 0
+    if slate and consumed == 0:
+        _begin_slate(row)
+    known = newest = np.int64(-1)
+    if load64(batch, 4 * _POSITIONS):
+        known, newest = _integer(batch, _POSITIONS, first_row, 0), _integer(batch, _TOKENS, first_row, 0)
+    if new > end:  # the window does not reach back so far: the tokens missed may have left the set
+        state, new = np.int64(DEAD), np.int64(0)
+    for column in range(end - new, end):
+        token = newest if column == known else _integer(batch, _HISTORY, place, column)
+        before, state = state, next_state(row, state, token, marks[0], marks[1:])
+        if slate:
+            _leave_out(row, before, token, state)
+    if slate and state == DEAD:  # only its end is right now, whatever is missing
+        store64(row, LEFT, 0)
+    count = total & COUNT_MASK | (ANY_CONSUMED if total else 0)
+    cells[slot] = cell & STATE & ~LOCAL | state | count << CONSUMED
+    return np.int64(END) if state == DEAD else state
+
+
+@compiled
+def _begin_slate(row: int) -> None:
+    first = load64(row, FIRST_DEAD)
+    store64(row, LEFT, load64(row, MORE))
+    store64(row, DEAD_COUNT, first)
+    for i in range(first):
+        store32(load64(row, DEAD_LIST), i, load32(load64(row, DEAD_LIST), i - first))
+
+
+@compiled
+def _leave_out(row: int, before: int, token: int, after: int) -> None:
+    """Note what would leave out a slate's item so far, and leave it out if this token has completed it."""
+    tables = pointers_at(row)
+    if before < WAITING and after != DEAD:
+        edge, others = find_edge(tables, before, token), children_from(tables, before)[1]
+        if edge >= 0:
+            if before == 0 or others + is_terminal(tables, before) > 1:
+                store64(row, ENTRY, edge)
+        elif others:
+            store64(row, ENTRY, np.int64(TERMINAL) + before)
+    if after == 0 and before != WAITING and load64(row, LEFT) > 0:
+        entry, count = load64(row, ENTRY), tables.dead_count
+        place = first_dead(tables, entry)
+        for i in range(count, place, -1):
+            store32(tables.dead, i, load32(tables.dead, i - 1))
+        store32(tables.dead, place, entry)
+        store64(row, DEAD_COUNT, count + 1)
+        store64(row, LEFT, load64(row, LEFT) - 1)
+
+
+@compiled
+def _forced(sets: int, states: Any, marks: Any, given: Any, columns: int, guess: bool) -> None:
+    address, size, stride = given[4 * _OUT], given[4 * _OUT + 1], given[4 * _OUT + 2]
+    for i in range(len(states)):
+        row, state = row_at(sets, states[i]), states[i] & LOCAL
+        slot, tables = _integer(given.ctypes.data, _SLOTS, i, 0), pointers_at(row)
+        stop = np.int64(marks[slot, 1]) if slot >= 0 else np.int64(-1)
+        going = state < WAITING or state >= END
+        for column in range(columns if going else 0):
+            token = np.int64(-1)
+            if going:
+                if state >= TAIL:
+                    token = tail_token(tables, state)
+                elif state < WAITING:
+                    first, count = children_from(tables, state)
+                    ends = is_terminal(tables, state)
+                    if count and (guess or (count == 1 and not ends)):
+                        token = label(tables, first)
+                    elif ends and not count:
+                        state = np.int64(END)
+                if state == END:
+                    token = stop
+                going = token >= 0 and (guess or state != END)
+                if going and state != END:
+                    state = next_state(row, state, token, NO_TOKEN, marks[0, :0])
+            if size == 4:
+                store32(address, i * stride + column, token)
+            else:
+                store64(address, i * stride + column, token)
+
+
+@compiled
+def _mask(sets: int, states: Any, marks: Any, given: Any, rows_each: int, vocabulary: int, forbidden: int) -> None:
+    words, separator = np.empty((vocabulary + 31) >> 5, np.uint32), np.empty(1, np.int32)
+    address, size, stride = given[4 * _LOGITS], given[4 * _LOGITS + 1], given[4 * _LOGITS + 2]
+    for i in range(len(states)):
+        row, state = row_at(sets, states[i]), states[i] & LOCAL
+        tables = pointers_at(row)
+        if (WAITING <= state < END) or (tables.nodes <= state < WAITING):
+            continue
+        slot = _integer(given.ctypes.data, _SLOTS, i // rows_each, 0)
+        stops = marks[max(slot, 0), 1:]
+        if load64(row, LEFT) > 0:  # another item of a slate is to come
+            separator[0] = load64(row, SEPARATOR)
+            stops = separator[:1]
+        if slot < 0:
+            stops = stops[:0]
+        fill_bitmask_of(tables, state, stops, load64(row, READY), words)
+        at = address + i * stride * size
+        if size == 2:
+            _forbid(array_at(at, vocabulary, np.uint16), words, np.uint16(forbidden), state == END)
+        elif size == 4:
+            _forbid(array_at(at, vocabulary, np.uint32), words, np.uint32(forbidden), state == END)
+        else:
+            _forbid(array_at(at, vocabulary, np.uint64), words, np.uint64(forbidden), state == END)
+
+
+@compiled
+def _forbid(logits: Any, words: Any, forbidden: Any, ended: bool) -> None:
+    """Set to -inf, `forbidden`, all logits whose bit is clear; if `ended`, those with a bit that are -inf to 0."""
+    begin = 0
+    for word in range(len(words)):
+        if words[word]:
+            logits[begin : word * 32] = forbidden
+            begin = min(word * 32 + 32, len(logits))
+            for token in range(word * 32, begin):
+                if words[word] >> np.uint32(token & 31) & np.uint32(1) == 0:
+                    logits[token] = forbidden
+                elif ended and logits[token] == forbidden:
+                    logits[token] = 0
+    logits[begin:] = forbidden

@@ -1,4 +1,4 @@
-"""Times `itemset.beam` beside the same beam by a mask over the vocabulary, on a GPU if there is one, else in torch.
+"""Times `adapters.decode_loop` beside a beam by a mask over the vocabulary, on a GPU if there is one, else on CPU.
 
 python benchmarks/beam.py --json docs/benchmarks/beam.json
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import itemset
-from itemset.beam import beam_search
+from itemset.adapters.decode_loop import beam_search
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.slots import kernels_for
 from itemset.trie.walk import DEAD, STATE_BITS

@@ -34,8 +34,8 @@ from ranking import SHOTS, TASTES
 from vllm_paths import ROOT
 
 import itemset
-from itemset.ranking.draws import Drawing, expected_passes
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.exact_sampling import Drawing, expected_passes
+from itemset.ranking.scored_tree import Answer, Pass
 
 CANDIDATES = (1, 2, 4, 8)
 REQUESTS = {1: 40, 10: 12, 100: 4}  # draws of a request: requests

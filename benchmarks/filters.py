@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import itemset
-from itemset.beam import beam_search
+from itemset.adapters.decode_loop import beam_search
 from itemset.item_set import ItemSet
 from itemset.masking import torch_kernels
 from itemset.masking.arena import Arena, room_for

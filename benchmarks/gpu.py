@@ -11,7 +11,7 @@ The parts, in their order:
 goals    the rows for which goals stand, each held against the host path first
 quick    a tenth of the checks
 copies   sets copied beside running steps, against the host path
-lists    rounds of ranked lists against torch; `itemset.beam` against masking the vocabulary (`beam.py`)
+lists    rounds of ranked lists against torch; `itemset.adapters.decode_loop` against masking the vocabulary (`beam.py`)
 check    every step of random schedules of requests, held against torch and a dict trie
 a, b     tables A and B, beside other methods
 sanitize some of the checks under compute-sanitizer: memory, races, barriers

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import itemset
-from itemset.huggingface import ItemSetLogitsProcessor
+from itemset.adapters.huggingface import ItemSetLogitsProcessor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]

@@ -267,7 +267,7 @@ def with_generate(file: str, few: str) -> list[Row]:
     from transformers import AutoModelForCausalLM
 
     import itemset
-    from itemset.huggingface import ItemSetLogitsProcessor
+    from itemset.adapters.huggingface import ItemSetLogitsProcessor
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_path()).eval().to("cuda" if CUDA else "cpu")

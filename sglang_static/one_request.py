@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
-from itemset.ranking.draws import Draw, Drawing
+from itemset.ranking.exact_sampling import Draw, Drawing
 from itemset.ranking.search import Best, Ranked, ordered
 from itemset.serving.drawing import DrawOptions, race_width
 from itemset.serving.lists import DRAWS_OF, Refusals

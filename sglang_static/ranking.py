@@ -19,8 +19,8 @@ import numpy as np
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from itemset.ranking.draws import Drawing
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.exact_sampling import Drawing
+from itemset.ranking.scored_tree import Answer, Pass
 from itemset.serving import metrics
 from itemset.serving.answer import FIELDS
 from itemset.serving.asgi import while_connected

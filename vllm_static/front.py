@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset import ItemSet
-from itemset.ranking.draws import Drawing
+from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.search import Found, Rounds
 from itemset.serving import metrics
 from itemset.serving.admission import Checks, Words

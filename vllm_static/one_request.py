@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from itemset.ranking.draws import Draw, Drawing, Draws
+from itemset.ranking.exact_sampling import Draw, Drawing, Draws
 from itemset.ranking.search import Best, Ranked, ordered
 from itemset.serving import metrics
 from itemset.serving.config import StaticConfig

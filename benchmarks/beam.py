@@ -1,4 +1,4 @@
-"""`itemset.beam` beside the same beam by a mask over the vocabulary, on a GPU if there is one.
+"""`itemset.adapters.decode_loop` beside the same beam by a mask over the vocabulary, on a GPU if there is one.
 
 python benchmarks/beam.py --json docs/benchmarks/beam.json
 
@@ -17,7 +17,7 @@ from runner import Report, Row, in_turns, parser, random_ids
 from torch import Tensor
 
 import itemset
-from itemset.beam import beam_search
+from itemset.adapters.decode_loop import beam_search
 from itemset.masking.arena import Arena, room_for
 from itemset.trie.walk import DEAD, STATE_BITS
 

@@ -11,7 +11,7 @@ The parts, in their order:
 goals    the rows for which goals stand, each held against the host path first
 quick    a tenth of the checks
 copies   sets copied beside running steps, against the host path
-lists    rounds of ranked lists; `itemset.beam` beside masking the vocabulary (`beam.py`)
+lists    rounds of ranked lists; `itemset.adapters.decode_loop` beside masking the vocabulary (`beam.py`)
 check    every step of random schedules of requests, compared with a dict trie
 a        table A, beside other methods
 sanitize some of the checks under compute-sanitizer: memory, races, barriers

@@ -59,7 +59,7 @@ def generate(file: str, cells: list[list[int]], repeats: int) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     import itemset
-    from itemset.huggingface import ItemSetLogitsProcessor
+    from itemset.adapters.huggingface import ItemSetLogitsProcessor
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(runner.tiny_model()).eval().to("cuda" if GPU else "cpu")

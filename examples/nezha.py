@@ -32,8 +32,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import itemset
-from itemset.beam import beam_search, draft_search
-from itemset.huggingface import draft_states
+from itemset.adapters.decode_loop import beam_search, draft_search
+from itemset.adapters.huggingface import draft_states
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking.head import DraftHead
 

@@ -19,7 +19,7 @@ import numpy as np
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.scored_tree import Answer, Pass
 from itemset.serving.answer import FIELDS
 from itemset.serving.asgi import body, no_body, while_connected
 from itemset.serving.catalogue import RefusedError

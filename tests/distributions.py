@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from oracle import dict_trie, prefixes
 
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.scored_tree import Answer, Pass
 
 END = 0
 Item = tuple[int, ...]

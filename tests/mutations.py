@@ -29,7 +29,8 @@ import numpy as np
 import pyarrow as pa
 
 import itemset
-from itemset import ItemSet, ItemSetError, report
+from itemset import ItemSet, ItemSetError
+from itemset.cli import report
 from itemset.masking.host import HostState
 from itemset.trie import attributes as attribute_columns
 from itemset.trie.filters import passing

@@ -16,7 +16,7 @@ from strategies import item_sets
 from views import KINDS, made
 
 import itemset
-from itemset.beam import Ranking, beam_search
+from itemset.adapters.decode_loop import Ranking, beam_search
 from itemset.masking.arena import Arena, room_for
 
 VOCABULARY = 40

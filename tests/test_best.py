@@ -15,7 +15,8 @@ from strategies import item_sets
 from views import made
 
 import itemset
-from itemset.ranking.search import Answer, Best, Pass, Ranked, Search
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Best, Ranked, Search
 
 VOCABULARY = 72
 END = VOCABULARY - 1

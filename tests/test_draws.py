@@ -21,8 +21,8 @@ from test_best import VOCABULARY, Model, log_probs, oracle
 from views import made
 
 import itemset
-from itemset.ranking.draws import CutOffError, Drawing, Draws, expected_passes
-from itemset.ranking.search import Answer, Pass
+from itemset.ranking.exact_sampling import CutOffError, Drawing, Draws, expected_passes
+from itemset.ranking.scored_tree import Answer, Pass
 
 TOYS = toys()
 SURE = 0.001  # tests fail by chance with this probability for other seeds; these are known

@@ -26,12 +26,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import itemset
-from itemset import ItemSetError, build_external, cli, page, published
+from itemset import ItemSetError, build_external, cli, published
 from itemset.building import columns, external, sources, stored
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
 from itemset.building.spools import Zeros
+from itemset.cli import options
+from itemset.cli import report_page as page
 from itemset.storage import files_at
 from itemset.trie import attributes
 
@@ -355,7 +357,7 @@ def test_the_bars_of_other_commands_end_at_their_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("4GB", 4 * 10**9), ("1.5g", 1_500_000_000), ("2 GiB", 2**31), ("7", 7)])
 def test_sizes(text: str, size: int) -> None:
-    assert cli._size(text) == size
+    assert options.size(text) == size
 
 
 def test_the_memory_that_there_is(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from test_kernels import NothingReadBack
 from views import KINDS, made
 
 import itemset
-from itemset.beam import draft_search
+from itemset.adapters.decode_loop import draft_search
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking.head import DraftHead
@@ -269,7 +269,7 @@ def model() -> Any:
 
 def test_one_pass_gives_the_states_of_each_prompt(model: Any) -> None:
     """Also of prompts of different lengths, padded at the left."""
-    from itemset.huggingface import draft_states
+    from itemset.adapters.huggingface import draft_states
 
     head, prompts = head_of(), [[3, 4, 5, 6, 7], [8, 9]]
     padded = torch.tensor([prompts[0], [0, 0, 0, *prompts[1]]], device=DEVICE)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from views import made
 
 import itemset
-from itemset.huggingface import ItemSetLogitsProcessor
+from itemset.adapters.huggingface import ItemSetLogitsProcessor
 
 EOS = 1
 PROMPT = torch.tensor([[7, 8, 9], [10, 11, 12]])

@@ -8,7 +8,7 @@ from distributions import END, Toy, fit, toys
 from samples import SAMPLES
 
 import itemset
-from itemset.ranking.draws import CutOffError
+from itemset.ranking.exact_sampling import CutOffError
 from itemset.ranking.importance import Importance, Samples
 
 TOYS = toys()

@@ -24,21 +24,15 @@ ALLOWED = {
     "ranking": "errors text trie item_set masking",
     "inside": "errors trie item_set opening masking",
     "serving": "errors text storage trie item_set opening views published ranking inside",
-    "beam": "trie item_set masking ranking",
-    "huggingface": "item_set masking ranking",
-    "shape": "trie item_set",
-    "report": "trie item_set shape",
-    "charts": "",
-    "page": "trie item_set report shape charts",
+    "adapters": "trie item_set masking ranking",
     "__init__": "errors trie item_set opening building",
-    "commands": "errors text storage item_set published building report page __init__",
-    "cli": "errors text storage trie item_set published building report commands __init__",
+    "cli": "errors text storage trie item_set published building __init__",
     "__main__": "cli",
 }
 BESIDE_EACH_OTHER = {"building", "masking", "serving"}
 ENGINES = {"vllm", "sglang", "vllm_static", "sglang_static"}
 OF_ENGINES = {"vllm_static": {"sglang", "sglang_static"}, "sglang_static": {"vllm", "vllm_static"}}
-FOR_DEVICES = {"masking", "ranking", "inside", "beam", "huggingface"}
+FOR_DEVICES = {"masking", "ranking", "inside", "adapters"}
 
 
 def imports(path: Path) -> Iterator[str]:

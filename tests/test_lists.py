@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import itemset
-from itemset.ranking.search import Answer, Best, Pass, Search
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Best, Search
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.lists import Lists, Pace, Refusals, run_together, search_for

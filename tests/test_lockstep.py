@@ -17,7 +17,7 @@ from test_draws import drawn, random_model
 from test_kernels import NothingReadBack
 from test_ranked_beams import check, logits_after, placed
 
-from itemset.ranking.draws import Drawing
+from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.lockstep import Lockstep, LockstepRaces, rows_of_passes, rows_of_races
 from itemset.ranking.search import Search
 

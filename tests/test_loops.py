@@ -13,7 +13,7 @@ import json, re, sys
 import numpy as np
 from numba import typeof, types
 import itemset
-from itemset import report, shape
+from itemset.cli import choice_stats
 from itemset.trie import levels, soundness, tables, targets, update, view, walk
 
 place = typeof(itemset.build([[1, 2], [1, 3]]).trie.tables.pointers)
@@ -22,9 +22,8 @@ counts, cells, bits = i64[::1], i64[:, ::1], types.uint8[::1]
 loops = {
     update._copy_run: (place, cells, cells, i64, cells, place, types.uint32[::1]),
     levels._measure: (place, i64, counts, counts, counts),
-    report._count_edges: (place, counts, counts, counts),
-    report._count_ends: (place, counts, i64, counts, counts, counts, counts),
-    shape._count_below: (place, i64, counts),
+    choice_stats._count: (place, counts, i64, counts, counts, *[counts] * 8),
+    choice_stats._count_below: (place, i64, counts),
     soundness._item_lengths: (place, i64, counts, counts, types.boolean),
     tables.fill: (types.uint16[::1], counts, i64, types.uint16[::1], cells, place, types.uint32[::1], i64),
     targets.set_bases: (place,),
@@ -45,7 +44,7 @@ def test_loops_over_whole_tables_count_no_references(tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # what comes from a cache cannot be looked into
     done = subprocess.run([sys.executable, "-c", INCREFS], env=environment, capture_output=True, text=True, check=True)
     counted = json.loads(done.stdout)
-    assert len(counted) == 10
+    assert len(counted) == 9
     assert counted == dict.fromkeys(counted, 0)
 
 

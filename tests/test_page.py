@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from strategies import item_sets
 
 import itemset
-from itemset import cli, page
-from itemset.shape import Step, shape_of
+from itemset import cli
+from itemset.cli import report_page as page
+from itemset.cli.choice_stats import Step, shape_of
 
 
 class Balanced(HTMLParser):

@@ -28,7 +28,7 @@ from test_ranked_beams import placed
 import itemset
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking import clocks, numba_races, torch_races, triton_expand, triton_races
-from itemset.ranking.draws import Draw, Drawing
+from itemset.ranking.exact_sampling import Draw, Drawing
 from itemset.ranking.races import Races, warm_up
 from itemset.ranking.torch_expand import NOTHING
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from strategies import item_sets
 
 import itemset
-from itemset import report
-from itemset.report import Level
+from itemset.cli import report
+from itemset.cli.report import Level
 
 
 def test_two_tokens_an_item() -> None:
@@ -54,7 +54,7 @@ def test_the_least_and_the_smallest() -> None:
 def test_the_tally_counts_what_is_in_the_items(items: list[list[int]]) -> None:
     s = itemset.build(items)
     distinct = {tuple(item) for item in items}
-    tally = report._tally(s)
+    tally = report.count(s, tails=True)
     lengths, tokens = Counter(map(len, distinct)), Counter(chain.from_iterable(distinct))
     assert {i: int(n) for i, n in enumerate(tally.lengths) if n} == lengths
     assert dict(zip(s.token_ids.tolist(), tally.tokens.tolist(), strict=True)) == tokens

@@ -61,7 +61,7 @@ def test_the_job_publishes_where_servers_look() -> None:
     program, *words = container["command"]
     assert program == "itemset"
     args = cli._parser().parse_args(words)
-    assert args.run is cli.publish
+    assert args.run is cli.publish.publish
     (mount,) = container["volumeMounts"]
     assert Path(args.folder).parent == Path(mount["mountPath"])
     claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod("CronJob")["volumes"]]

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 
 import itemset
-from itemset.beam import draft_search
+from itemset.adapters.decode_loop import draft_search
+from itemset.adapters.huggingface import draft_states
 from itemset.errors import ItemSetError
-from itemset.huggingface import draft_states
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking.head import DraftHead
 from itemset.serving.wire import EngineRequest, ListSpec, SetRef

@@ -18,7 +18,8 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
-from itemset.ranking.search import Answer, Found, Item, Pass, described
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Found, Item, described
 from itemset.serving.lists import run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat

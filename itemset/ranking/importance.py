@@ -4,22 +4,24 @@ DISC (AISTATS 2025, algorithm 1): candidates are sampled token by token inside t
 product of the legal masses along it: the probability that the model, left to itself, would have stayed in the set at
 every token. It is accepted with that probability, and then the draw is exact. If so many candidates are refused, as
 many new ones are sampled, and one of these is taken in proportion to their weights. The more there are, the nearer
-that is to the model's distribution. `draws.Drawing` is always exact.
+that is to the model's distribution. `exact_sampling.Drawing` is always exact.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.ranking.clocks import mixed, uniform
-from itemset.ranking.draws import CutOffError
-from itemset.ranking.scored import ASKED, ITEM, NOTHING, ROOT, UNSCORED, Places, ScoredTree, Shared
-from itemset.ranking.search import Pass
+from itemset.ranking.exact_sampling import CutOffError
+from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
+from itemset.ranking.search import Rounds, check_positive
 from itemset.trie.jit import compiled
 
 
@@ -56,7 +58,7 @@ class Samples(NamedTuple):
         return {"passes": self.passes, "rounds": self.rounds}
 
 
-class Importance(Shared):
+class Importance(Rounds[Samples]):
     """Draws of items by importance. Score `passes`, give the answers to `take`, until there are none; then read
     `result`. All draws share the passes; a round scores what each waits for."""
 
@@ -75,10 +77,9 @@ class Importance(Shared):
         candidates: how many are sampled at most before a pool of as many is. max_passes: after so many, `result` raises
         CutOffError.
         """
-        for name, value in (("n", n), ("candidates", candidates), ("max_passes", max_passes)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: make it at least 1")
+        check_positive(n=n, candidates=candidates, max_passes=max_passes)
         super().__init__(ScoredTree(item_set, end_token=end_token), max_passes)
+        self._sums: dict[int, NDArray[np.float64]] = {}
         self._draws = [_Draw(key, candidates) for key in np.random.SeedSequence(seed).generate_state(n, np.uint64)]
 
     @property
@@ -87,26 +88,40 @@ class Importance(Shared):
         of its draw had a weight of zero."""
         if not all(draw.over for draw in self._draws):
             raise CutOffError(f"the draws need more than {self._taken} passes")
-        items = [
-            Resampled(*self.tree.item(draw.found), math.exp(draw.weight), draw.accepted, draw.number)
-            for draw in self._draws
-            if draw.found != NOTHING
+        drawn = [draw for draw in self._draws if draw.node >= 0]
+        items = self.tree.items(self.tree.nodes[np.array([draw.node for draw in drawn], np.int64)])
+        found = [
+            Resampled(*item, math.exp(draw.weight), draw.accepted, draw.number)
+            for item, draw in zip(items, drawn, strict=True)
         ]
-        return Samples(items, self._taken, self._rounds)
+        return Samples(found, self._taken, self._rounds)
 
-    def _next_round(self) -> list[Pass]:
-        places = self.tree.places
-        wanted = list(dict.fromkeys(place for draw in self._draws for place in draw.run(places)))
-        left = len(wanted) if self._max_passes is None else self._max_passes - self._taken
-        return self.tree.ask(wanted[:left]) if wanted[:left] else []
+    def _next_nodes(self) -> list[int]:
+        nodes = list(dict.fromkeys(node for draw in self._draws for node in draw.run(self._walk)))
+        left = len(nodes) if self._max_passes is None else self._max_passes - self._taken
+        return nodes[: max(0, left)]
+
+    def _walk(self, one: _Candidate) -> int:
+        """Sample on inside the set, to an item, an unscored prefix, or a scored one without children; return the
+        node's expansion: ITEM, UNSCORED or PENDING, or that of the last."""
+        nodes, expansions, _ = self.tree.arrays
+        while (at := int(nodes["expansion"][one.node])) >= 0 and (count := int(expansions["count"][at])):
+            first = int(expansions["first"][at])
+            if at not in self._sums:
+                self._sums[at] = _sums_of(nodes["mass"][first : first + count])
+            sums = self._sums[at]
+            one.weight += float(sums[-1] - nodes["mass"][one.node])
+            child, one.used = _choose(sums, count, one.key, one.used)
+            one.node = first + child
+        return at
 
 
 @dataclass
 class _Candidate:
-    """A walk from the root: where it is, the logarithm of its weight, and how many random numbers it has taken."""
+    """A walk from the root: its node, the logarithm of its weight, and how many random numbers it has taken."""
 
     key: np.uint64
-    place: int = ROOT
+    node: int = ROOT
     weight: float = 0.0
     used: int = 0
 
@@ -120,30 +135,25 @@ class _Draw:
     number: int = 0
     under_way: list[_Candidate] = field(default_factory=list)
     over: bool = False
-    found: int = NOTHING
+    node: int = -1
     weight: float = -math.inf
     accepted: bool = False
 
-    def run(self, tree: Places) -> list[int]:
-        """Go on until it is over, or to the unscored prefixes for which its candidates wait: these are returned."""
+    def run(self, walk: Callable[[_Candidate], int]) -> list[int]:
+        """Go on until it is over, or to the unscored nodes for which its candidates wait: these are returned."""
         while not self.over:
             if not self.under_way:
                 first = self.number
                 self.number = first + 1 if first < self.limit else 2 * self.limit
                 self.under_way = [_Candidate(np.uint64(mixed(self.key, 8 + i))) for i in range(first, self.number)]
-            waiting = []
-            for one in self.under_way:
-                one.place, one.weight, one.used = _walk(*tree, one.place, one.weight, one.key, one.used)
-                if tree.first[one.place] in (UNSCORED, ASKED):
-                    waiting.append(one.place)
-            if waiting:
+            ends = [(one, walk(one)) for one in self.under_way]
+            if waiting := [one.node for one, end in ends if end in (UNSCORED, PENDING)]:
                 return waiting
-            self._judge(tree)
+            self.under_way = []
+            self._judge([one for one, end in ends if end == ITEM])
         return []
 
-    def _judge(self, tree: Places) -> None:
-        pool, self.under_way = self.under_way, []
-        items = [one for one in pool if tree.first[one.place] == ITEM]
+    def _judge(self, items: list[_Candidate]) -> None:
         if self.number <= self.limit:
             if items and uniform(items[0].key, items[0].used) < math.exp(items[0].weight):
                 self._end(items[0], accepted=True)
@@ -155,19 +165,35 @@ class _Draw:
             self._end(items[int(np.searchsorted(shares, uniform(self.key, 0) * shares[-1], "right"))], accepted=False)
 
     def _end(self, one: _Candidate, *, accepted: bool) -> None:
-        self.over, self.found, self.weight, self.accepted = True, one.place, one.weight, accepted
+        self.over, self.node, self.weight, self.accepted = True, one.node, one.weight, accepted
+
+
+def _sums_of(masses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return some children's masses, the sums of each two of them, of each two of these, and so on: levels of a tree,
+    one after another. Each sum is made of its parts, so that none is lost to a difference."""
+    levels = [masses]
+    while (size := len(levels[-1])) > 1:
+        pairs = levels[-1][: size // 2 * 2]
+        levels.append(np.append(np.logaddexp(pairs[::2], pairs[1::2]), levels[-1][len(pairs) :]))
+    return np.concatenate(levels)
 
 
 @compiled
-def _walk(masses, first, second, place, weight, key, used):  # type: ignore[no-untyped-def]
-    """Sample on inside the set to an item, an unscored prefix or an empty one; return where that is, the logarithm of
-    the legal mass on the way, and how many random numbers it took."""
-    while first[place] >= 0:
-        part, other = first[place], second[place]
-        if other < 0:  # all that may follow a prefix
-            weight += masses[part] - masses[place]
-            place = np.int64(part)
-        else:
-            place = np.int64(part if uniform(key, used) < math.exp(masses[part] - masses[place]) else other)
+def _choose(sums, count, key, used):  # type: ignore[no-untyped-def]
+    """Draw a child in proportion to its probability; return which, and how many random numbers are taken now."""
+    level, above, at = 0, 0, 0
+    while (count - 1) >> level:
+        above += ((count - 1) >> level) + 1
+        level += 1
+    while level:
+        level -= 1
+        size = ((count - 1) >> level) + 1
+        below = above - size
+        left = 2 * at
+        if left + 1 < size:
+            at = left if uniform(key, used) < math.exp(sums[below + left] - sums[above + at]) else left + 1
             used += 1
-    return place, weight, used
+        else:
+            at = left
+        above = below
+    return at, used

@@ -1,58 +1,37 @@
-"""The best items of a set by a model's own probabilities, in few forward passes, and proven if that is asked for.
+"""Ranked lists on the host, in rounds of forward passes: beam search, and proof by best-first search.
 
 An item's score is the sum of its tokens' log-probabilities over the whole vocabulary (STATIC, arXiv 2602.22647,
-Algorithm 1), with its end token's. What a pass costs is the caller's, who runs the model.
+Algorithm 1), with its end token's. Whoever runs the model, runs the rounds.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.ranking.prefixes import Round, tokens_after
-from itemset.trie.jit import compiled
-from itemset.trie.walk import END, TAIL, follow
+from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answers, Pass, ScoredTree
 
-
-class Pass(NamedTuple):
-    """One forward pass over the prompt and these tokens of an item.
-
-    Wanted are the log-probabilities of `tokens[known:]`, each after what stands before it, and those of `after` after
-    all of them.
-    then: of a path pass, what the pass may score besides: each continues the tokens of the one before it, by one of its
-    `after`, and what follows.
-    """
-
-    tokens: tuple[int, ...]
-    known: int
-    after: NDArray[np.int64]
-    then: tuple[Pass, ...] = ()
-
-
-Answer = tuple[NDArray[Any], NDArray[Any]]
-"""Of a pass: the log-probabilities of its run, [len(tokens) - known], and of `after`."""
-Answers = Answer | list[Answer]
-"""Of a path pass: its own answer and those of the first of its `then`, as many as were scored."""
+_PROOF_SHARE = 8  # a round of a proof takes one pass for so many before it
 
 
 class Ranked(NamedTuple):
-    """An item that was found, its tokens without the end token, and its score."""
+    """An item, its tokens without the end token, and its score."""
 
     tokens: tuple[int, ...]
     score: float
 
 
 class Best(NamedTuple):
-    """What a search has found, best first: fewer than were asked for if the set has fewer, and none twice.
+    """The result of a search, best first: fewer items than `k` if the set has fewer, and none twice.
 
-    proven: whether no other item of the set can score higher than the last of them. passes: forward passes that it
-    took, in so many rounds.
+    proven: whether no other item of the set can score higher than the last of them. passes, rounds: what it took.
     """
 
     items: list[Ranked]
@@ -61,12 +40,12 @@ class Best(NamedTuple):
     rounds: int
 
     def of_item(self, i: int) -> dict[str, Any]:
-        """What an answer says of the item alone."""
+        """Return an answer's fields for one item."""
         return {"rank": i + 1, "score": self.items[i].score}
 
     @property
     def took(self) -> dict[str, Any]:
-        """What it says of the whole list."""
+        """An answer's fields for the whole list."""
         return {"proven": self.proven, "passes": self.passes, "rounds": self.rounds}
 
 
@@ -80,7 +59,7 @@ class Item(Protocol):
 
 
 class Found(Protocol):
-    """Items that were found with forward passes, and what answers say of them: see `Best`."""
+    """The result of rounds, and an answer's fields for it: see `Best`."""
 
     @property
     def items(self) -> Sequence[Item]: ...
@@ -93,22 +72,54 @@ FoundT = TypeVar("FoundT", bound=Found)
 FoundT_co = TypeVar("FoundT_co", bound=Found, covariant=True)
 
 
-class Rounds(Protocol[FoundT_co]):
-    """What runs by rounds of passes: score `passes`, give the answers to `take`, until there are none."""
+class Rounds(ABC, Generic[FoundT_co]):
+    """A search of a tree by rounds of passes. Score `passes`, give the answers to `take`, until there are none; then
+    read `result`."""
+
+    def __init__(self, tree: ScoredTree, max_passes: int | None) -> None:
+        self.tree, self._max_passes, self._taken, self._rounds = tree, max_passes, 0, 0
+        self._bar = -np.inf  # nodes whose mass is no higher are of no use
+        self._passes: list[Pass] | None = None
 
     @property
-    def passes(self) -> Sequence[Pass]: ...
-    def take(self, answers: Sequence[Answer]) -> None: ...
+    def passes(self) -> list[Pass]:
+        """The round to score next. Empty: the search has ended."""
+        if self._passes is None:  # the first is made late, because often an engine makes the list by itself
+            self._passes = self._ask()
+        return self._passes
+
+    def take(self, answers: Sequence[Answers]) -> None:
+        """Take the answers to `passes`, one each: `passes` becomes the next round."""
+        self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
+        self.tree.take(answers, self._bar)
+        self._passes = self._ask()
+
+    def _ask(self) -> list[Pass]:
+        nodes = self._next_nodes()
+        return self.tree.ask(nodes) if len(nodes) else []
+
     @property
+    @abstractmethod
     def result(self) -> FoundT_co: ...
+
+    @abstractmethod
+    def _next_nodes(self) -> Sequence[int] | NDArray[np.int64]:
+        """Return the nodes to score in the next round; none at the end."""
+
+
+def check_positive(**numbers: int | None) -> None:
+    """Raise ValueError for a number, by its name, that is less than 1."""
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}: make it at least 1")
 
 
 def described(
     lists: Sequence[Found], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})
 ) -> list[list[dict[str, Any]]]:
-    """What answers say of each item of some lists: what each says of it, its own keys, and what its list took.
+    """Return an answer's fields for each item of some lists: its own, its keys, those of its list and `of_set`.
 
-    The keys of all of them are found together. of_set: what they say of the set.
+    The keys of all of them are looked up together.
     """
     keys = iter(item_set.keys_of([item.tokens for found in lists for item in found.items]))
     return [
@@ -120,20 +131,12 @@ def described(
     ]
 
 
-_SELF = -1  # in place of an edge: the row itself
-_PROOF_SHARE = 8  # a round of a proof takes one pass for so many that went before
-
-
-class Search:
-    """The search for the `k` best items. Score `passes`, give the answers to `take`, until there are none; then read
-    `result`.
+class Search(Rounds[Best]):
+    """The search for the `k` best items.
 
     A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
     probability zero are never found. Equal scores are ordered by tokens; of items that tie for the last place, the one
     found first stays.
-
-    A prefix is a row here once it has been passed to the model. One that waits is its score, its parent's row and the
-    edge that leads to it: 16 bytes, of which a round of 1,000 passes may bring a million.
     """
 
     def __init__(
@@ -150,171 +153,74 @@ class Search:
     ) -> None:
         """Raises ValueError if k, width, max_passes or proof_passes is less than 1.
 
-        width: prefixes in a round of the beam, k if None. By default, a beam: of all that a round has found the
-        `width` best go on, and those that lead to a single item are scored to its end in one pass. It finds what a
-        beam of single tokens finds, or better: a single item that has come so far is not pruned on its last tokens.
-        exact: after that beam search on from the best prefix, wherever it stands, until none can beat the k-th item.
+        width: prefixes in a round of the beam, k if None. By default, a beam: of a round's children the `width` best go
+        on, and those that lead to a single item are scored to its end in one pass. It finds what a beam of single
+        tokens finds, or better: a single item that has come so far is not pruned on its last tokens.
+        exact: after that beam go on from the best prefix, wherever it stands, until none can beat the k-th item.
         end_token: if given, the end of an item counts in its score.
         renormalised: score each token by its share among those that may stand there, as sampling inside the set does.
         The tokens of a tail then cost nothing, neither a score nor a pass.
-        max_passes: give what has been found after so many, unproven. proof_passes: the same, but the beam ends first.
+        max_passes: end after so many, unproven. proof_passes: the same, but the beam ends first.
         """
-        self._width = k if width is None else width
-        for name, value in (("k", k), ("width", width), ("max_passes", max_passes), ("proof_passes", proof_passes)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: make it at least 1")
-        self._tables, self._k = item_set.trie.tables, k
-        self._exact, self._renormalised = exact, renormalised
-        self._max_passes, self._proof_passes = max_passes, proof_passes
-        self._ends = np.array([] if end_token is None else [end_token], np.int64)
-        self._tokens: list[tuple[int, ...]] = [()]  # of each row
-        self._open = _NONE
-        self._aside: list[_Prefixes] = []  # what was pruned; if there is no proof, the best of it
-        self._found = _NONE  # at most k, best first; _SELF is an item that ends at its row
-        self._beam, self._taken, self._rounds = True, 0, 0
-        self._asked: list[Pass] | None = None
-
-    @property
-    def passes(self) -> list[Pass]:
-        """The round to score next. Empty: the search has ended."""
-        if self._asked is None:  # the first is made when it is wanted: often an engine makes the list by itself
-            self._round = Round.of(self._tables, np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
-            self._asked = self._passes(known=[0]) if self._budget() else []
-        return self._asked
-
-    def take(self, answers: Sequence[Answer]) -> None:
-        """Take the answers to `passes`, one each: items are found, and `passes` becomes the next round."""
-        self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
-        self._expand(answers)
-        if self._beam:
-            self._prune()
-        best = self._pop()
-        if not best.scores.size and self._beam and self._exact:
-            # The beam has set a bar, which what it left aside has to beat.
-            self._beam = False
-            self._open, self._aside = _Prefixes.joined([self._open, *self._aside]), []
-            best = self._pop()
-        parents = best.parents.tolist()
-        states, runs = tokens_after(self._tables, best.edges)
-        first = len(self._tokens)
-        self._tokens += [self._tokens[row] + run for row, run in zip(parents, runs, strict=True)]
-        self._round = Round.of(self._tables, best.scores, np.arange(first, len(self._tokens)), states)
-        self._asked = self._passes(known=[len(self._tokens[row]) + 1 for row in parents])
+        check_positive(k=k, width=width, max_passes=max_passes, proof_passes=proof_passes)
+        super().__init__(ScoredTree(item_set, end_token=end_token, renormalised=renormalised, forced=False), max_passes)
+        self._k, self._width, self._exact, self._proof_passes = k, k if width is None else width, exact, proof_passes
+        self._best = np.zeros(0, NODE)  # the best items, at most k
+        self._beam, self._new = True, 0  # the nodes of the last round begin at `_new`
+        self._pruned = -np.inf  # the best mass of what is pruned for good
 
     @property
     def result(self) -> Best:
-        """What has been found so far."""
-        columns = [column.tolist() for column in self._found]
-        _, runs = tokens_after(self._tables, np.maximum(self._found.edges, 0))
-        found = [
-            Ranked(self._tokens[row] + (() if edge == _SELF else run), score)
-            for score, row, edge, run in zip(*columns, runs, strict=True)
-        ]
-        left = max(prefixes.scores.max(initial=-np.inf) for prefixes in (self._open, *self._aside))
-        return Best(ordered(found), bool(left <= self._bar()), self._taken, self._rounds)
+        """The result so far."""
+        items = ordered([Ranked(*item) for item in self.tree.items(self._best)])
+        left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
+        return Best(items, bool(left <= self._bar), self._taken, self._rounds)
 
-    def _bar(self) -> float:
-        """What an item has to beat."""
-        return float(self._found.scores[-1]) if len(self._found.scores) == self._k else -np.inf
+    def _next_nodes(self) -> NDArray[np.int64]:
+        self._rank_items()
+        nodes = self._best_prefixes(self._new if self._beam else 0)
+        if self._beam and self._exact and not len(nodes):
+            self._beam = False  # it has set a bar, which what it pruned has to beat
+            self.tree.keep(0, self._at_stake(0, UNSCORED))
+            nodes = self._best_prefixes(0)
+        self._new = len(self.tree.nodes)
+        return nodes
+
+    def _rank_items(self) -> None:
+        """Put the last round's items among the best, those that end at a scored prefix first."""
+        new = self.tree.nodes[self._at_stake(self._new, ITEM)]
+        new = new[_largest(new["mass"], self._k)]
+        items = np.concatenate([self._best, new[new["edge"] == SELF], new[new["edge"] != SELF]])
+        self._best = items[np.argsort(-items["mass"], kind="stable")[: self._k]]
+        if len(self._best) == self._k:
+            self._bar = self._best["mass"][-1]
+
+    def _best_prefixes(self, first: int) -> NDArray[np.int64]:
+        """Return the best unscored nodes from `first` on, as many as a round may have. A beam keeps no others."""
+        nodes, count = self._at_stake(first, UNSCORED), self._budget()
+        masses = self.tree.nodes["mass"][nodes]
+        good = _largest(masses, count)
+        # Equal scores are ordered by edge: on one level, that is by tokens.
+        best = good[np.lexsort((self.tree.nodes["edge"][nodes[good]], -masses[good]))][:count]
+        if self._exact:
+            chosen: NDArray[np.int64] = nodes[best]
+            return chosen
+        self.tree.keep(first, nodes[best])
+        masses[best] = -np.inf
+        self._pruned = masses.max(initial=self._pruned)
+        return first + np.arange(len(best))
+
+    def _at_stake(self, first: int, kind: int) -> NDArray[np.int64]:
+        """Return the nodes of a kind, from `first` on, that may still change the result."""
+        nodes = self.tree.nodes[first:]
+        return first + np.flatnonzero((nodes["expansion"] == kind) & (nodes["mass"] > self._bar))
 
     def _budget(self) -> int:
-        """How many passes the next round may have."""
+        """Return how many passes the next round may have."""
         # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
         most = self._width if self._beam else max(self._width, self._taken // _PROOF_SHARE)
         limits = (self._max_passes, None if self._beam else self._proof_passes)
         return max(0, min([most, *(limit - self._taken for limit in limits if limit is not None)]))
-
-    def _pop(self) -> _Prefixes:
-        """Take the best prefixes that can still lead to something better."""
-        self._open = self._open.above(self._bar())
-        best, self._open = self._open.split(self._budget())
-        return best
-
-    def _prune(self) -> None:
-        """Go on with the best open prefixes, and lay the others aside."""
-        self._open, others = self._open.split(self._width)
-        if others.scores.size:
-            self._aside.append(others if self._exact else others.split(1)[0])
-
-    def _passes(self, known: list[int]) -> list[Pass]:
-        now, labels = self._round, self._tables.labels
-        passes: list[Pass] = []
-        if not len(now.rows):
-            return passes
-        children = np.split(labels[now.edges].astype(np.int64), np.cumsum(now.degree)[:-1])
-        for row, after, ends, so_far in zip(now.rows.tolist(), children, now.ends.tolist(), known, strict=True):
-            if ends and len(self._ends):
-                after = np.concatenate([after, self._ends])
-            passes.append(Pass(self._tokens[row], so_far, after))
-        return passes
-
-    def _expand(self, answers: Sequence[Answer]) -> None:
-        """Score the children of a round's prefixes: some are items, the others wait."""
-        now = self._round
-        totals = now.scores + np.array([float(np.sum(run)) for run, _ in answers])
-        ended = now.ends & (len(self._ends) > 0)
-        after = np.concatenate([np.asarray(after, np.float64) for _, after in answers])
-        starts = np.cumsum(now.degree + ended) - (now.degree + ended)
-        if self._renormalised:
-            asked = now.degree + ended  # in a view, a node may have no children
-            after -= np.repeat(np.logaddexp.reduceat(after, starts[asked > 0]), asked[asked > 0])
-        # An item ends at a row that is terminal, or was one's whole tail.
-        ends = np.flatnonzero(now.ends)
-        of_ends = totals[ends] + (after[(starts + now.degree)[ends]] if len(self._ends) else 0.0)
-        self._add(_Prefixes.of(of_ends, now.rows[ends], np.full(len(ends), _SELF)))
-        children = np.ones(len(after), np.bool_)
-        children[(starts + now.degree)[ended]] = False
-        scores = np.repeat(totals, now.degree) + after[children]
-        better = np.flatnonzero(scores > self._bar())
-        opened = _Prefixes.of(scores[better], np.repeat(now.rows, now.degree)[better], now.edges[better])
-        if self._renormalised or not len(self._ends):
-            # Nothing more has to be scored of an item that stands alone, if its tail counts nothing or is empty.
-            done = np.empty(len(opened.scores), np.bool_)
-            _stand_alone(self._tables.pointers, opened.edges, self._renormalised, done)
-            self._add(opened.at(done))
-            opened = opened.at(~done)
-        self._open = _Prefixes.joined([self._open, opened])
-
-    def _add(self, items: _Prefixes) -> None:
-        joined = _Prefixes.joined([self._found, items.above(self._bar())])
-        self._found = joined.at(np.argsort(-joined.scores, kind="stable")[: self._k])
-
-
-class _Prefixes(NamedTuple):
-    """Prefixes as columns. scores: float64. parents: the row of all but its last tokens. edges: what leads there from
-    the parent, or _SELF."""
-
-    scores: NDArray[np.float64]
-    parents: NDArray[np.int32]
-    edges: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, scores: NDArray[Any], parents: NDArray[Any], edges: NDArray[Any]) -> _Prefixes:
-        return cls(scores.astype(np.float64), parents.astype(np.int32), edges.astype(np.int32))
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Prefixes]) -> _Prefixes:
-        return cls(*map(np.concatenate, zip(*parts, strict=True)))
-
-    def at(self, which: NDArray[Any]) -> _Prefixes:
-        return _Prefixes(self.scores[which], self.parents[which], self.edges[which])
-
-    def above(self, bar: float) -> _Prefixes:
-        return self.at(self.scores > bar)
-
-    def split(self, n: int) -> tuple[_Prefixes, _Prefixes]:
-        """The best `n`, in order, and the others. Equal scores are ordered by edge: on one level, that is by tokens."""
-        chosen = np.ones(self.scores.size, np.bool_)
-        if n < self.scores.size:
-            worst = np.partition(self.scores, -n)[-n] if n else np.inf
-            chosen = self.scores > worst
-            level = np.flatnonzero(self.scores == worst)
-            chosen[level[np.argsort(self.edges[level])[: n - np.count_nonzero(chosen)]]] = True
-        best, others = self.at(chosen), self.at(~chosen)
-        return best.at(np.lexsort((best.edges, -best.scores))), others
-
-
-_NONE = _Prefixes.of(np.zeros(0), np.zeros(0), np.zeros(0))
 
 
 def ordered(items: list[Ranked]) -> list[Ranked]:
@@ -322,9 +228,8 @@ def ordered(items: list[Ranked]) -> list[Ranked]:
     return sorted(items, key=lambda one: (-one.score, one.tokens))
 
 
-@compiled
-def _stand_alone(tables, edges, with_tail, alone):  # type: ignore[no-untyped-def]
-    """Whether one item alone is after each edge, all of whose tokens are read; or also if `with_tail`."""
-    for i in range(len(edges)):
-        state = follow(tables, np.int64(edges[i]))
-        alone[i] = state == END or (with_tail and state >= TAIL)
+def _largest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Return which of some values are the `count` largest, or equal the least of these."""
+    if count >= len(values):
+        return np.arange(len(values))
+    return np.flatnonzero(values >= np.partition(values, -count)[-count]) if count else np.zeros(0, np.int64)

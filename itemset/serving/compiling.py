@@ -13,7 +13,7 @@ import numpy as np
 
 from itemset.inside import holes
 from itemset.item_set import build
-from itemset.ranking.draws import Drawing
+from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.importance import Importance
 from itemset.ranking.search import Rounds, Search
 from itemset.serving.catalogue import InlineSet

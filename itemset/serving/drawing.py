@@ -33,8 +33,8 @@ UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """What a request asks of draws: `n` of them, and see `itemset.ranking.draws.Drawing`; with draw="importance",
-    `itemset.ranking.importance.Importance`."""
+    """What a request asks of draws: `n` of them, and see `itemset.ranking.exact_sampling.Drawing`; if draw is
+    "importance", `itemset.ranking.importance.Importance`."""
 
     n: int
     replace: bool = True

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from itemset.item_set import ItemSet
-from itemset.ranking.draws import CutOffError, Drawing
+from itemset.ranking.exact_sampling import CutOffError, Drawing
 from itemset.ranking.importance import Importance
-from itemset.ranking.search import Answer, Found, FoundT, Item, Pass, Rounds, Search, described
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Found, FoundT, Item, Rounds, Search, described
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.drawing import IMPORTANCE, DrawOptions

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from itemset.ranking.draws import Draw, Drawing, Draws
+from itemset.ranking.exact_sampling import Draw, Drawing, Draws
 from itemset.ranking.search import Best, Ranked, ordered
 from itemset.serving import metrics
 from itemset.serving.drawing import race_width

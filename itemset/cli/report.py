@@ -8,12 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.cli.choice_stats import count
 from itemset.item_set import ItemSet
-from itemset.shape import items_below
 from itemset.trie.attributes import kind_of
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label
-from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 _SHOWN_LEVELS = 24
 
@@ -60,7 +57,7 @@ def levels(s: ItemSet) -> list[Level]:
     if s.shortest == s.longest:
         tails = [count * (s.longest - 1 - depth) for depth, count in enumerate(_lone_items(s))]
     else:
-        tails = _tally(s).tail_tokens.tolist()
+        tails = count(s, tails=True).tail_tokens.tolist()
     return [Level(*level) for level in zip(trie.level_nodes, trie.level_edges, tails, strict=True)]
 
 
@@ -104,9 +101,9 @@ def least_bytes(s: ItemSet) -> float:
     """
     if s.shortest == s.longest:
         return _log2_choose(len(s.token_ids) ** s.longest, len(s)) / 8
-    tally = _tally(s)
+    counts = count(s, tails=True)
     order_is_free = math.lgamma(len(s) + 1) / math.log(2)
-    return max(0.0, _entropy_bits(tally.lengths) + _entropy_bits(tally.tokens) - order_is_free) / 8
+    return max(0.0, _entropy_bits(counts.lengths) + _entropy_bits(counts.tokens) - order_is_free) / 8
 
 
 def _lone_items(s: ItemSet) -> list[int]:
@@ -133,67 +130,6 @@ def _entropy_bits(counts: NDArray[np.int64]) -> float:
     """Return the bits of a sequence with these counts, if each symbol costs -log2 of its frequency."""
     seen = counts[counts > 0].astype(np.float64)
     return float(-(seen * np.log2(seen / seen.sum())).sum())
-
-
-@dataclass(frozen=True)
-class _Tally:
-    """Items by length, tokens of all items by their place in `token_ids`, tail tokens by level."""
-
-    lengths: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    tail_tokens: NDArray[np.int64]
-
-
-def _tally(s: ItemSet) -> _Tally:
-    """Count in one pass over the tables, without unfolding any item."""
-    tally = _Tally(
-        np.zeros(s.longest + 1, np.int64),
-        np.zeros(len(s.token_ids), np.int64),
-        np.zeros(len(s.trie.level_nodes), np.int64),
-    )
-    tables, level_nodes = s.trie.tables.pointers, np.array(s.trie.level_nodes, np.int64)
-    _count_edges(tables, s.token_ids, items_below(s), tally.tokens)
-    _count_ends(tables, level_nodes, s.trie.tail_tokens, s.token_ids, *vars(tally).values())
-    return tally
-
-
-@compiled
-def _count_edges(tables, token_ids, below, tokens):  # type: ignore[no-untyped-def]
-    """Add to `tokens` each edge's token, once for each item that continues there. below: see `items_below`."""
-    for node in range(len(below)):
-        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
-            state = follow(tables, edge)
-            items_after = below[state] if state < len(below) else np.int64(1)
-            _add(tokens, np.searchsorted(token_ids, label(tables, edge)), items_after)
-
-
-@compiled
-def _count_ends(tables, level_nodes, room, token_ids, lengths, tokens, tail_tokens):  # type: ignore[no-untyped-def]
-    """Add the items' lengths, and the tails' tokens: tails are in the order of their edges."""
-    mask = (1 << tables.token_bits) - 1
-    node, position = np.int64(0), np.int64(0)
-    for depth in range(len(level_nodes)):
-        for _ in range(level_nodes[depth]):
-            if is_terminal(tables, node):
-                _add(lengths, depth, 1)
-            for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
-                state, start = follow(tables, edge), position
-                more = state >= TAIL
-                while more and position < room:
-                    entry = tail_entry(tables, position)
-                    _add(tokens, np.searchsorted(token_ids, entry & mask), 1)
-                    position += 1
-                    more = entry >> tables.token_bits == 0
-                tail_tokens[depth] += position - start
-                if state >= TAIL or state == END:
-                    _add(lengths, depth + 1 + position - start, 1)
-            node += 1
-
-
-@compiled
-def _add(counts, place, count):  # type: ignore[no-untyped-def]
-    if place < len(counts):
-        counts[place] += count
 
 
 def facts(s: ItemSet) -> list[tuple[str, str]]:

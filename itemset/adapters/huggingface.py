@@ -75,7 +75,7 @@ class ItemSetLogitsProcessor(LogitsProcessor):
 
 @torch.no_grad()
 def draft_states(model: Any, head: DraftHead, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Run a decoder-only model once over prompts and the head's placeholders after them, for `beam.draft_search`.
+    """Run a decoder-only model once over prompts and the head's placeholders after them, for `draft_search`.
 
     input_ids: [batch, tokens], prompts that end in the last column. attention_mask: the same shape, 0 at the padding
     before shorter prompts; None if there is none.

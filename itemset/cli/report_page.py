@@ -1,8 +1,10 @@
-"""A page about an index: one HTML file that stands alone, for people who want to see what a model will walk."""
+"""The subcommand `report`: a page about an index, one HTML file that stands alone, of what a model will walk."""
 
 from __future__ import annotations
 
+import argparse
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -12,9 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset import charts, report
+import itemset
+from itemset.building.progress import steps_bar
+from itemset.cli import report
+from itemset.cli.choice_stats import Shape, shape_of
+from itemset.cli.options import Command, output_file, tokenizer_of, unwritable
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.shape import Shape, shape_of
 from itemset.trie.attributes import is_list, kind_of
 
 PARTS = 8  # of a page, for a bar
@@ -23,6 +29,8 @@ COUNTED = 200_000  # rows whose attributes are counted, if there are more
 COMPARED = 20_000  # items of each set that are looked up in the other
 _LEVELS = 24  # that charts have room for
 _SEED = 0
+_WIDTH, _BAR, _LABEL = 640, 22, 170  # of charts
+_PLOT, _LEFT, _BOTTOM = 200, 60, 36
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2733; --soft: #5b6b7a; --bar: #3f78b5; --back: #fff; --rule: #dde3e8; }
@@ -40,6 +48,40 @@ svg { width: 100%; margin: .4rem 0; } text { font-size: 12px; fill: var(--ink); 
   fill: var(--soft); } .bar { fill: var(--bar); } polyline { fill: none; stroke: var(--bar); stroke-width: 2; }
 polyline.even { stroke: var(--rule); stroke-dasharray: 4; }
 """
+
+
+def add_to(command: Command) -> None:
+    """Add the subcommand."""
+    sub = command(
+        "report",
+        write_report,
+        "write a page about an index file: sizes, levels, what a model chooses, attributes, some items",
+        "itemset report films.itemset --tokenizer DIR -o films.html",
+    )
+    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("--compare", metavar="FILE", help="an earlier index file: which items came and went")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with, to show texts")
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the HTML file to write")
+
+
+def write_report(args: argparse.Namespace) -> None:
+    """Write a page about an index."""
+    output = output_file(args.output)
+    for given in filter(None, (args.file, args.compare)):
+        if output.exists() and os.path.exists(given) and output.samefile(given):
+            raise ItemSetError(f"{output} is the index itself: give the page another name")
+    s = itemset.load(args.file)
+    before = itemset.load(args.compare) if args.compare else None
+    tokenizer = tokenizer_of(args, s, before)
+    with steps_bar("report", PARTS) as done:
+        text = page_of(
+            s, str(args.file), before=before, name_before=str(args.compare), tokenizer=tokenizer, on_part=done
+        )
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(output, error) from error
+    report.print_table([("file", f"{output} ({len(text.encode()):,} bytes)")])
 
 
 def page_of(
@@ -103,9 +145,9 @@ def _sizes(s: ItemSet) -> str:
     rows = [(name, size, f"{size / items:.2f} bytes an item") for name, size in costs]
     parts = [(name, float(size), f"{size:,} bytes") for name, size in s.sections.items()]
     return (
-        charts.bars(rows)
+        _bars(rows)
         + _note("Keys and attributes not counted. No index of such sets can be smaller than the limit on average.")
-        + charts.bars(parts)
+        + _bars(parts)
     )
 
 
@@ -122,7 +164,6 @@ def _levels(s: ItemSet) -> str:
 
 def _choices(s: ItemSet, shape: Shape) -> str:
     steps = shape.steps[:_LEVELS]
-    labels = [f"{k}" for k in range(len(steps))]
     chosen = [step.chosen / len(s) for step in steps]
     alone = [step.alone / len(s) for step in steps]
     lengths = f"{s.longest}" if s.shortest == s.longest else f"{s.shortest} to {s.longest}"
@@ -131,10 +172,10 @@ def _choices(s: ItemSet, shape: Shape) -> str:
             f"Of an item's tokens ({lengths}, and an end) a model chooses {shape.choices:.2f} on average; the others "
             "are forced, and forced drafts propose them. Items for which a model chooses, after so many tokens:"
         )
-        + charts.columns(chosen, labels, [f"{one:.1%}" for one in chosen], "tokens before")
+        + _bars([(f"after {k}", one, f"{one:.1%}") for k, one in enumerate(chosen)])
         + _note("Items that are certain after so many tokens, all that is left being forced:")
-        + charts.columns(alone, labels, [f"{one:.1%}" for one in alone], "tokens before")
-        + charts.bars([(f"after {k}", step.widest, f"{step.widest:,} tokens") for k, step in enumerate(steps)])
+        + _bars([(f"after {k}", one, f"{one:.1%}") for k, one in enumerate(alone)])
+        + _bars([(f"after {k}", step.widest, f"{step.widest:,} tokens") for k, step in enumerate(steps)])
         + _note(
             f"The widest choice after so many tokens: how many may follow. {shape.prefixes:,} items are the beginning "
             "of another."
@@ -150,7 +191,7 @@ def _spread(shape: Shape) -> str:
     return _note(
         f"{len(share):,} tokens begin an item. The {most:,} most used begin {share[most - 1]:.1%} of all items, "
         f"the first alone {share[0]:.1%}. Evenly spread, the line would be the diagonal."
-    ) + charts.curve(points, "first tokens, the most used first", "items")
+    ) + _curve(points, "first tokens, the most used first", "items")
 
 
 def _attributes(s: ItemSet) -> str:
@@ -228,3 +269,41 @@ def _compared(s: ItemSet, before: ItemSet, tokenizer: Any) -> str:
         note = "" if whole else f": of {len(keys):,} drawn at random, {len(missing):,}"
         parts.append(_note(f"{said}{note}.") + _table([_shown(*item, tokenizer) for item in missing[:SAMPLES]]))
     return "".join(parts)
+
+
+def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
+    """Return horizontal bars. rows: of each its name, its length, not negative, and what is written beside it."""
+    longest = max((value for _, value, _ in rows), default=0) or 1
+    room = _WIDTH - _LABEL - 130
+    parts = []
+    for i, (name, value, text) in enumerate(rows):
+        y, width = i * _BAR, max(1.0, room * value / longest)
+        parts.append(
+            f'<text x="{_LABEL - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>'
+            f'<rect class="bar" x="{_LABEL}" y="{y + 4}" width="{width:.1f}" height="{_BAR - 8}" rx="2"/>'
+            f'<text x="{_LABEL + width + 6:.1f}" y="{y + 15}">{escape(text)}</text>'
+        )
+    return _svg(len(rows) * _BAR + 4, "".join(parts))
+
+
+def _curve(points: Sequence[tuple[float, float]], x_name: str, y_name: str) -> str:
+    """Return a line through points whose coordinates are shares, 0 to 1, over the diagonal."""
+
+    def at(x: float, y: float) -> str:
+        return f"{_LEFT + x * (_WIDTH - _LEFT - 20):.1f},{_PLOT - y * (_PLOT - 10):.1f}"
+
+    marks = "".join(
+        f'<text class="small" x="{at(mark, 0).split(",")[0]}" y="{_PLOT + 14}" text-anchor="middle">{mark:.0%}</text>'
+        f'<text class="small" x="{_LEFT - 6}" y="{float(at(0, mark).split(",")[1]) + 4:.1f}" text-anchor="end">'
+        f"{mark:.0%}</text>"
+        for mark in (0, 0.25, 0.5, 0.75, 1)
+    )
+    lines = f'<polyline class="even" points="{at(0, 0)} {at(1, 1)}"/>'
+    lines += f'<polyline class="line" points="{" ".join(at(*point) for point in points)}"/>'
+    below = f'<text class="small" x="{_WIDTH}" y="{_PLOT + 30}" text-anchor="end">{escape(x_name)}</text>'
+    side = f'<text class="small" x="{_LEFT + 6}" y="12">{escape(y_name)}</text>'
+    return _svg(_PLOT + _BOTTOM, lines + marks + side + below)
+
+
+def _svg(height: float, inner: str) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{inner}</svg>'

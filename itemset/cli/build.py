@@ -1,0 +1,192 @@
+"""The subcommands `build` and `update`: what writes index files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import itemset
+from itemset.building import sources
+from itemset.building.external import build_external
+from itemset.building.memory import available_memory, needed_memory
+from itemset.building.options import Encoding
+from itemset.building.progress import build_bar
+from itemset.building.scratch import scratch_folder
+from itemset.cli.options import Command, output_file, positive, size, tokenizer_of, unwritable
+from itemset.cli.report import facts, print_table
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+
+
+def add_to(command: Command) -> None:
+    """Add the subcommands."""
+    sub = command(
+        "build",
+        build,
+        "build an index file from the items of a file, a folder of files, or a URI",
+        "itemset build films.csv --column title --key movie_id --tokenizer DIR -o films.itemset",
+    )
+    formats = ".txt, .csv, .tsv, .jsonl, .ndjson, .parquet, or .npy [N, L]"
+    places = (
+        "a file, a folder of such, a glob in quotes ('parts/*.parquet'), or one under s3://, gs://, hf://, https://"
+    )
+    sub.add_argument("source", metavar="SOURCE", help=f"{formats}: {places}")
+    sub.add_argument("--column", metavar="C", help="column of the items: texts or lists of token ids")
+    sub.add_argument("--key", metavar="K", help="column of the keys: integers or strings (default: row numbers)")
+    kept = "column to keep for filters: bools, numbers, strings, dates, times or lists of strings; may be repeated"
+    sub.add_argument("--attribute", metavar="A", action="append", default=[], help=kept)
+    sub.add_argument("--tokenizer", metavar="DIR", help="the model's tokenizer: a folder or a Hugging Face name")
+    sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
+    escape = "for items that stand inside longer answers: in JSON strings (escaped as such), or in other text"
+    sub.add_argument("--escape", choices=["json", "text"], help=escape)
+    sub.add_argument("--vocab-size", metavar="N", type=positive, help="refuse token ids of N and above")
+    memory = "memory to sort in, such as 4GB (default: half of what is available); more is sorted on disk, beside FILE"
+    sub.add_argument("--memory", metavar="SIZE", type=size, help=memory)
+    in_order = "the items ascend already by their token ids, an item before those that it begins: nothing is sorted"
+    sub.add_argument("--sorted", action="store_true", help=in_order)
+    engine = "read, encode and sort on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new one"
+    sub.add_argument("--engine", choices=["ray"], help=engine)
+    shards = "with --engine: a new folder or URI that all machines share, for what they sort (default: beside FILE)"
+    sub.add_argument("--shards", metavar="FOLDER", help=shards)
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
+
+    sub = command(
+        "update",
+        update,
+        "write an index with items removed and added, the one that building it all again would give",
+        "itemset update films.itemset --add new.csv --column title --key movie_id --tokenizer DIR --remove gone.txt "
+        "-o films2.itemset",
+    )
+    sub.add_argument("file", metavar="FILE", help="the index file to begin with; -o may name it, too")
+    sub.add_argument("--add", metavar="SOURCE", help="items to add, in any format that build reads")
+    sub.add_argument("--column", metavar="C", help="column of the items to add: texts or lists of token ids")
+    sub.add_argument("--key", metavar="K", help="column of the keys (default: numbers after the highest key)")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
+    sub.add_argument("--remove", metavar="KEYS", help="keys to remove: lines of a .txt file, or the column --key")
+    sub.add_argument("--missing-ok", action="store_true", help="keys to remove need not be in the set")
+    sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
+
+
+def build(args: argparse.Namespace) -> None:
+    """Build an index file."""
+    if args.shards and not args.engine:
+        args.error("--shards is for what a cluster sorts: it needs --engine")
+    output = output_file(args.output)
+    if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
+        raise ItemSetError(f"{output} is the source itself: give the index file another name")
+    start = time.perf_counter()
+    allowed = available_memory() // 2 if args.memory is None else args.memory
+    on_disk, how = True, "in order already (--sorted)" if args.sorted else "on a Ray cluster (--engine ray)"
+    if not args.sorted and args.engine is None:
+        needed = needed_memory(args.source, args.column, args.key, args.attribute)
+        reason = f"about {needed / 1e9:.1f} GB needed in memory, {allowed / 1e9:.1f} GB allowed"
+        on_disk = needed > allowed
+        how = f"{'on disk' if on_disk else 'in memory'}: {reason}"
+        if on_disk:
+            print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
+    s = _build_on_disk(args, output, allowed) if on_disk else _build_in_memory(args, output)
+    print_table(
+        [
+            *facts(s),
+            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
+            ("sorted", how),
+            ("time", f"{time.perf_counter() - start:.1f} s"),
+        ]
+    )
+
+
+def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemSet:
+    tokenizer = tokenizer_of(args)
+    try:
+        with scratch_folder(output) as folder, build_bar() as progress:
+            s = build_external(
+                args.source,
+                column=args.column,
+                key=args.key,
+                attributes=args.attribute,
+                tokenizer=tokenizer,
+                prefix=args.prefix,
+                escape=args.escape,
+                vocab_size=args.vocab_size,
+                in_order=args.sorted,
+                engine=args.engine,
+                shards=args.shards,
+                memory=memory,
+                folder=folder,
+                progress=progress,
+            )
+            progress("writing", 0.0)
+            s.save(output)
+            progress("writing", 1.0)
+    except OSError as error:
+        raise unwritable(output, error) from error
+    return s
+
+
+def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
+    source = sources.read(args.source, column=args.column, key=args.key, attributes=args.attribute)
+    encoding = Encoding(args.tokenizer, args.prefix, args.escape, args.vocab_size)
+    encoding.check(args.source, texts=source.texts is not None)
+    tokenizer = tokenizer_of(args)
+    given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
+    if source.texts is None:
+        s = itemset.build(source.tokens, vocab_size=args.vocab_size, **given)
+        source.check_unchanged()
+    else:
+        s = itemset.build_text(source.texts, prefix=args.prefix, escape=args.escape, progress=True, **given)
+    s.save(output)
+    return s
+
+
+def update(args: argparse.Namespace) -> None:
+    """Write the index of a set with items removed and added."""
+    if not (args.add or args.remove):
+        args.error("update needs --add, --remove or both")
+    output = output_file(args.output)
+    start = time.perf_counter()
+    before = itemset.load(args.file)
+    removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key)
+    names = before.attributes.column_names
+    source = sources.read(args.add, column=args.column, key=args.key, attributes=names) if args.add else sources.Items()
+    new = _new_items(args, before, source) if args.add else {}
+    after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
+    source.check_unchanged()
+    after.save(output)
+    # Of the keys, for an item may have several: one that is removed and added is both.
+    added = 0 if new.get("add") is None else len(new["add"])
+    print_table(
+        [
+            *facts(after),
+            ("changes", f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"),
+            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
+            ("time", f"{time.perf_counter() - start:.1f} s"),
+        ]
+    )
+
+
+def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:
+    """Return what `updated` takes of the items to add."""
+    Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
+    tokenizer = tokenizer_of(args, before)
+    return {
+        "add": source.tokens if source.texts is None else source.texts,
+        "tokenizer": None if source.texts is None else tokenizer,
+        "keys": None if source.keys is None else _keys_as_in(before, source.keys, args.add),
+        "attributes": source.attributes if before.attributes.column_names else None,
+    }
+
+
+def _keys_as_in(before: ItemSet, keys: Any, path: str) -> Any:
+    """Return keys as the set has them: a file does not say whether what is written as integers are strings."""
+    if not len(keys) or keys.type == before.keys.type:
+        return keys
+    try:
+        return keys.cast(before.keys.type)
+    except pa.ArrowException as error:
+        raise ItemSetError(f"{path}: the keys of the set are integers: {error}") from error

@@ -1,0 +1,108 @@
+"""The subcommands `info`, `verify` and `lookup`: what looks into index files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import itemset
+from itemset.building.progress import reading_bar
+from itemset.cli.options import Command, token_list, tokenizer_of
+from itemset.cli.report import describe, facts, print_table
+from itemset.errors import ItemSetError
+from itemset.storage import file_at
+from itemset.text import encode
+
+
+def add_to(command: Command) -> None:
+    """Add the subcommands."""
+    sub = command("info", _info, "say what an index file holds", "itemset info films.itemset")
+    sub.add_argument("file", metavar="FILE")
+
+    sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
+    sub.add_argument("file", metavar="FILE")
+
+    sub = command(
+        "lookup",
+        _lookup,
+        "print items as lines of key, tokens and (with --tokenizer) text, a line for each key; options may be repeated",
+        'itemset lookup films.itemset --key 50 --text "Star Wars (1977)" --tokenizer DIR',
+    )
+    sub.add_argument("file", metavar="FILE")
+    many: dict[str, Any] = {"action": "append", "default": []}
+    sub.add_argument("--tokens", metavar="1,2,3", type=token_list, help="the item of these tokens", **many)
+    sub.add_argument("--key", metavar="K", help="the item with this key", **many)
+    sub.add_argument("--text", metavar="T", help="the item of this text", **many)
+    sub.add_argument("--children", metavar="1,2", type=token_list, help="tokens that may come next", **many)
+    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
+
+
+def _info(args: argparse.Namespace) -> None:
+    s = itemset.load(args.file, check=False)
+    size = file_at(args.file).size
+    tokenizer = f"{s.tokenizer.name} ({s.tokenizer.fingerprint})" if s.tokenizer else "none recorded"
+    print_table(
+        [
+            *facts(s),
+            ("vocabulary", "not recorded" if s.vocab_size is None else f"{s.vocab_size:,}"),
+            ("tokenizer", tokenizer),
+            ("prefix", repr(s.prefix) if s.prefix else "none"),
+            ("escape", s.escape or "none"),
+            ("digest", s.digest),
+            ("file", f"{args.file} ({size:,} bytes)"),
+        ]
+    )
+    print(f"\n{'section':<12} {'bytes':>16} {'bytes/item':>11} {'share':>7}")
+    for name, nbytes in s.sections.items():
+        print(f"{name:<12} {nbytes:>16,} {nbytes / len(s):>11.2f} {nbytes / size:>7.1%}")
+    print("", *describe(s), sep="\n")
+
+
+def _verify(args: argparse.Namespace) -> None:
+    with reading_bar() as progress:
+        s = itemset.verify(args.file, progress=progress)
+    print(
+        f"{args.file} is sound: header, checksums of {len(s.sections)} sections, digest, "
+        f"and the tables to the end of each of {len(s):,} items"
+    )
+
+
+def _lookup(args: argparse.Namespace) -> None:
+    if not (args.tokens or args.key or args.text or args.children):
+        args.error("lookup needs at least one of --tokens, --key, --text, --children")
+    s = itemset.load(args.file)
+    tokenizer = tokenizer_of(args, s)
+    if args.text and tokenizer is None:
+        raise ItemSetError("--text needs the tokenizer of the set: give it with --tokenizer DIR")
+    for item in args.tokens:
+        _print_item(s.keys_of([item])[0], item, tokenizer)
+    for text in args.text:
+        item = encode([text], tokenizer, prefix=s.prefix, escape=s.escape, name="the text")[0].tolist()
+        if s.find(item) is None:
+            raise ItemSetError(f"the text {text!r} is no item of the set")
+        _print_item(s.keys_of([item])[0], item, tokenizer)
+    integers = "keys" in s.sections  # string keys have two sections, of other names
+    for key in args.key:
+        wanted = _integer_key(key) if integers else key
+        _print_item([wanted], s.tokens([wanted])[0], tokenizer)
+    for prefix in args.children:
+        labels, terminal = s.children(prefix)
+        print(f"{_joined(prefix)}\t{'an item ends here' if terminal else 'no item ends here'}", end="\t")
+        print(f"{len(labels):,} next: {_joined(labels.tolist())}" if len(labels) else "nothing next")
+
+
+def _print_item(keys: Sequence[int | str], tokens: list[int], tokenizer: Any) -> None:
+    for key in keys:
+        print(key, _joined(tokens), *([] if tokenizer is None else [repr(tokenizer.decode(tokens))]), sep="\t")
+
+
+def _integer_key(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise ItemSetError(f"the keys of this set are integers, not {key!r}: give an integer") from None
+
+
+def _joined(tokens: Sequence[int]) -> str:
+    return ",".join(map(str, tokens))

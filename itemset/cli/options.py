@@ -1,0 +1,67 @@
+"""What subcommands share: option values, the tokenizer, the file to write."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.storage import is_uri
+from itemset.text import load_tokenizer
+
+Command = Callable[[str, Callable[[argparse.Namespace], None], str, str], argparse.ArgumentParser]
+"""Adds a subcommand, by its name, function, summary and example. `args.error` of its arguments is for bad usage."""
+
+
+def output_file(given: str) -> Path:
+    """Return the file to be written. Raises ItemSetError if it cannot be one."""
+    output = Path(given)
+    if is_uri(given):
+        raise ItemSetError(f"cannot write {given}: name a file of this machine, and copy it there when it is whole")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    return output
+
+
+def unwritable(output: Path, error: OSError) -> ItemSetError:
+    """Return the error for a file that cannot be written."""
+    return ItemSetError(f"cannot write {output}: {error.strerror}: choose a folder you can write to")
+
+
+def tokenizer_of(args: argparse.Namespace, *sets: ItemSet | None) -> Any:
+    """Return the tokenizer of --tokenizer, None without. Raises ItemSetError if it is not that of these sets."""
+    if not args.tokenizer:
+        return None
+    tokenizer = load_tokenizer(args.tokenizer)
+    for one in sets:
+        if one is not None:
+            one.check_tokenizer(tokenizer)
+    return tokenizer
+
+
+def token_list(text: str) -> list[int]:
+    """Read token ids such as 1,2,3."""
+    tokens = text.replace(",", " ").split()
+    if not all(token.isdecimal() and int(token) < 2**31 for token in tokens):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids such as 1,2,3")
+    return [int(token) for token in tokens]
+
+
+def positive(text: str) -> int:
+    """Read a positive number."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Read a size such as 4GB, 500MB or 2GiB; return its bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.lower())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4GB, 500MB or 2GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(unit or " ")))

@@ -1,0 +1,184 @@
+"""Exact draws from a model's own distribution over a set, in few forward passes however many items there are.
+
+Masking token by token draws from another distribution: it chooses a prefix for what lies outside the set too, and then
+an unlikely item has to follow (DISC, AISTATS 2025, theorem 2.1). This is Gumbel-top-k sampling by stochastic beam
+search over the trie (Kool, van Hoof and Welling 2019), run lazily, best first. A Gumbel variable is an exponential time
+in negative logarithms, so read it as a race. Each sequence of tokens rings after a time of rate p, its probability: the
+first item of the set to ring is x with probability p(x) / p(set), and those after it are drawn without replacement. A
+prefix rings when the earliest below it does, again with a rate that is its probability. So the race runs from the root
+down, and only prefixes that ring before the winner are scored:
+
+- The root rings at time t, of rate 1.
+- If a prefix v rings at t, each child c gets a time of rate p(c) / p(v), and what lies outside the set, "nobody", one
+  of the rate that is left. The earliest of these is independent of whose it is, so t takes its place: child c rings at
+  t plus its time less the earliest, divided by p(v). The others have not rung yet, and times of a constant rate have no
+  memory.
+
+A draw scores a prefix of probability p with probability p / (p + S - S_v), S being the probability of the set and S_v
+that of its items below the prefix: it has to ring before all items that are elsewhere (`expected_passes`).
+
+Temperature. Weights p(x)^a with a = 1/T >= 1 need no other race: let the rate of every prefix be m(v) = p(v)^a. Every
+q(c) = p(c) / p(v) is at most 1, and they add up to 1 at most, so q(c)^a <= q(c), and the children's rates m(v) q(c)^a
+add up to m(v) at most: the rest is nobody's, as before. For a < 1 they may add up to more, and there is no such race.
+
+Random numbers. A prefix's key is a hash (splitmix64) of its parent's key and its token, the root's comes from the seed
+and the draw's number, and a key's own bits are the prefix's random number. So a draw depends on the seed, its number
+and the model alone: not on the rounds, nor on other draws, nor on who runs the race: `races.Races` runs it over beams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.item_set import ItemSet
+from itemset.ranking.race_heap import Race
+from itemset.ranking.scored_tree import PENDING, ScoredTree
+from itemset.ranking.search import Rounds, check_positive
+
+_AHEAD = 6  # by default a round takes one pass for so many before it
+
+
+class CutOffError(ValueError):
+    """The passes ended before the draws did. To answer with the draws that had ended would favour likely items."""
+
+
+class Draw(NamedTuple):
+    """An item that was drawn: its tokens without the end token, its log-probability over the whole vocabulary, and
+    whether its race was run to the end."""
+
+    tokens: tuple[int, ...]
+    score: float
+    exact: bool
+
+
+class Draws(NamedTuple):
+    """The items drawn, in order. passes, rounds: what all of them took.
+
+    open: 0 if every draw is exact, else the most that items of unscored prefixes may have of the distribution.
+    """
+
+    items: list[Draw]
+    passes: int
+    rounds: int
+    open: float
+
+    def of_item(self, i: int) -> dict[str, Any]:
+        """Return an answer's fields for one item."""
+        return {"draw": i + 1, "logprob": self.items[i].score, "exact": self.items[i].exact}
+
+    @property
+    def took(self) -> dict[str, Any]:
+        """An answer's fields for all of them."""
+        return {"passes": self.passes, "rounds": self.rounds, **({"open": self.open} if self.open else {})}
+
+
+class Drawing(Rounds[Draws]):
+    """Draws of items, all of which share the passes.
+
+    A round scores the prefix for which each unfinished draw waits and, up to its width, those that they will need next.
+    """
+
+    def __init__(
+        self,
+        item_set: ItemSet,
+        n: int,
+        *,
+        end_token: int,
+        replace: bool = True,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        width: int | None = None,
+        max_passes: int | None = None,
+        approximate: bool = False,
+        paths: bool = False,
+    ) -> None:
+        """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0 and at most 1.
+
+        end_token: the end of an item counts in its probability, as without it an item that is the beginning of another
+        one would count twice.
+        replace: n independent draws, among which an item may occur again; if False, n distinct items, each drawn from
+        what the others have left: fewer if the set has fewer.
+        temperature: over items: one of probability p is drawn with a weight of p^(1/T).
+        width: passes in a round at least, if so many can be of use; by default rounds grow with the passes so far.
+        max_passes: stop after so many. approximate: let the draws that are not finished then go on among the items that
+        are scored; otherwise `result` raises CutOffError.
+        paths: give path passes, for a model that scores many rows in a pass: fewer rounds. No draw depends on it.
+        """
+        check_positive(n=n, width=width, max_passes=max_passes)
+        if not 0 < temperature <= 1:
+            raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
+        super().__init__(ScoredTree(item_set, end_token=end_token, power=1 / temperature, paths=paths), max_passes)
+        races, self._k = (n, 1) if replace else (1, n)
+        self._races = [Race.of(key, self._k) for key in np.random.SeedSequence(seed).generate_state(races, "u8")]
+        self._known: Mapping[int, Sequence[Draw]] = {}
+        self._before = 0, 0
+        self._width, self._approximate = width, approximate
+
+    @property
+    def races(self) -> tuple[list[int], int]:
+        """The keys of the races' roots, as int64, and how many items each race is for: for `races.Races`."""
+        return [int(np.uint64(race.key).view(np.int64)) for race in self._races], self._k
+
+    def begin_with(self, known: Mapping[int, Sequence[Draw]], passes: int, rounds: int) -> Draws | None:
+        """Take over the results of `races.Races`, before the first round: all items of some races, by number. The
+        others begin again, with the same result. passes, rounds: what those took.
+
+        Returns the result if nothing is left to do, and something was drawn.
+        """
+        self._known, self._before = known, (passes, rounds)
+        return self.result if len(known) == len(self._races) and any(known.values()) else None
+
+    @property
+    def result(self) -> Draws:
+        """The draws: no items if all of the set has a probability of zero. Raises CutOffError if the passes ended
+        before the draws did, and if they may not be approximate."""
+        cut = any(i not in self._known and not race.over for i, race in enumerate(self._races))
+        if cut and not self._approximate:
+            raise CutOffError(f"the draws need more than {self._taken} passes")
+        ended = [race if i in self._known else self._ended(race) for i, race in enumerate(self._races)]
+        nodes = [node for i, race in enumerate(ended) if i not in self._known for node in race.items]
+        scored = iter(self.tree.items(self.tree.nodes[np.array(nodes, np.int64)]))
+        items = list[Draw]()
+        for i, race in enumerate(self._races):
+            exact = len(race.items)
+            items += self._known.get(i) or [Draw(*next(scored), n < exact) for n in range(len(ended[i].items))]
+        passes, rounds = self._before
+        return Draws(items, passes + self._taken, rounds + self._rounds, self.tree.unknown_share() if cut else 0.0)
+
+    def _ended(self, race: Race) -> Race:
+        """Return a race at its end, among the scored items alone if it was cut off."""
+        if not race.over:
+            race = race.copy()
+            race.run(self.tree, known_only=True)
+        return race
+
+    def _next_nodes(self) -> list[int]:
+        racing = (race for i, race in enumerate(self._races) if i not in self._known)
+        waiting = [race for race in racing if not race.run(self.tree)]
+        left = len(waiting) if self._max_passes is None else self._max_passes - self._taken
+        nodes = list(dict.fromkeys(race.waits_for for race in waiting))[: max(0, left)]
+        if not nodes:
+            return []
+        self.tree.nodes["expansion"][nodes] = PENDING
+        most = max(1, self._taken // _AHEAD) if self._width is None else self._width
+        most = most if self._max_passes is None else min(most, left)
+        share = math.ceil((most - len(nodes)) / len(waiting))
+        for race in waiting:
+            if len(nodes) >= most:
+                break
+            nodes += race.look_ahead(self.tree, min(share, most - len(nodes)))
+        return nodes
+
+
+def expected_passes(masses: NDArray[np.float64], below: NDArray[np.float64], n: int) -> float:
+    """Return how many passes n draws with replacement take on average, without any ahead of need.
+
+    masses: of each prefix that a pass may score. below: of the set's items below it; the first prefix is the root.
+    """
+    each = masses / (masses + below[0] - below)
+    return float(np.sum(1 - (1 - each) ** n))

@@ -1,0 +1,338 @@
+"""The prefixes of a set's items that a model has scored so far: a tree, grown by rounds of forward passes.
+
+Beam search, its proof, draws and DISC are orders in which to score its leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.item_set import ItemSet
+from itemset.trie.jit import compiled
+from itemset.trie.pointers import first_edge, label
+from itemset.trie.walk import END, TAIL, follow, is_alive, is_terminal, tail_entry
+
+
+class Pass(NamedTuple):
+    """One forward pass over the prompt and `tokens` of an item.
+
+    It gives the log-probabilities of `tokens[known:]`, each after the tokens before it, and those of `after` after all
+    of them.
+    then: of a path pass, what else the pass may score: each continues the tokens of the one before it, by one of its
+    `after` and the tokens that follow it.
+    """
+
+    tokens: tuple[int, ...]
+    known: int
+    after: NDArray[np.int64]
+    then: tuple[Pass, ...] = ()
+
+
+Answer = tuple[NDArray[Any], NDArray[Any]]
+"""Of a pass: the log-probabilities of `tokens[known:]`, [len(tokens) - known], and of `after`."""
+Answers = Answer | list[Answer]
+"""Of a path pass: its own answer, then those of the first of its `then`, as many as were scored."""
+
+UNSCORED, PENDING, ITEM = -1, -2, -3  # in place of a node's expansion; PENDING: its pass is asked for
+ROOT = 0
+SELF = -1  # in place of an edge: the item that ends where its node's parent does
+
+NODE = np.dtype([("mass", "f8"), ("edge", "i4"), ("parent", "i4"), ("token", "i4"), ("expansion", "i4")])
+"""A prefix or an item. mass: its log-probability times the tree's power. edge: of the trie, to it from its parent.
+parent: the expansion whose child it is. token: of the edge; of SELF the end token. expansion: its own, or a state."""
+EXPANSION = np.dtype([("mass", "f8"), ("first", "i4"), ("count", "i4"), ("run", "i4"), ("length", "i4")])
+"""A scored prefix. mass: with the tokens after it that are certain. first, count: its children, side by side, those of
+probability zero omitted. run, length: its certain tokens, in `runs`."""
+RUN = np.dtype([("token", "i8"), ("mass", "f8")])
+"""A certain token, and how much it adds to the mass."""
+
+LIKELY = 0.1  # a path goes on with a child that has this share of what branches off below its prefix
+
+
+class _Growing:
+    """An array of records that grows at its end. rows: those that there are."""
+
+    def __init__(self, first: NDArray[Any]) -> None:
+        self._all, self.rows = first, first
+
+    def more(self, count: int) -> NDArray[Any]:
+        """Return `count` new rows, to be filled in."""
+        old, size = len(self.rows), len(self.rows) + count
+        if size > len(self._all):
+            room = np.empty(max(size, 2 * len(self._all)), self._all.dtype)
+            room[:old] = self.rows
+            self._all = room
+        self.rows = self._all[:size]
+        return self.rows[old:]
+
+    def keep(self, first: int, rows: NDArray[np.int64]) -> None:
+        """Omit the rows from `first` on but for these."""
+        self._all[first : first + len(rows)] = self._all[rows]
+        self.rows = self._all[: first + len(rows)]
+
+
+class _Scoring(NamedTuple):
+    """A prefix that a pass scores. edges: int32, to its children, SELF last. guess: the one by which the path goes on,
+    or -1."""
+
+    one: Pass
+    edges: NDArray[np.int32]
+    guess: int
+
+
+class ScoredTree:
+    """The tree of one prompt: `ask` gives the passes that score some nodes, `take` their answers.
+
+    A pass scores what follows a prefix, and with it the tokens that are certain to follow: the tail of an item that
+    stands alone. Node 0 is the empty prefix; expansion 0 stands above it.
+    """
+
+    def __init__(
+        self,
+        item_set: ItemSet,
+        *,
+        end_token: int | None,
+        power: float = 1.0,
+        renormalised: bool = False,
+        forced: bool = True,
+        paths: bool = False,
+    ) -> None:
+        """power: at least 1, or masses would be no bounds. end_token: None if the end of an item is not scored.
+        renormalised: a token's probability is its share among those that may stand there, so that tails cost nothing.
+        forced: tokens without an alternative in the set are certain, too. paths: `ask` gives path passes, which score
+        more prefixes below their own, along a guess.
+        """
+        self._tables, self._power = item_set.trie.tables, power
+        self._end = -1 if end_token is None else end_token
+        self._renormalised, self._forced, self._paths = renormalised, forced, paths
+        self._nodes = _Growing(np.array([(0.0, SELF, 0, -1, UNSCORED)], NODE))
+        self._expansions, self._runs = _Growing(np.zeros(1, EXPANSION)), _Growing(np.zeros(0, RUN))
+        self._prefixes: list[tuple[int, ...]] = [()]  # the tokens of each expansion
+        self._asked: list[tuple[int, list[_Scoring]]] = []  # of each pass, its node and the prefixes of its path
+
+    @property
+    def nodes(self) -> NDArray[Any]:
+        """The nodes, [nodes] NODE."""
+        return self._nodes.rows
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Nodes, expansions and runs, for compiled code."""
+        return self._nodes.rows, self._expansions.rows, self._runs.rows
+
+    def ask(self, nodes: Sequence[int] | NDArray[np.int64]) -> list[Pass]:
+        """Return the passes that score these nodes, prefixes that are not scored."""
+        which = np.array(nodes, np.int64)
+        self.nodes["expansion"][which] = PENDING
+        edges = self.nodes["edge"][which]
+        prefixes = [self._prefixes[parent] for parent in self.nodes["parent"][which].tolist()]
+        self._asked = [(node, []) for node in which.tolist()]
+        going = [path for _, path in self._asked]
+        while going:
+            states, runs = self._read(edges, self._forced)
+            counts, flat, after = _children(self._tables.pointers, states, self._end)
+            guesses = np.full(len(states), -1, np.int32)
+            if self._paths:
+                _guess(self._tables.pointers, flat, counts, guesses)
+            ends = np.cumsum(counts).tolist()
+            columns = zip(prefixes, runs, edges.tolist(), [0, *ends], ends, guesses.tolist(), strict=False)
+            for path, (prefix, run, edge, first, end, guess) in zip(going, columns, strict=True):
+                scored = after[first : end - 1] if end > first and after[end - 1] < 0 else after[first:end]
+                path.append(_Scoring(Pass(prefix + run, len(prefix) + (edge >= 0), scored), flat[first:end], guess))
+            going = [path for path in going if path[-1].guess >= 0]
+            prefixes, edges = [path[-1].one.tokens for path in going], guesses[guesses >= 0]
+        return [
+            path[0].one._replace(then=tuple(scoring.one for scoring in path[1:])) if len(path) > 1 else path[0].one
+            for _, path in self._asked
+        ]
+
+    def take(self, answers: Sequence[Answers], above: float = -np.inf) -> None:
+        """Take the answers to the passes of `ask`, one each. above: omit children whose mass is not."""
+        paths = [one if isinstance(one, list) else [one] for one in answers]
+        going = [(node, path, given) for (node, path), given in zip(self._asked, paths, strict=True)]
+        while going:
+            nodes = np.array([node for node, _, _ in going])
+            new = self._expand(nodes, [path[0] for _, path, _ in going], [given[0] for _, _, given in going], above)
+            if not self._paths:
+                break
+            guesses = [path[0].guess for _, path, given in going if given[1:] and path[1:]]
+            guessed = new + np.flatnonzero(np.isin(self.nodes["edge"][new:], guesses))
+            node_of = dict(zip(self.nodes["edge"][guessed].tolist(), guessed.tolist(), strict=True))
+            going = [
+                (node_of[path[0].guess], path[1:], given[1:])
+                for _, path, given in going
+                if given[1:] and path[0].guess in node_of
+            ]
+
+    def keep(self, first: int, nodes: NDArray[np.int64]) -> None:
+        """Omit the nodes from `first` on but for these, which now stand there in this order."""
+        self._nodes.keep(first, nodes)
+
+    def items(self, nodes: NDArray[Any]) -> list[tuple[tuple[int, ...], float]]:
+        """Return the tokens of some items, [items] NODE, without the end token, and their log-probabilities."""
+        _, runs = self._read(nodes["edge"], False)
+        scores = (nodes["mass"] / self._power).tolist()
+        parents = nodes["parent"].tolist()
+        return [(self._prefixes[i] + run, score) for i, run, score in zip(parents, runs, scores, strict=True)]
+
+    def unknown_share(self) -> float:
+        """Return the most that items of unscored prefixes may have of the set's distribution: a share of 0 to 1."""
+        masses, kinds = self.nodes["mass"], self.nodes["expansion"]
+        unscored = masses[(kinds == UNSCORED) | (kinds == PENDING)]
+        if not len(unscored):
+            return 0.0
+        known = np.logaddexp.reduce(masses[kinds == ITEM]) if (kinds == ITEM).any() else -np.inf
+        most = np.logaddexp.reduce(unscored)
+        return float(np.exp(most - np.logaddexp(most, known)))
+
+    def _read(self, edges: NDArray[np.int32], forced: bool) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
+        """Return the state after each edge and the tokens that are certain after it, and all of these tokens."""
+        states, lengths, flat = _read_edges(self._tables.pointers, edges, forced)
+        ends, tokens = np.cumsum(lengths).tolist(), flat.tolist()
+        return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)]
+
+    def _expand(self, nodes: NDArray[np.int64], scored: list[_Scoring], answers: Sequence[Answer], above: float) -> int:
+        """Add the children of these nodes; return the number of the first."""
+        edges = np.concatenate([one.edges for one in scored])
+        counts = np.array([len(one.edges) for one in scored])
+        logs = self._power * np.concatenate([after for _, after in answers], dtype=np.float64)
+        if self._renormalised:
+            asked = np.array([len(after) for _, after in answers])
+            asked = asked[asked > 0]  # in a view, a node may have no children
+            logs -= np.repeat(np.logaddexp.reduceat(logs, np.cumsum(asked) - asked), asked)
+        if self._end < 0:
+            logs, of_edges = np.zeros(len(edges)), logs
+            logs[edges != SELF] = of_edges
+        own, first = len(self._expansions.rows), len(self.nodes)
+        expansions = self._expansions.more(len(nodes))
+        expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, scored, answers)
+        masses = np.repeat(expansions["mass"], counts) + logs
+        new = self._nodes.more(int(np.count_nonzero(masses > above)))
+        rule = self._end, self._renormalised
+        _add_children(self._tables.pointers, (own, first), expansions, masses, edges, counts, above, rule, new)
+        self.nodes["expansion"][nodes] = np.arange(own, own + len(nodes))
+        self._prefixes += [one.one.tokens for one in scored]
+        return first
+
+    def _add_runs(
+        self, expansions: NDArray[Any], scored: list[_Scoring], answers: Sequence[Answer]
+    ) -> NDArray[np.float64]:
+        """Add the certain tokens of some expansions; return what those of each add to its mass."""
+        lengths = [len(run) for run, _ in answers]
+        new, ends = self._runs.more(sum(lengths)), np.cumsum(lengths)
+        new["token"] = [token for (one, _, _) in scored for token in one.tokens[one.known :]]
+        new["mass"] = masses = self._power * np.concatenate([run for run, _ in answers], dtype=np.float64)
+        expansions["run"], expansions["length"] = len(self._runs.rows) - len(new) + ends - lengths, lengths
+        return np.array([masses[end - n : end].sum() for end, n in zip(ends.tolist(), lengths, strict=True)])
+
+
+@compiled
+def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
+    """Return, of each edge: the state after its token and those that are certain after it, how many these are, and the
+    tokens of all, side by side. SELF: of what follows the root."""
+    states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
+    tokens, size = np.empty(8 * len(edges) + 8, np.int64), 0
+    for i in range(len(edges)):
+        first, edge, state = size, np.int64(edges[i]), np.int64(0)
+        token = label(tables, edge) if edge >= 0 else np.int64(-1)
+        if edge >= 0:
+            state = follow(tables, edge)
+        else:
+            token, state = _certain(tables, state, forced)
+        while token >= 0:
+            if size == len(tokens):
+                tokens = np.concatenate((tokens, np.empty_like(tokens)))
+            tokens[size] = token
+            size += 1
+            token, state = _certain(tables, state, forced)
+        states[i], lengths[i] = state, size - first
+    return states, lengths, tokens[:size]
+
+
+@compiled
+def _certain(tables, state, forced):  # type: ignore[no-untyped-def]
+    """Return the token that is certain to follow, or -1, and the state after it."""
+    if state >= TAIL:
+        entry = tail_entry(tables, state - TAIL)
+        if entry < 0:
+            return np.int64(-1), np.int64(END)
+        return entry & ((np.int64(1) << tables.token_bits) - 1), np.int64(
+            END if entry >> tables.token_bits else state + 1
+        )
+    if not forced or state >= tables.nodes or is_terminal(tables, state):
+        return np.int64(-1), state
+    only = np.int64(-1)
+    for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
+        if is_alive(tables, edge):
+            if only >= 0:
+                return np.int64(-1), state
+            only = np.int64(edge)
+    return (label(tables, only), follow(tables, only)) if only >= 0 else (np.int64(-1), state)
+
+
+@compiled
+def _children(tables, states, end_token):  # type: ignore[no-untyped-def]
+    """Return how many children each state has, and of all, side by side, edges and tokens: if an item ends at a state,
+    the last are SELF and this token."""
+    room = len(states)
+    for state in states:
+        if state < tables.nodes:
+            room += first_edge(tables, state + 1) - first_edge(tables, state)
+    counts, edges, tokens, size = np.zeros(len(states), np.int64), np.empty(room, np.int32), np.empty(room, np.int64), 0
+    for i, state in enumerate(states):
+        first = size
+        if state < tables.nodes:
+            for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
+                edges[size], tokens[size] = edge, label(tables, edge)
+                size += is_alive(tables, edge)
+        if is_terminal(tables, state):
+            edges[size], tokens[size] = SELF, end_token
+            size += 1
+        counts[i] = size - first
+    return counts, edges[:size], tokens[:size]
+
+
+@compiled
+def _add_children(tables, numbers, expansions, masses, edges, counts, above, rule, nodes):  # type: ignore[no-untyped-def]
+    """Fill in new nodes, the children above a mass, and where those of each expansion are. numbers: of the first new
+    expansion and node. rule: the end token, -1 if ends are not scored; whether tails are not, either."""
+    end_token, renormalised = rule
+    at, size = 0, 0
+    for i in range(len(counts)):
+        expansions[i].first = numbers[1] + size
+        for j in range(at, at + counts[i]):
+            if masses[j] > above:
+                edge, node = np.int64(edges[j]), nodes[size]
+                node.mass, node.edge, node.parent = masses[j], edge, numbers[0] + i
+                node.token = label(tables, edge) if edge >= 0 else end_token
+                state = follow(tables, edge) if edge >= 0 and (renormalised or end_token < 0) else np.int64(0)
+                is_item = edge < 0 or state == END or (renormalised and state >= TAIL)
+                node.expansion = ITEM if is_item else UNSCORED
+                size += 1
+        expansions[i].count = numbers[1] + size - expansions[i].first
+        at += counts[i]
+
+
+@compiled
+def _guess(tables, edges, counts, guesses):  # type: ignore[no-untyped-def]
+    """Fill in the edge by which each path goes on: to the child with most children, a tail counting as one. It stays -1
+    if that has too small a share of them."""
+    first = 0
+    for i in range(len(guesses)):
+        most, total = np.int64(0), np.int64(0)
+        for edge in edges[first : first + counts[i]]:
+            if edge < 0:
+                continue
+            state, below = follow(tables, np.int64(edge)), np.int64(1)
+            if 0 <= state < tables.nodes:
+                below = max(below, first_edge(tables, state + 1) - first_edge(tables, state))
+            total += below
+            if below > most:
+                most, guesses[i] = below, edge
+        if most < LIKELY * total:
+            guesses[i] = -1
+        first += counts[i]

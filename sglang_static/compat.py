@@ -55,7 +55,9 @@ def add_backend_name() -> None:
         add_grammar_backend_choices([BACKEND])
 
 
-@hook.extends("sglang.srt.entrypoints.engine:Engine", why="takes the plugin's options beside SGLang's own arguments")
+@hook(
+    "sglang.srt.entrypoints.engine:Engine", why="takes the plugin's options beside SGLang's own arguments", extends=True
+)
 def _add_engine_arguments(engine: Any) -> None:
     """Let `sgl.Engine(item_sets=..., ...)` take the plugin's options.
 

@@ -40,8 +40,10 @@ def register() -> None:
         raise
 
 
-@hook.extends(
-    "sglang.srt.constrained.base_grammar_backend:register_grammar_backend", why="SGLang's official registry of backends"
+@hook(
+    "sglang.srt.constrained.base_grammar_backend:register_grammar_backend",
+    why="SGLang's official registry of backends",
+    extends=True,
 )
 def _register_backend(register: Callable[..., None]) -> None:
     register(BACKEND, _make_backend)
@@ -53,9 +55,10 @@ def _make_backend(*args: Any) -> Any:
     return make_backend(*args)
 
 
-@hook.extends(
+@hook(
     "sglang.srt.entrypoints.http_server:app",
     why="the middleware that brings a body's fields to its request; the routes of /v1/item_sets",
+    extends=True,
 )
 def _add_middleware(app: Any) -> None:
     """Innermost, where bodies are no longer compressed."""

@@ -13,6 +13,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
+import wrapt
+
 from itemset.serving import flags, hooks
 from itemset.serving.answer import after
 from itemset.serving.config import BACKEND, StaticConfig
@@ -45,7 +47,9 @@ MIDDLEWARE = "vllm_static.http.ItemSetWords"
 _CONFIG = "vllm.config.structured_outputs:StructuredOutputsConfig"
 
 
-@hook.extends(_CONFIG, why="the backend's name, in a Literal; its validator judges the other fields as xgrammar's")
+@hook(
+    _CONFIG, why="the backend's name, in a Literal; its validator judges the other fields as xgrammar's", extends=True
+)
 def _add_backend_name(structured: Any) -> None:
     """Let StructuredOutputsConfig take our name, with all that it takes with xgrammar's."""
     from pydantic.dataclasses import rebuild_dataclass
@@ -73,7 +77,7 @@ def add_backend_name_at_import() -> None:
     """Do so as soon as the class is there: `LLM(structured_outputs_config={"backend": "static"})` checks the name
     before it loads the general plugins (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
     module, _, name = _CONFIG.partition(":")
-    hooks.after_import(module, lambda: _add_backend_name(getattr(sys.modules[module], name)))
+    wrapt.register_post_import_hook(lambda config: _add_backend_name(getattr(config, name)), module)
 
 
 def xgrammar_config(structured: Any) -> Any:

@@ -325,9 +325,10 @@ def _grammar_bitmask(
     return original()
 
 
-@hook.extends(
+@hook(
     "vllm.v1.engine.core:EngineCore",
     why="two methods more: for /metrics the engine's figures, and for followed sets their new versions",
+    extends=True,
 )
 def _add_figures(engine_core: type) -> None:
     """vLLM's front ends can call any method of its engine core (v1/engine/core_client.py, call_utility_async)."""

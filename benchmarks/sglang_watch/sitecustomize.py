@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import wrapt
+
 from itemset.serving import hooks
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
@@ -46,15 +48,12 @@ def _step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwa
 
 
 for _hook, _what in TIMED.items():
-    hooks.after_import(_hook.partition(":")[0], lambda hook=_hook, what=_what: hooks.wrap(hook, _timed(what)))
+    wrapt.register_post_import_hook(
+        lambda _, hook=_hook, what=_what: hooks.wrap(hook, _timed(what)), _hook.partition(":")[0]
+    )
 
 
-def _watch_worker() -> None:
-    """Around the plugin's own hook, which `wrap` would take for this one."""
-    from sglang.srt.managers.tp_worker import TpModelWorker
-
-    forward = TpModelWorker.forward_batch_generation
-    TpModelWorker.forward_batch_generation = lambda *args, **kwargs: _step(forward, *args, **kwargs)
-
-
-hooks.after_import("sglang.srt.managers.scheduler", _watch_worker)
+wrapt.register_post_import_hook(
+    lambda _: hooks.wrap("sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation", _step),
+    "sglang.srt.managers.scheduler",
+)

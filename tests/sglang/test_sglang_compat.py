@@ -15,8 +15,8 @@ from sglang_static import compat, plugin
 
 def test_every_hook_is_said_why():
     assert all(hook.why for hook in compat.hook.declared.values())
-    printed = "docs/architecture.md lacks what this prints: python -m itemset.serving.hooks sglang_static"
-    assert hooked_names.documented("sglang") == compat.hook.table(), printed
+    stale = "docs/hooks.md is old: run python -m itemset.serving.hooks"
+    assert hooked_names.documented("sglang") == compat.hook.table(), stale
 
 
 def test_every_hook_takes_what_runs_around_it():

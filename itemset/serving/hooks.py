@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Container, Mapping
 from functools import partial, wraps
@@ -208,13 +207,13 @@ def _function(static: Any) -> Any:
 def wrap(target: str, around: Callable[..., Any]) -> None:
     """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`."""
     owner, name, static = wrapt.resolve_path(*target.split(":"))
-    original = _function(static)
+    original, kind = _function(static), type(static)
 
     @wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(owner, name, wrapper if original is static else type(static)(wrapper))
+    setattr(owner, name, kind(wrapper) if kind in (staticmethod, classmethod) else wrapper)
 
 
 def main() -> None:
@@ -223,8 +222,8 @@ def main() -> None:
         if importlib.util.find_spec(plugin.removesuffix("_static")):
             importlib.import_module(f"{plugin}.plugin")  # imports all modules with hooks
             section = f"## {plugin}\n\n{importlib.import_module(f'{plugin}.compat').hook.table()}"
-            text = re.sub(rf"(?ms)^## {plugin}\n.*?(?=\n## |\Z)", lambda _, new=section: new, page.read_text())
-            page.write_text(text)
+            before, _, after = page.read_text().partition(f"## {plugin}\n")
+            page.write_text("".join((before, section, *after.partition("\n## ")[1:])))
 
 
 if __name__ == "__main__":

@@ -171,7 +171,12 @@ def test_a_module_whose_import_fails_is_hooked_when_it_succeeds(module, tmp_path
 def test_a_function_is_hooked_by_one_declaration_which_the_table_shows():
     hook = Hooks(START)
     hook("m:f", "m:g", why="a reason")(around)
-    hook("m:h", why="another", when="In workers", always=True)(around)
+
+    @hook("m:h", when="In workers", always=True)
+    def documented(original):
+        """The docstring says
+        why."""
+
     with pytest.raises(ValueError, match="two hooks into m:f"):
         hook("m:f", why="a third")(around)
     assert [line for line in hook.table().splitlines() if line] == [
@@ -183,5 +188,5 @@ def test_a_function_is_hooked_by_one_declaration_which_the_table_shows():
         "In workers:",
         "| hook | why |",
         "|---|---|",
-        "| `m:h` * | another |",
+        "| `m:h` * | The docstring says why |",
     ]

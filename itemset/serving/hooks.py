@@ -1,7 +1,8 @@
 """Hooks into an engine that has no interface for what a plugin needs, each declared on the function that it runs.
 
-    @hook("engine.module:Class.function", why="what fails without it")
-    def around(original, self, request): ...
+    @hook("engine.module:Class.function")
+    def around(original, self, request):
+        'What fails without it.'
 
 `hook` is the engine's `Hooks`. Nothing is wrapped before its `install`, and no hook runs before an engine of this
 process has chosen our backend (`choose`). A hook names the function's arguments that it reads, in any order, and
@@ -55,22 +56,24 @@ class Hooks:
         self._wrapped: set[str] = set()
 
     def __call__(
-        self, *targets: str, why: str, when: str = "",
+        self, *targets: str, why: str = "", when: str = "",
         optional: bool = False, always: bool = False, extends: bool = False,
     ) -> Callable[[Ours], Ours]:  # fmt: skip
         """Declare that a function runs around each target: ``ours(original, ...)``. `original()` makes the engine's
         call with all its arguments, `original(name=value)` with other values for those named.
 
-        optional: do nothing if the engine has no such target. always: run where another backend is chosen too: it says
-        which one is, or refuses what would be lost. extends: call ``ours(target)`` at the install, more than once
-        perhaps, in place of wrapping the target. Raises ValueError if a target is declared already.
+        why: if the docstring of `ours` does not say it. optional: do nothing if the engine has no such target. always:
+        run where another backend is chosen too: it says which one is, or refuses what would be lost. extends: call
+        ``ours(target)`` at the install, more than once perhaps, in place of wrapping the target.
+        Raises ValueError if a target is declared already.
         """
 
         def declare(ours: Ours) -> Ours:
             for target in targets:
                 if target in self.declared:
                     raise ValueError(f"two hooks into {target}: only the first would run")
-                self.declared[target] = Hook(target, why, ours, when or self._when, optional, always, extends)
+                reason = why or " ".join((ours.__doc__ or "").split()).rstrip(".")
+                self.declared[target] = Hook(target, reason, ours, when or self._when, optional, always, extends)
             return ours
 
         return declare
@@ -134,9 +137,9 @@ class Hooks:
     def table(self) -> str:
         """Return a Markdown table for each time: what is hooked, and why. A star: whatever backend is chosen."""
         lines = []
-        for when in dict.fromkeys(hook.when for hook in self.declared.values()):
+        for when in sorted({hook.when for hook in self.declared.values()}):
             lines += [f"{when}:", "", "| hook | why |", "|---|---|"]
-            for hook in self.declared.values():
+            for _, hook in sorted(self.declared.items()):  # whoever was imported first
                 if hook.when == when:
                     lines.append(f"| `{hook.target}`{' *' if hook.always or hook.extends else ''} | {hook.why} |")
             lines.append("")
@@ -207,7 +210,8 @@ def _function(static: Any) -> Any:
 def wrap(target: str, around: Callable[..., Any]) -> None:
     """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`."""
     owner, name, static = wrapt.resolve_path(*target.split(":"))
-    original, kind = _function(static), type(static)
+    original = _function(static)
+    kind: Any = type(static)
 
     @wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

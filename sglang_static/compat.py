@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import logging
@@ -13,17 +12,16 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from itemset.serving import flags, hooks
+from itemset.serving import hooks
 from itemset.serving.answer import after
-from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.config import BACKEND
 from itemset.serving.hooks import IMPORTED
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 5, 23), (0, 5, 23))
 VARIABLE = "SGLANG_STATIC"
-"""The environment variable that brings the options, as JSON, to every process of an engine: SGLang's own configuration
-has no place for a plugin's."""
+"""The environment variable with the options, as JSON: SGLang's configuration has no place for a plugin's."""
 
 hook = hooks.Hooks(IMPORTED)
 """Declares a hook into SGLang."""
@@ -47,33 +45,6 @@ def install() -> None:
     hook.install(f"SGLang {installed}", IMPORTED)
 
 
-def add_backend_name() -> None:
-    """Let the flag take our name."""
-    from sglang.srt.arg_groups.choices import GRAMMAR_BACKEND_CHOICES, add_grammar_backend_choices
-
-    if BACKEND not in GRAMMAR_BACKEND_CHOICES:
-        add_grammar_backend_choices([BACKEND])
-
-
-@hook.extends("sglang.srt.entrypoints.engine:Engine", why="takes the plugin's options beside SGLang's own arguments")
-def _add_engine_arguments(engine: Any) -> None:
-    """Let `sgl.Engine(item_sets=..., ...)` take the plugin's options.
-
-    `server_args_class` is the engine's place for another class; a function of the same arguments serves as well.
-    """
-    make = engine.server_args_class
-
-    def server_args(**arguments: Any) -> Any:
-        given = {name: arguments.pop(name) for name in StaticConfig.__struct_fields__ if name in arguments}
-        if given and arguments.get("grammar_backend") != BACKEND:
-            raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
-        if given:
-            set_options(given)
-        return make(**arguments)
-
-    engine.server_args_class = staticmethod(server_args)
-
-
 def options() -> dict[str, Any]:
     """The plugin's options in this process. Raises ValueError where the environment variable is no JSON object."""
     text = os.environ.get(VARIABLE) or "{}"
@@ -89,21 +60,6 @@ def options() -> dict[str, Any]:
 def set_options(given: Mapping[str, Any]) -> None:
     """For this process and all it starts."""
     os.environ[VARIABLE] = json.dumps({**options(), **given})
-
-
-def apply_flags(args: argparse.Namespace) -> None:
-    """Put what the flags say where every process finds it."""
-    if getattr(args, "guided_decoding_backend", None):
-        args.grammar_backend = BACKEND
-    named = {option: getattr(args, flag, None) for flag, option in flags.NAMED.items()}
-    single = {option: given for option in flags.OPTIONS if (given := getattr(args, option, None))}
-    if (any(named.values()) or single) and args.grammar_backend != BACKEND:
-        raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
-    for option, given in named.items():
-        if given:
-            set_options(flags.with_named(options(), option, given))
-    if single:
-        set_options(single)
 
 
 def resolved(server_args: Any) -> Any:
@@ -179,23 +135,24 @@ def verified_rows(server_args: Any) -> int:
 def refuse_unmasked(server_args: Any) -> None:
     """Raises ValueError for a configuration in which nothing that SGLang offers can hold a grammar."""
     given = resolved(server_args)
-    if given.speculative_algorithm == "UNO":
-        raise ValueError("UNO speculation takes no grammar, so no item set can hold: choose another algorithm")
-    if given.tokenizer_worker_num > 1:
-        raise ValueError(
-            "--tokenizer-worker-num above 1 takes requests in processes in which item sets would be lost: leave it out"
-        )
-    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0:
-        raise ValueError(
-            "SGLANG_SIMULATE_ACC_LEN accepts drafts without looking at them, so no item set can hold: unset it"
-        )
-    if (
-        given.speculative_algorithm is not None
-        and min(given.speculative_accept_threshold_single, given.speculative_accept_threshold_acc) <= 0
-    ):
-        raise ValueError(
-            "a speculative acceptance threshold of zero accepts drafts outside the item set: choose one above zero"
-        )
+    thresholds = given.speculative_accept_threshold_single, given.speculative_accept_threshold_acc
+    reasons = {
+        "UNO speculation takes no grammar, so no item set can hold: choose another algorithm": (
+            given.speculative_algorithm == "UNO"
+        ),
+        "--tokenizer-worker-num above 1 takes requests in processes in which item sets would be lost: leave it out": (
+            given.tokenizer_worker_num > 1
+        ),
+        "SGLANG_SIMULATE_ACC_LEN accepts drafts without looking at them, so no item set can hold: unset it": (
+            float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0
+        ),
+        "a speculative acceptance threshold of zero accepts drafts outside the item set: choose one above zero": (
+            given.speculative_algorithm is not None and min(thresholds) <= 0
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
 
 
 def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
@@ -207,15 +164,9 @@ def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     from sglang.srt.parser.reasoning_parser import ReasoningParser
     from sglang.srt.runtime_context import get_serving
 
-    serving = get_serving()
+    ends, serving = list(end_tokens) if end_tokens else None, get_serving()
     try:
-        backend = XGrammarGrammarBackend(
-            tokenizer,
-            vocab_size=vocab_size,
-            model_eos_token_ids=list(end_tokens) if end_tokens else None,
-            any_whitespace=not serving.constrained_json_disable_any_whitespace,
-            max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt,
-        )
+        backend = XGrammarGrammarBackend(tokenizer, vocab_size=vocab_size, model_eos_token_ids=ends, **json_options())
     except TokenizerNotSupportedError as error:
         logger.warning("Item sets are served, other grammars are not: %s", error)
         return BaseGrammarBackend()

@@ -28,19 +28,18 @@ _INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lo
 """SGLang's debugging switch, by which draft logits must be finite (utils/async_probe.py)."""
 
 
-@hook("sglang.srt.speculative.eagle_utils:eagle_sample", why="verification of draft trees")
+@hook("sglang.srt.speculative.eagle_utils:eagle_sample")
 def eagle_sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any
 ) -> Any:
-    """EAGLE, STANDALONE, NGRAM and their kin verify here (speculative/eagle_utils.py)."""
+    """Verification of draft trees, in EAGLE, STANDALONE, NGRAM and their kin."""
     sampler = processor.current()
-    mask, ours = grammar_mask, sampler is not None and not batch.forward_mode.is_idle() and sampler.numbers(batch)
-    if sampler is not None and ours:
-        mask = sampler.tree_mask(verify_input, batch, grammar_mask)
+    if sampler is None or batch.forward_mode.is_idle() or not sampler.numbers(batch):
+        with weights.verified(batch, logits_output.next_token_logits):
+            return original()
+    mask = sampler.tree_mask(verify_input, batch, grammar_mask)
     with weights.verified(batch, logits_output.next_token_logits):
         predict, lengths, indices = original(grammar_mask=mask)
-    if sampler is None or not ours:
-        return predict, lengths, indices
     sampler.accept(batch, predict[indices.long()], lengths, walked=1)
     return predict, lengths, indices
 
@@ -57,6 +56,7 @@ class _Drafting:
     """One phase of a draft model: which requests it drafts for, and where each of them stands in its set."""
 
     def __init__(self, sampler: ItemSetSampler, worker: Any, slots: Tensor, *, steps: bool) -> None:
+        """steps: whether each pass drafts one token more, after what the pass before it has drafted."""
         self._sampler, self._steps, self._hot = sampler, steps, worker.hot_token_id
         self._slots = slots.long()
         self._states = sampler.committed(self._slots)
@@ -64,8 +64,7 @@ class _Drafting:
     def mask(self, logits: Tensor, fed: Tensor | None) -> None:
         """Mask draft logits, [rows, draft vocabulary], in place.
 
-        fed: [rows], the drafts that led to these rows, where each pass drafts one more; else every row of a request
-        continues its committed tokens.
+        fed: [rows], with steps, the drafts that led to these rows; else a request's rows continue its committed tokens.
         """
         rows, requests = len(logits), len(self._slots)
         if not rows or rows % requests:
@@ -99,22 +98,16 @@ def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
         _phase.clear()
 
 
-@hook(
-    "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker.draft_forward",
-    why="the drafts of EAGLE and STANDALONE but the first",
-)
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker.draft_forward")
 def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
-    """All drafts of a step but the first. Recorded in a CUDA graph, or run as it is."""
+    """The drafts of EAGLE and STANDALONE but the first. Recorded in a CUDA graph, or run as it is."""
     if forward_batch.forward_mode.is_idle():
         return original()
     with _drafting(self, forward_batch.req_pool_indices, steps=True):
         return original()
 
 
-@hook(
-    "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill",
-    why="the first draft after a prompt",
-)
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill")
 def extend_after_prefill(original: Callable[..., Any], self: Any, batch: Any, next_token_ids: Tensor) -> Any:
     """The first draft after a prompt; the token that was sampled there is taken first."""
     sampler = processor.current()
@@ -124,19 +117,16 @@ def extend_after_prefill(original: Callable[..., Any], self: Any, batch: Any, ne
         return original()
 
 
-@hook(
-    "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode",
-    why="the first draft after accepted ones",
-)
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode")
 def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any) -> Any:
-    """The first draft after what verification has accepted."""
+    """The first draft after accepted ones."""
     with _drafting(self, batch.req_pool_indices, steps=False):
         return original()
 
 
-@hook("sglang.srt.model_executor.model_runner:ModelRunner.forward", why="a draft model's logits are masked")
+@hook("sglang.srt.model_executor.model_runner:ModelRunner.forward")
 def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
-    """A forward pass of a model, masked where it is a draft model's in one of the phases above."""
+    """A draft model's logits are masked, in one of the phases above."""
     if not _phase or not self.is_draft_worker:
         return original()
     fed = forward_batch.input_ids  # SGLang may pad them
@@ -145,30 +135,26 @@ def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: 
     return result
 
 
-@hook(
-    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute",
-    why="a draft model's logits are masked where they come from a CUDA graph",
-)
+@hook("sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute")
 def replayed_extend(original: Callable[..., Any]) -> Any:
-    """The same pass as a CUDA graph, which has chosen one row for each request."""
+    """A draft model's logits are masked where they come from a CUDA graph, one row for each request."""
     output = original()
     if _phase:
         _phase[0].mask(output.next_token_logits, None)
     return output
 
 
-def say_what_is_not_masked(given: Any) -> None:
+def warn_of_unmasked(given: Any) -> None:
     """Warn of drafts that item sets do not mask. given: the server's resolved arguments."""
-    algorithm, reason = given.speculative_algorithm, None
-    if algorithm is None:
-        return
-    if algorithm == "NGRAM":
-        reason = "they come from a table of n-grams"
-    elif given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP":
-        reason = "it drafts in a way of its own"
-    elif given.speculative_eagle_topk not in (None, 1):
-        reason = "--speculative-eagle-topk above 1 selects its branches anew at each step"
-    if reason:
+    algorithm = given.speculative_algorithm
+    reasons = {
+        "they come from a table of n-grams": algorithm == "NGRAM",
+        "it drafts in a way of its own": given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP",
+        "--speculative-eagle-topk above 1 selects its branches anew at each step": (
+            given.speculative_eagle_topk not in (None, 1)
+        ),
+    }
+    if algorithm is not None and (reason := next((reason for reason, holds in reasons.items() if holds), None)):
         logger.warning(
             "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
             algorithm,

@@ -303,7 +303,7 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
     assert carried.ranked is not None
     wanted = carried.ranked
     counts = rows_of(item_set, wanted)
-    if reason := _too_much(coordinator, counts):
+    if reason := _too_much(coordinator, counts, sampler.list_rows):
         return _refusal(NoList.TOO_MANY_ROWS, reason)
     if reason := _no_room(coordinator, counts, len(req.origin_input_ids)):
         return _refusal(NoList.NO_ROOM_NOW, reason)
@@ -328,11 +328,14 @@ def _refusal(reason: NoList, detail: str) -> str:
     return msgspec.json.encode(ListResult(reason=reason, detail=detail)).decode()
 
 
-def _too_much(coordinator: Any, counts: Sequence[int]) -> str | None:
-    """Why no list of this set and width can be made here. counts: rows of each of its passes."""
+def _too_much(coordinator: Any, counts: Sequence[int], in_memory: int) -> str | None:
+    """Why no list of this set and width can be made here. counts: rows of each of its passes. in_memory: rows of a pass
+    for which there is memory."""
     rows, most = rows_in(counts), coordinator.req_to_token_pool.size
     if rows > most:
         return f"its {rows:,} rows are more than the engine's {most:,} requests: raise --max-running-requests"
+    if rows > in_memory:
+        return f"its {rows:,} rows are more than the {in_memory:,} that have memory: lower --mem-fraction-static"
     if len(counts) > MOST_PASSES:
         return f"the set's longest item takes {len(counts)} passes one after another, of at most {MOST_PASSES}"
     return None

@@ -69,6 +69,8 @@ class ItemSetSampler:
     """Logits rows of a request in verification, or 1: set by `allocate`."""
     runner: Any
     """SGLang's, beside which it stands: set by who makes it, where there is one."""
+    list_rows: int
+    """Rows of a pass of ranked lists for which there is memory: set by `turns`."""
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""

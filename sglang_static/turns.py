@@ -1,4 +1,5 @@
-"""Ranked lists beside SGLang's other requests: they get their groups, wait to be admitted, and sit out some steps.
+"""Ranked lists beside SGLang's other requests: how many rows a pass may have, which lists wait to be admitted, and
+which steps they sit out.
 
 A list has hundreds of rows, so that a step with it may take many times as long as one without. Two rules keep both
 sides going. Lists together have at most half of the rows and KV slots, or one list more than that alone: what waits for
@@ -11,19 +12,60 @@ All ranks decide alike: by rows, never by time.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
 from itemset.serving.wire import read
+from sglang_static import compat, processor
 from sglang_static.beams import admitted_lists, is_list
 from sglang_static.compat import hook
 
+logger = logging.getLogger(__name__)
+
+SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
+LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over
 SHARE = 2  # lists have one part of so many of the rows and KV slots
 MOST_ROWS = 1024  # of lists in a step: more make it longer, and no list sooner
 SMALL_STEP = 256  # rows of a step that takes no longer with fewer, because it waits for the weights
 SMALL_STEP_ON_CPU = 64
 
 _TURNS = "static_turns"
+
+
+@hook("sglang.srt.managers.scheduler:Scheduler.init_beam_coordinator")
+def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
+    """The memory of the largest pass of lists is tried before a request comes: without it lists take rounds."""
+    original()
+    if (sampler := processor.current()) is None:
+        return
+    most = self.req_to_token_pool.size
+    rows = rows_in_memory(most, 4 * LOGITS * sampler.vocab_size, partial(reserve, sampler.arena.device))
+    sampler.list_rows = rows = min(compat.of_all_ranks(self, rows))
+    if rows < most:
+        logger.warning("Ranked lists: passes have memory for %s rows of %s (--mem-fraction-static)", rows, most)
+
+
+def rows_in_memory(rows: int, each: int, reserve: Callable[[int], Any]) -> int:
+    """Return how many of `rows` a pass of lists has memory for: all, or a half as often as needed. 0 if none.
+
+    each: bytes of a row. reserve: takes so many bytes of the device. Raises RuntimeError if these are not free.
+    """
+    while rows:
+        try:
+            reserve(SEARCH + rows * each)
+            return rows
+        except RuntimeError:
+            rows //= 2
+    return 0
+
+
+def reserve(device: torch.device, nbytes: int) -> None:
+    """Take memory of the device, which PyTorch keeps for later. Raises torch.OutOfMemoryError, a RuntimeError."""
+    torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Turns:
@@ -92,11 +134,9 @@ def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
     return late
 
 
-@hook(
-    "sglang.srt.beam_search.coordinator:BeamCoordinator.validate_and_init",
-    why="a ranked list is a beam search inside its set, not a refused constraint",
-)
+@hook("sglang.srt.beam_search.coordinator:BeamCoordinator.validate_and_init")
 def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str | None:
+    """A ranked list is a beam search inside its set, not a refused constraint."""
     carried = read(req.sampling_params.custom_params)
     if carried is not None and carried.ranked is not None:
         from sglang_static import lists
@@ -106,15 +146,13 @@ def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str 
     return error
 
 
-@hook(
-    "sglang.srt.managers.scheduler:Scheduler.get_next_batch_to_run",
-    why="lists that wait for other lists do not stop the queue; requests come back from a step that lists sat out",
-)
+@hook("sglang.srt.managers.scheduler:Scheduler.get_next_batch_to_run")
 def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
+    """Lists that wait for other lists do not stop the queue; requests come back from a step that lists sat out."""
     if not self.beam_coordinator._num_live_groups and not hasattr(self, _TURNS):
         return original()
     running_batch = _turns(self).rejoin(running_batch)
-    rows = min(self.req_to_token_pool.size // SHARE, MOST_ROWS)
+    rows = min(self.req_to_token_pool.size // SHARE, getattr(processor.current(), "list_rows", MOST_ROWS), MOST_ROWS)
     late = waiting(self.waiting_queue, rows, self.token_to_kv_pool_allocator.size // SHARE)
     if not late:
         return original(running_batch=running_batch)
@@ -126,10 +164,9 @@ def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch
         self.waiting_queue = [*late, *self.waiting_queue]
 
 
-@hook(
-    "sglang.srt.managers.scheduler:Scheduler.update_running_batch", why="lists sit out some steps of their neighbours"
-)
+@hook("sglang.srt.managers.scheduler:Scheduler.update_running_batch")
 def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+    """Lists sit out some steps of their neighbours."""
     which = _turns(self).others(batch) if self.beam_coordinator._num_live_groups else None
     if which is None:
         return original()
@@ -152,7 +189,5 @@ def pause_generation(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _turns(scheduler: Any) -> Turns:
-    if not hasattr(scheduler, _TURNS):
-        setattr(scheduler, _TURNS, Turns(scheduler.device))
-    turns: Turns = getattr(scheduler, _TURNS)
+    turns: Turns = vars(scheduler).setdefault(_TURNS, Turns(scheduler.device))
     return turns

@@ -42,11 +42,9 @@ def note(batch: Any) -> None:
         setattr(batch.sampling_info, _ROWS, _asking(batch))
 
 
-@hook(
-    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.apply_logits_bias",
-    why="an answer's weight needs its logits before and after the mask",
-)
+@hook("sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.apply_logits_bias")
 def apply_logits_bias(original: Callable[..., Any], self: Any, logits: Tensor) -> None:
+    """An answer's weight needs its logits before and after the mask."""
     rows = getattr(self, _ROWS, None)
     if not rows:
         original()
@@ -83,10 +81,9 @@ def verified(batch: Any, logits: Tensor) -> Iterator[None]:
 @hook(
     "sglang.srt.speculative.eagle_worker_common:compute_spec_logprobs",
     "sglang.srt.speculative.ngram_worker:compute_spec_logprobs",
-    why="an answer's weight, with speculation",
 )
 def accepted(original: Callable[..., Any], batch: Any, logits_output: Any, accept_index: Any) -> None:
-    """Log-probabilities of accepted drafts, [requests, any]: `accept_index` says which rows these are, -1 for none."""
+    """An answer's weight, with speculation. accept_index: rows of accepted drafts, [requests, any], -1 for none."""
     original()
     if (weighed := vars(batch.sampling_info).pop(_WEIGHTS, None)) is not None:
         requests, table = weighed

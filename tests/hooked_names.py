@@ -38,9 +38,9 @@ def hooks_of(engine: str) -> dict[str, Callable[..., Any] | None]:
 
 
 def documented(engine: str) -> str:
-    """The tables of hooks in docs/architecture.md, after a comment that names their command."""
-    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
-    return text.partition(f"<!-- python -m itemset.serving.hooks {engine}_static -->\n\n")[2].partition("\n<!--")[0]
+    """The tables of an engine's hooks in docs/hooks.md."""
+    text = (Path(__file__).parent.parent / "docs" / "hooks.md").read_text()
+    return text.partition(f"## {engine}_static\n\n")[2].partition("\n## ")[0]
 
 
 def problems(read: Read, around: Mapping[str, Callable[..., Any] | None]) -> list[str]:

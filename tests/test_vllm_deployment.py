@@ -34,12 +34,12 @@ def options_of(arguments: list[str]) -> StaticConfig:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_static import compat, plugin
+    from vllm_static import engine_config, plugin
 
     plugin.register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     args = parser.parse_args(arguments)
-    compat.apply_flags(args)
+    engine_config.apply_flags(args)
     assert args.structured_outputs_config.backend == "static"
     return StaticConfig.of(args.additional_config)
 

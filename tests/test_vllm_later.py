@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from itemset.serving.hooks import START, Hooks
 from itemset.serving.wire import WIRE, EngineRequest, ListSpec, SetRef
-from vllm_static import drafting, plugin
+from vllm_static import core_hooks, drafting, plugin
 from vllm_static.front import FrontEnd
 
 RELEASE = "vllm==0.33.0"
@@ -94,9 +94,9 @@ def engine(request, config):
             loaded("later_requests", REQUESTS),
         )
         ours = [
-            ("__init__", plugin._manager_init),
-            ("grammar_init", plugin._grammar_init),
-            ("grammar_bitmask", plugin._grammar_bitmask),
+            ("__init__", core_hooks._manager_init),
+            ("grammar_init", core_hooks._grammar_init),
+            ("grammar_bitmask", core_hooks._grammar_bitmask),
         ]
         hooked("later_manager:StructuredOutputManager", *ours)
     else:

@@ -193,38 +193,31 @@ class StaticBackend(StructuredOutputBackend):
         request_ids: list[str],
         drafts: dict[str, list[int]],
     ) -> NDArray[np.int32]:
-        """A step's bitmask, [rows, words]: the rows of item sets filled in one call, all others by vLLM itself.
+        """A step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
 
         A request has a row for each of its drafts and one more; since vLLM 0.33 a block of rows as if it had the most
         drafts, of which the workers read as many as it has. vLLM fills them one after another, with the drafts
         accepted in between and rolled back (v1/structured_output/__init__.py, grammar_bitmask): the same rows. The
         answer is valid until the next step, as vLLM's own.
         """
-        hosts: list[HostState] = []
-        states: list[int] = []
-        rows: list[int] = []
-        others: list[str] = []
-        other_rows: list[int] = []
+        hosts, states, rows = list[HostState](), list[int](), list[int]()
+        others, other_rows = list[str](), list[int]()
         if not self._least_rows:
             alone = grammar_bitmask(structured_output_request_ids=request_ids[:1], scheduled_spec_decode_tokens={})
             self._least_rows = len(alone)
         may_reason, row = compat.may_reason(manager), 0
         for request_id in request_ids:
             structured: Any = requests[request_id].structured_output_request
-            grammar, drafted = structured.grammar, drafts.get(request_id, ())
-            end = row + 1 + len(drafted)
-            after = max(end, row + self._least_rows)
+            grammar, tokens = structured.grammar, drafts.get(request_id, [])
+            count = 1 + len(tokens)
+            after = row + max(count, self._least_rows)
             if type(grammar) is not StaticGrammar or (may_reason and not structured.reasoning_ended):
                 others.append(request_id)
                 other_rows += range(row, after)
-            elif drafted:
-                hosts += [grammar.host] * (end - row)
-                states += grammar.host.draft_states(drafted)
-                rows += range(row, end)
             else:
-                hosts.append(grammar.host)
-                states.append(grammar.host.state)
-                rows.append(row)
+                hosts += [grammar.host] * count
+                states += grammar.host.draft_states(tokens) if tokens else [grammar.host.state]
+                rows += range(row, row + count)
             row = after
         if not rows:
             return grammar_bitmask()

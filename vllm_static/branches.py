@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,13 +60,10 @@ class Branches:
 
     After them it has blocks of its own, in one of two banks of scratch blocks. A row that goes on from another one gets
     a copy of the other's own tokens, from bank to bank: of whole blocks if the cache's layout hides where a token is.
-
     If the prompts are kept `apart`, each with its partial block, the rows' tables have nothing but their own tokens.
 
-    tables: [2, prompts, rows, blocks] int32. Of each bank, each row's block table.
-    lengths: [prompts] tokens of each prompt, on the host.
-    prompt_lengths: the same on the device, int64.
-    prompt_tables: [prompts, blocks] int32, the prompts' own block tables.
+    tables: [2, prompts, rows, blocks] int32, of each bank. lengths: [prompts] int64 on the host, tokens of the prompts.
+    prompt_lengths: the same on the device. prompt_tables: [prompts, blocks] int32.
     """
 
     def __init__(
@@ -80,9 +76,8 @@ class Branches:
         (self._block,) = runner.block_tables.block_sizes
         self._bank, device, count = 0, runner.device, len(prompts)
         self.prompt_lengths = to_device(self.lengths, device)
-        self._begins = (
-            np.zeros_like(self.lengths) if apart else self.lengths
-        )  # of the rows' own tokens, in their tables
+        # [prompts] where the rows' own tokens begin in their tables
+        self._begins = np.zeros_like(self.lengths) if apart else self.lengths
         full, each = self._begins // self._block, own_blocks_of_all(self._begins, tokens, self._block)
         slots = to_device([one.slot for one in prompts], device)
         given, columns = runner.block_tables.block_tables[0].gpu[slots], int(full.max()) + each
@@ -97,20 +92,17 @@ class Branches:
         self.tables.scatter_(3, after[None, :, None].expand_as(own), own)
         # [prompts, 1] the first of each prompt's rows
         self._first_row = torch.arange(0, count * rows, rows, device=device)[:, None]
-        self._caches = _by_block(runner.kv_caches, runner.kv_cache_config.num_blocks)
-        shape = (2, each, count * rows)
-        self._own = [
-            cache[scratch.start : scratch.start + math.prod(shape)].unflatten(0, shape) for cache in self._caches
-        ]
+        caches = {cache.data_ptr(): cache for cache in runner.kv_caches}.values()  # layers may share theirs
+        self._caches = [cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1)) for cache in caches]
+        own_ids = slice(scratch.start, scratch.start + 2 * each * count * rows)
+        self._own = [cache[own_ids].unflatten(0, (2, each, count * rows)) for cache in self._caches]
         self._by_token = shows_tokens(runner, self._caches)
 
     def begin(self) -> None:
         """Let the rows go on from their prompts: each gets what its prompt's last block holds."""
-        rows = self.tables.shape[2]
+        rows, bank = self.tables.shape[2], self._bank
         for i, filled in enumerate((self._begins % self._block).tolist()):
-            banks, some = (
-                (slice(2), slice(filled)) if self._by_token else (slice(self._bank, self._bank + 1), slice(None))
-            )
+            banks, some = (slice(2), slice(filled)) if self._by_token else (slice(bank, bank + 1), slice(None))
             for cache, own in zip(self._caches, self._own, strict=True) if filled else ():
                 last = cache.index_select(0, self._last[i : i + 1])
                 own[banks, 0, i * rows : (i + 1) * rows][..., some, :].copy_(last[..., some, :])
@@ -124,11 +116,11 @@ class Branches:
         old, self._bank = self._bank, 1 - self._bank
         rows = self.tables.shape[2]
         for i, (piece, begin) in enumerate(zip(self._first_row + parents, self._begins.tolist(), strict=True)):
-            first = begin % self._block
+            first, some = begin % self._block, slice(None)
             for column in range(own_blocks(begin, known, self._block)):
-                start = max(0, first - column * self._block)
-                end = min(self._block, first + known - column * self._block)
-                some = slice(start, end) if self._by_token else slice(None)
+                if self._by_token:
+                    start = first - column * self._block
+                    some = slice(max(0, start), min(self._block, start + known))
                 for own in self._own:
                     to = own[self._bank, column, i * rows : i * rows + len(piece)]
                     torch.index_select(own[old, column][..., some, :], 0, piece, out=to[..., some, :])
@@ -155,12 +147,6 @@ class Branches:
 def own_blocks_of_all(prompts: Iterable[int], tokens: int, block: int) -> int:
     """Return the most that `own_blocks` says of some prompts."""
     return max((own_blocks(int(prompt), tokens, block) for prompt in prompts), default=0)
-
-
-def _by_block(caches: Sequence[Tensor], blocks: int) -> list[Tensor]:
-    """The same memory, block by block: [blocks, ...] each. Layers that share their cache appear once."""
-    distinct = {cache.data_ptr(): cache for cache in caches}
-    return [cache.unflatten(0, (blocks, -1)) for cache in distinct.values()]
 
 
 def shows_tokens(runner: Any, caches: Sequence[Tensor]) -> bool:

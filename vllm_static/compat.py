@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import importlib
@@ -11,9 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, get_args
+from typing import Any
 
-from itemset.serving import flags, hooks
+from itemset.serving import hooks
 from itemset.serving.answer import after
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.hooks import START
@@ -41,39 +40,9 @@ def install(*times: str) -> None:
     hook.install(f"vLLM {installed}", *times)
 
 
-MIDDLEWARE = "vllm_static.http.ItemSetWords"
-_CONFIG = "vllm.config.structured_outputs:StructuredOutputsConfig"
-
-
-@hook.extends(_CONFIG, why="the backend's name, in a Literal; its validator judges the other fields as xgrammar's")
-def _add_backend_name(structured: Any) -> None:
-    """Let StructuredOutputsConfig take our name, with all that it takes with xgrammar's."""
-    from pydantic.dataclasses import rebuild_dataclass
-
-    known = get_args(structured.__annotations__["backend"])
-    if BACKEND in known:
-        return
-    names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
-    structured.__annotations__["backend"] = names
-    structured.__dataclass_fields__["backend"].type = names
-    for validator in structured.__pydantic_decorators__.model_validators.values():
-        validator.func = partial(_validated, validator.func)
-    rebuild_dataclass(structured, force=True)
-
-
-def _validated(validate: Callable[[Any], Any], structured: Any) -> Any:
-    """Judge the other fields as xgrammar's, which gets them: vLLM allows some with the names it knows alone."""
-    if structured.backend == BACKEND:
-        xgrammar_config(structured)
-        return structured
-    return validate(structured)
-
-
-def add_backend_name_at_import() -> None:
-    """Do so as soon as the class is there: `LLM(structured_outputs_config={"backend": "static"})` checks the name
-    before it loads the general plugins (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
-    module, _, name = _CONFIG.partition(":")
-    hooks.after_import(module, lambda: _add_backend_name(getattr(sys.modules[module], name)))
+def is_ours(vllm_config: Any) -> bool:
+    """Whether an engine takes our backend: then the hooks of this process run."""
+    return hook.choose(vllm_config.structured_outputs_config.backend == BACKEND)
 
 
 def xgrammar_config(structured: Any) -> Any:
@@ -107,14 +76,9 @@ def beams_by_xgrammar(params: Any) -> Any:
     return params
 
 
-@hook(
-    "vllm.triton_utils.dispatcher:_rebind_kernels",
-    why="on a CPU, vLLM looks for its kernels in every imported module and trips over Numba's llvmlite",
-    optional=True,
-    always=True,
-)
+@hook("vllm.triton_utils.dispatcher:_rebind_kernels", optional=True, always=True)
 def _hide_llvmlite(scan: Callable[..., Any]) -> Any:
-    """Run the kernel scan with llvmlite out of its sight."""
+    """On a CPU, vLLM looks for its kernels in every imported module and trips over Numba's llvmlite."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
     try:
         return scan()
@@ -123,7 +87,7 @@ def _hide_llvmlite(scan: Callable[..., Any]) -> Any:
 
 
 def without_thread_pool(grammar_init: Callable[..., Any], manager: Any) -> None:
-    """Make the request's grammar here and now. An item set has nothing to compile, and the scheduler's busy thread lets
+    """Make the request's grammar here and now: an item set has nothing to compile, and the scheduler's busy thread lets
     a pool's thread run only after Python's switch interval of 5 ms. vLLM calls `grammar_init` from one thread."""
     pooled, manager._use_async_grammar_compilation = manager._use_async_grammar_compilation, False
     try:
@@ -133,7 +97,7 @@ def without_thread_pool(grammar_init: Callable[..., Any], manager: Any) -> None:
 
 
 def compile_on(threads: Executor, manager: Any, request: Any) -> None:
-    """Have the request wait until its grammar has been compiled on a thread of ours, unless it has ended by then."""
+    """Have the request wait until a thread of ours has compiled its grammar, unless it has ended by then."""
 
     def created() -> Any:
         if request.is_finished():
@@ -175,9 +139,13 @@ def runner_of(worker: Any) -> Any:
 PROCESSOR = "vllm_static.processor:ItemSetProcessor"
 
 
+def _platform() -> Any:
+    return importlib.import_module("vllm.platforms").current_platform
+
+
 def why_host_path(vllm_config: Any) -> str | None:
     """What keeps this configuration from the device path; None where nothing does."""
-    model, platform = vllm_config.model_config, importlib.import_module("vllm.platforms").current_platform
+    model, platform = vllm_config.model_config, _platform()
     if not vllm_config.use_v2_model_runner:
         return "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
     if model.runner_type != "generate" or model.is_diffusion:
@@ -239,14 +207,13 @@ def refuse_backends(names: set[str]) -> None:
 
 def configured_backends(vllm_config: Any) -> set[str]:
     """The attention backend as far as it is known before a model is loaded: named, or a CPU's only one."""
-    named, platform = vllm_config.attention_config.backend, importlib.import_module("vllm.platforms").current_platform
-    return {named.name} if named is not None else {"CPU_ATTN"} if platform.is_cpu() else set()
+    named = vllm_config.attention_config.backend
+    return {named.name} if named is not None else {"CPU_ATTN"} if _platform().is_cpu() else set()
 
 
 def can_draft_on_device(vllm_config: Any) -> bool:
     """Whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
-    platform = importlib.import_module("vllm.platforms").current_platform
-    return bool(vllm_config.use_v2_model_runner or not platform.is_cpu())
+    return bool(vllm_config.use_v2_model_runner or not _platform().is_cpu())
 
 
 def on_device_path(vllm_config: Any) -> bool:
@@ -270,7 +237,7 @@ def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
 
 
 def may_reason(manager: Any) -> bool:
-    """Whether a constraint may begin later than its request, which vLLM marks by `reasoning_ended` once it has begun
+    """Whether a constraint may begin later than its request: vLLM then sets `reasoning_ended`
     (v1/structured_output/__init__.py, _get_constraint_bounds)."""
     return manager.reasoner_cls is not None and not manager.enable_in_reasoning
 
@@ -303,64 +270,14 @@ def content_after_reasoning(
     the front end. request: an EngineCoreRequest."""
     from vllm.reasoning import ReasoningParserManager
 
-    given = vllm_config.structured_outputs_config
-    if not given.reasoning_parser or given.enable_in_reasoning or request.reasoning_ended:
+    config = vllm_config.structured_outputs_config
+    if not config.reasoning_parser or config.enable_in_reasoning or request.reasoning_ended:
         return None
-    if given.reasoning_parser not in ReasoningParserManager.list_registered():
-        ReasoningParserManager.import_reasoning_parser(given.reasoning_parser_plugin)  # offline nobody else has
-    parser = ReasoningParserManager.get_reasoning_parser(given.reasoning_parser)
+    if config.reasoning_parser not in ReasoningParserManager.list_registered():
+        ReasoningParserManager.import_reasoning_parser(config.reasoning_parser_plugin)  # offline nobody else has
+    parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)
     reasoner = parser(tokenizer=tokenizer, **(request.reasoning_parser_kwargs or {}))
     if request.reasoning_ended is None and reasoner.is_reasoning_end(request.prompt_token_ids or []):
         return None
     mark = reasoner.vocab.get(reasoner.reasoning_end_str)
     return reasoner.extract_content_ids if mark is None else partial(after, [mark])
-
-
-def apply_flags(args: argparse.Namespace) -> None:
-    """Put what the flags say where vLLM's own configuration has its place for it."""
-    if MIDDLEWARE not in getattr(args, "middleware", [MIDDLEWARE]):
-        args.middleware = [*args.middleware, MIDDLEWARE]
-    if getattr(args, "guided_decoding_backend", None):
-        from vllm.config import StructuredOutputsConfig
-
-        current = getattr(args, "structured_outputs_config", None)
-        if isinstance(current, dict):
-            args.structured_outputs_config = {**current, "backend": BACKEND}
-        else:
-            args.structured_outputs_config = dataclasses.replace(current or StructuredOutputsConfig(), backend=BACKEND)
-    for option in flags.OPTIONS:
-        if given := getattr(args, option, None):
-            args.additional_config = {**(args.additional_config or {}), option: given}
-    for flag, option in flags.NAMED.items():
-        if named := getattr(args, flag, None):
-            if chosen_backend(args) != BACKEND:
-                raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
-            args.additional_config = flags.with_named(getattr(args, "additional_config", None) or {}, option, named)
-            setattr(args, flag, None)  # with several API servers, each reads the same flags again
-
-
-def chosen_backend(args: argparse.Namespace) -> str | None:
-    """The structured-output backend that the flags name."""
-    configured = getattr(args, "structured_outputs_config", None)
-    return configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
-
-
-def add_versions(config: Any) -> None:
-    """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes.
-
-    Opens the sets where they are not there yet; raises ItemSetError as `Catalogue` does.
-    """
-    from itemset.serving.catalogue import with_versions
-
-    if isinstance(getattr(config, "additional_config", None), dict):
-        config.additional_config = with_versions(config.additional_config)
-
-
-def without_options(vllm_config: Any) -> Any:
-    """The same configuration without the plugin's options; itself if it has none."""
-    options, ours = vllm_config.additional_config, StaticConfig.__struct_fields__
-    if not isinstance(options, dict) or options.keys().isdisjoint(ours):
-        return vllm_config
-    plain = copy.copy(vllm_config)
-    plain.additional_config = {key: value for key, value in plain.additional_config.items() if key not in ours}
-    return plain

@@ -7,7 +7,7 @@ its own that could go wrong. What runs here may be recorded in vLLM's CUDA graph
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,6 +15,9 @@ from vllm.logger import init_logger
 
 from vllm_static import compat
 from vllm_static.compat import hook
+
+if TYPE_CHECKING:
+    from vllm_static.processor import ItemSetProcessor
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -32,20 +35,10 @@ LACKED = -100.0
 finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
 
 
-class Masks(Protocol):
-    """What drafting needs of `processor.ItemSetProcessor`."""
-
-    def mask_drafts(
-        self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor
-    ) -> None: ...
-
-    def force_drafts(self, drafts: torch.Tensor, slots: torch.Tensor, slots_np: Any) -> None: ...
+_processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary()  # by id of their speculative config
 
 
-_processors: WeakValueDictionary[int, Masks] = WeakValueDictionary()  # by id of their speculative config
-
-
-def install(processor: Masks, speculative: Any, *, forced: bool) -> None:
+def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> None:
     """Let this processor mask the drafts that are proposed under this speculative configuration.
 
     forced: let forced tokens take the place of what an n-gram drafter proposes.
@@ -84,10 +77,10 @@ def _sample_draft(
 @hook(
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits",
     "vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits",
-    why="a draft model's logits are masked",
     when=SPECULATION,
 )
 def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any) -> torch.Tensor:
+    """A draft model's logits are masked."""
     logits = original()
     processor, rows = _processors.get(id(self.speculative_config)), getattr(self, "static_rows", None)
     if processor is None or rows is None:
@@ -101,12 +94,9 @@ def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any) -> t
     return logits
 
 
-@hook(
-    "vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",
-    why="forced tokens as drafts",
-    when=SPECULATION,
-)
+@hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator.propose", when=SPECULATION)
 def _propose(original: Callable[..., torch.Tensor], self: Any, input_batch: Any, dummy_run: bool) -> torch.Tensor:
+    """Forced tokens as drafts."""
     drafts = original()
     processor = _processors.get(id(self.speculative_config))
     if processor is not None and not dummy_run:

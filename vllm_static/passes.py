@@ -34,6 +34,12 @@ QUEUED = frozenset(("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"))
 ran: Counter[str] = Counter()
 """Passes of this process, by the CUDA graphs that they ran in: FULL, PIECEWISE or NONE."""
 
+_UNUSED: dict[str, Any] = dict.fromkeys([
+    "idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "num_draft_tokens_per_req", "dcp_local_seq_lens",
+    "logits_indices", "cu_num_logits", "cu_num_logits_np", "prompt_lens",
+])  # fmt: skip
+"""Fields of an InputBatch that sampling reads, and no pass."""
+
 TOLERANCE = 0.05  # of the largest logit: what 16 bits may make of two orders of adding
 
 
@@ -52,7 +58,7 @@ def borrowed(runner: Any) -> Iterator[None]:
 
 
 def try_out(runner: Any, scratch: range) -> str | None:
-    """Run two passes of one row, and return why lists cannot be made in this engine; None if they can.
+    """Run two passes of a row or two, and return why lists cannot be made in this engine; None if they can.
 
     Better here than in a step that other requests share. scratch: at least two blocks.
     """
@@ -69,26 +75,24 @@ def try_out(runner: Any, scratch: range) -> str | None:
 def try_out_apart(runner: Any, scratch: range) -> str | None:
     """Let the model's layers read prompts once for all rows, and return why passes cannot; None if they can.
 
-    They must find what the others find. Their kernels and vLLM's versions are many, and few of them were seen.
+    They must give the other passes' logits: kernels and versions of vLLM are many, and few of them were tested.
     """
     if reason := shared_prefix.why_not(runner):
         return reason
     shared_prefix.install(runner)
     try:
-        expected, found = (_two_passes(runner, scratch, apart=apart) for apart in (False, True))
+        expected, logits = (_two_passes(runner, scratch, apart=apart) for apart in (False, True))
     except Exception as error:
         logger.warning("Passes with a shared prefix do not run here.", exc_info=True)
         return f"a first pass failed: {error!r}"
-    if not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():  # neither if one is not a number
+    if not (logits - expected).abs().max() <= TOLERANCE * expected.abs().max():  # neither if one is not a number
         return "a first pass gave other logits"
     return None
 
 
 def _two_passes(runner: Any, scratch: range, *, apart: bool = False) -> Tensor:
-    """The logits of two passes of two rows, of one if there are two blocks only: [rows, 3 tokens, vocabulary].
-
-    One row, and one token, take other kernels than several.
-    """
+    """The logits of a pass with one token a row and one with two: [rows, 3, vocabulary] float32. Other kernels take one
+    row than two, for which four blocks are needed."""
     rows = min(2, len(scratch) // 2)
     with torch.inference_mode(), borrowed(runner):
         branches = Branches(runner, [Prompt("", 0, 1)], rows, 3, scratch, apart=apart)
@@ -148,20 +152,18 @@ def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) ->
     adapters = np.repeat([one.slot for one in branches.prompts], each)
     requests = [one.request for one in branches.prompts]
     adapted = runner.lora_config is not None  # the adapters' buffers hold no more tokens than a pass
-    together = None
+    outputs = []
     for start in range(0, rows, most):
         part = slice(start, min(start + most, rows))
         use_adapters(runner, requests, adapters[part].repeat(more))
         here = places.of(part)
         shared = shared_prefix.shared_prefix(branches, each, part, here) if branches.apart else None
-        hidden = _run(runner, tokens[part], here, shared, requests)
+        output = _run(runner, tokens[part], here, shared, requests)
         if adapted:
-            hidden = runner.model.compute_logits(hidden)
-        if together is None:
-            together = hidden if rows <= most else hidden.new_empty(rows * more, hidden.shape[1])
-        if rows > most:
-            together[part.start * more : part.stop * more] = hidden  # which the next pass overwrites
-    logits: Tensor = together if adapted else runner.model.compute_logits(together)
+            output = runner.model.compute_logits(output)
+        outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    logits: Tensor = output if adapted else runner.model.compute_logits(output)
     return logits.view(rows, more, -1)
 
 
@@ -175,74 +177,18 @@ def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
 
 def _run(runner: Any, tokens: Tensor, places: Places, shared: SharedPrefix | None, requests: list[str]) -> Tensor:
     """One pass: the hidden states of all tokens, valid until the next one. places: where the tokens are."""
-    buffers, (rows, more) = runner.input_buffers, tokens.shape
-    count = rows * more
+    rows, more = tokens.shape
     shape = _shape(runner, rows, more, requests, graphs=shared is None)
     ran[shape.cg_mode.name] += 1
-    padded, padded_rows = max(count, shape.num_tokens), shape.num_reqs or rows
-    buffers.input_ids[:count].copy_(tokens.reshape(-1))
-    buffers.positions[:count].copy_(places.positions.reshape(-1))
-    torch.arange(0, count + 1, more, out=buffers.query_start_loc[: rows + 1])
-    buffers.seq_lens[:rows].copy_(places.ends)
-    buffers.is_padding[:count] = False
-    table = runner.block_tables.input_block_tables[0][:padded_rows]
-    columns = min(places.tables.shape[1], table.shape[1])  # no row has tokens in a block after that
-    table[:rows, :columns].copy_(places.tables[:, :columns])
-    mapping = runner.block_tables.slot_mappings
-    mapping[0, :count].copy_(places.slots.reshape(-1))
-    if padded_rows > rows:
-        buffers.query_start_loc[rows + 1 : padded_rows + 1] = count
-        buffers.seq_lens[rows:padded_rows] = 0
-        table[rows:] = 0
-    if padded > count:
-        buffers.is_padding[count:padded] = True
-        mapping[0, count:padded] = PAD_SLOT_ID
-    lengths = np.zeros(padded_rows, np.int32)
-    lengths[:rows] = places.before + more
-    starts = np.minimum(np.arange(padded_rows + 1, dtype=np.int32) * more, count)
-    known = places.before.astype(np.int32)
-    nobody = np.zeros(rows, np.bool_)
-    batch = InputBatch(
-        req_ids=[""] * rows,
-        num_reqs=rows,
-        num_reqs_after_padding=padded_rows,
-        idx_mapping=None,
-        idx_mapping_np=np.zeros(rows, np.intp),
-        expanded_idx_mapping=None,
-        expanded_local_pos=None,
-        num_scheduled_tokens=np.full(rows, more, np.int32),
-        num_tokens=count,
-        num_tokens_after_padding=padded,
-        num_draft_tokens=0,
-        num_draft_tokens_per_req=None,
-        query_start_loc=buffers.query_start_loc[: padded_rows + 1],
-        query_start_loc_np=starts,
-        seq_lens=buffers.seq_lens[:padded_rows],
-        seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
-        dcp_local_seq_lens=None,
-        num_computed_tokens_np=known,
-        prefill_len_np=known,
-        num_computed_prefill_tokens_np=known,
-        is_prefilling_np=nobody,
-        has_prefill=False,
-        decode_graph_eligible=True,
-        input_ids=buffers.input_ids[:padded],
-        positions=buffers.positions[:padded],
-        is_padding=buffers.is_padding[:padded],
-        logits_indices=None,
-        cu_num_logits=None,
-        cu_num_logits_np=None,
-        has_structured_output_reqs=False,
-        prompt_lens=None,
-    )
-    mapped = mapping[:, :padded]
+    batch, table, mapping = _inputs(runner, tokens, places, max(rows * more, shape.num_tokens), shape.num_reqs or rows)
     if shared is None:
         metadata = runner.model_state.prepare_attn(
-            batch, shape.cg_mode, (table,), mapped, runner.attn_groups, runner.kv_cache_config
+            batch, shape.cg_mode, (table,), mapping, runner.attn_groups, runner.kv_cache_config
         )
     else:
         metadata = shared_prefix.by_layer(runner, shared)
     _wait(runner)
+    count = batch.num_tokens
     if shape.cg_mode == CUDAGraphMode.FULL:
         return runner.cudagraph_manager.run_fullgraph(shape)[:count]
     inputs = {
@@ -251,16 +197,14 @@ def _run(runner: Any, tokens: Tensor, places: Places, shared: SharedPrefix | Non
         "inputs_embeds": None,
         "intermediate_tensors": None,
     }
-    described = BatchDescriptor(
-        num_tokens=padded, has_lora=runner.lora_config is not None, num_active_loras=shape.num_active_loras
-    )
+    padded, lora = batch.num_tokens_after_padding, runner.lora_config is not None
     with set_forward_context(
         metadata,
         runner.vllm_config,
         num_tokens=padded,
         cudagraph_runtime_mode=shape.cg_mode,
-        batch_descriptor=described,
-        slot_mapping=build_slot_mappings_by_layer(mapped, runner.kv_cache_config),
+        batch_descriptor=BatchDescriptor(padded, has_lora=lora, num_active_loras=shape.num_active_loras),
+        slot_mapping=build_slot_mappings_by_layer(mapping, runner.kv_cache_config),
         is_padding=batch.is_padding,
     ):
         if shape.cg_mode == CUDAGraphMode.PIECEWISE:
@@ -268,13 +212,68 @@ def _run(runner: Any, tokens: Tensor, places: Places, shared: SharedPrefix | Non
         return runner.model(**inputs)[:count]
 
 
+def _inputs(
+    runner: Any, tokens: Tensor, places: Places, padded: int, padded_rows: int
+) -> tuple[InputBatch, Tensor, Tensor]:
+    """Fill the runner's buffers for a pass. Returns its batch, its block table and its slot mapping.
+
+    padded, padded_rows: tokens and rows with those that fill up a CUDA graph.
+    """
+    buffers, (rows, more) = runner.input_buffers, tokens.shape
+    count = rows * more
+    buffers.input_ids[:count].copy_(tokens.reshape(-1))
+    buffers.positions[:count].copy_(places.positions.reshape(-1))
+    torch.arange(0, count + 1, more, out=buffers.query_start_loc[: rows + 1])
+    buffers.query_start_loc[rows + 1 : padded_rows + 1] = count
+    buffers.seq_lens[:rows].copy_(places.ends)
+    buffers.seq_lens[rows:padded_rows] = 0
+    buffers.is_padding[:count] = False
+    buffers.is_padding[count:padded] = True
+    table = runner.block_tables.input_block_tables[0][:padded_rows]
+    columns = min(places.tables.shape[1], table.shape[1])  # no row has tokens in a block after that
+    table[:rows, :columns].copy_(places.tables[:, :columns])
+    table[rows:] = 0
+    mapping = runner.block_tables.slot_mappings[:, :padded]
+    mapping[0, :count].copy_(places.slots.reshape(-1))
+    mapping[0, count:] = PAD_SLOT_ID
+    lengths = np.zeros(padded_rows, np.int32)
+    lengths[:rows] = places.before + more
+    known = places.before.astype(np.int32)
+    batch = InputBatch(
+        **_UNUSED,
+        req_ids=[""] * rows,
+        num_reqs=rows,
+        num_reqs_after_padding=padded_rows,
+        idx_mapping_np=np.zeros(rows, np.intp),
+        num_scheduled_tokens=np.full(rows, more, np.int32),
+        num_tokens=count,
+        num_tokens_after_padding=padded,
+        num_draft_tokens=0,
+        query_start_loc=buffers.query_start_loc[: padded_rows + 1],
+        query_start_loc_np=np.minimum(np.arange(padded_rows + 1, dtype=np.int32) * more, count),
+        seq_lens=buffers.seq_lens[:padded_rows],
+        seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
+        num_computed_tokens_np=known,
+        prefill_len_np=known,
+        num_computed_prefill_tokens_np=known,
+        is_prefilling_np=np.zeros(rows, np.bool_),
+        has_prefill=False,
+        decode_graph_eligible=True,
+        input_ids=buffers.input_ids[:padded],
+        positions=buffers.positions[:padded],
+        is_padding=buffers.is_padding[:padded],
+        has_structured_output_reqs=False,
+    )
+    return batch, table, mapping
+
+
 def _shape(runner: Any, rows: int, more: int, requests: list[str], *, graphs: bool) -> Any:
     """What vLLM has recorded for such a pass. graphs: whether a full CUDA graph will do, with its layers' attention."""
-    count = rows * more
     adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
+    dispatch, count = runner.cudagraph_manager.dispatch, rows * more
     if graphs:
-        return runner.cudagraph_manager.dispatch(rows, count, more, adapters, max_query_len=more)
-    shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
+        return dispatch(rows, count, more, adapters, max_query_len=more)
+    shape = dispatch(rows, count, None, adapters)
     if shape.cg_mode != CUDAGraphMode.FULL:
         return shape
     return dataclasses.replace(shape, cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=rows)

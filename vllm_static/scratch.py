@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from itemset.serving.config import StaticConfig
 from vllm_static import compat, lists
 from vllm_static.branches import own_blocks
+from vllm_static.compat import hook
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -21,27 +23,36 @@ LONGEST = 32  # tokens of an item, above which fewer beams than configured fit
 USUAL = 16  # the same, of an engine whose sets come with the requests
 
 
-def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
-    """Around `EngineCore._initialize_kv_caches`: keep the last blocks from the scheduler, and give them to the workers.
+@hook(
+    "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+    why="ranked lists have blocks of the KV cache that the scheduler does not know",
+    always=True,
+)
+def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
+    """Keep the last blocks from the scheduler, and give them to the workers.
 
     Blocks of the scheduler's own pool would count as used, and `reset_prefix_cache` fails while any block is.
     """
     cache: KVCacheConfig = original()
+    if not compat.is_ours(vllm_config):
+        return cache
+    from vllm.v1.core import kv_cache_utils
+
     reason = compat.why_rounds(vllm_config)
     if reason is None:
         workers: Callable[..., list[Any]] = self.model_executor.collective_rpc
         room, reason = _tried(workers, cache, vllm_config)
         workers(lists.install, args=(room,))
-        if reason is None:
-            cache.num_blocks -= room.blocks
-            vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
-            kv_cache_utils.update_kv_cache_capacity(vllm_config, cache)
-            logger.info(
-                "Ranked lists: %s blocks of the KV cache are kept for %s beams. A pass may have logits of %s tokens",
-                *(f"{count:,}" for count in (room.blocks, room.beams, room.tokens)),
-            )
     if reason is not None:
         logger.info("Ranked lists take rounds of requests: %s", reason)
+        return cache
+    cache.num_blocks -= room.blocks
+    vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
+    kv_cache_utils.update_kv_cache_capacity(vllm_config, cache)
+    logger.info(
+        "Ranked lists: %s blocks of the KV cache are kept for %s beams. A pass may have logits of %s tokens",
+        *(f"{count:,}" for count in (room.blocks, room.beams, room.tokens)),
+    )
     return cache
 
 
@@ -51,27 +62,26 @@ def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config:
     Raises ValueError if prompts are to be read once, and the attention backend can not.
     """
     config = StaticConfig.of(vllm_config.additional_config)
-    wanted = config.item_set_shared_prefix == "on"
-    if wanted:
+    shared = config.item_set_shared_prefix == "on"
+    if shared:
         compat.refuse_backends(set().union(*workers(lists.backends)))
     if not _one_full_attention(cache):
         return lists.NO_ROOM, "the KV cache is not one of full attention"
-    longest = max(workers(lists.longest_item))
-    blocks, beams = scratch_blocks(config, longest, cache, vllm_config)
+    blocks, beams = scratch_blocks(config, max(workers(lists.longest_item)), cache, vllm_config)
     if not blocks:
         return lists.NO_ROOM, "the KV cache is too small for beams"
-    trials: list[lists.Trial] = workers(lists.try_out, args=(blocks, wanted))
+    trials: list[lists.Trial] = workers(lists.try_out, args=(blocks, shared))
     if reason := next(filter(None, (one.lists for one in trials)), None):
         return lists.NO_ROOM, reason
     tokens = min(one.tokens for one in trials)
     if not tokens:
         return lists.NO_ROOM, "no memory is left for the logits of beams: lower --gpu-memory-utilization"
     why = next(filter(None, (one.apart for one in trials)), None)
-    if wanted and why is None:
+    if shared and why is None:
         logger.info("Ranked lists: each pass reads a prompt once for all beams")
-    elif wanted:
+    elif shared:
         logger.warning("Ranked lists: each beam reads its prompt, although item_set_shared_prefix is on: %s", why)
-    return lists.Room(blocks, min(beams, tokens), tokens, wanted and why is None), None
+    return lists.Room(blocks, min(beams, tokens), tokens, shared and why is None), None
 
 
 def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> tuple[int, int]:
@@ -92,11 +102,9 @@ def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vll
 
 
 def _one_full_attention(cache: KVCacheConfig) -> bool:
-    if len(cache.kv_cache_groups) != 1:
-        return False
-    spec = cache.kv_cache_groups[0].kv_cache_spec
-    return (
-        type(spec) in (FullAttentionSpec, MLAAttentionSpec)
-        and spec.sliding_window is None
-        and spec.attention_chunk_size is None
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    return [type(one) for one in specs] in ([FullAttentionSpec], [MLAAttentionSpec]) and (
+        specs[0].sliding_window is specs[0].attention_chunk_size is None
     )

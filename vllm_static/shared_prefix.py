@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +31,9 @@ Scratch = dict[tuple[int, ...], tuple[Tensor, ...]]
 class Part:
     """Sequences of query tokens, one after another, and the paged KV that each of them reads.
 
-    starts: [sequences + 1] int32, the first query token of each, and the end of the last.
-    lengths: [sequences] int32, how many keys each reads.
-    tables: [sequences, blocks] int32, in which blocks these are.
-    most_queries, most_keys: of any sequence.
-    causal: the queries are the last of the keys, and see none after themselves. Otherwise all see all.
-    long: the keys may be many, and worth several programs. Only one part of a pass may be.
+    starts: [sequences + 1] int32, each one's first query token, and the end. lengths: [sequences] int32, keys of each.
+    tables: [sequences, blocks] int32. most_queries, most_keys: of any sequence. causal: the queries are the last of the
+    keys. long: the keys may be many, and worth several programs. Only one part of a pass may be.
     """
 
     starts: Tensor
@@ -51,10 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """A pass, as its attention layers see it.
-
-    tokens: of all rows, without padding. scratch: of `_segments`, one for all layers.
-    """
+    """A pass's attention metadata. tokens: of all rows, without padding. scratch: of `_segments`, for all layers."""
 
     tokens: int
     prompts: Part
@@ -126,9 +119,9 @@ def by_layer(runner: Any, shared: SharedPrefix) -> dict[str, Any]:
 
 
 def install(runner: Any) -> None:
-    """Let the layers of the runner's model understand `SharedPrefix`. To be called if `why_not` finds nothing."""
+    """Let the layers of the runner's model understand `SharedPrefix`. To be called if `why_not` returns None."""
     for layer in _layers(runner):
-        layer.impl.forward = partial(_forward, layer.impl.forward, layer.impl)
+        layer.impl.forward = _with_shared_prefix(layer.impl)
 
 
 def _names(runner: Any) -> list[str]:
@@ -139,26 +132,22 @@ def _layers(runner: Any) -> list[Any]:
     return list(get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, _names(runner)).values())
 
 
-def _forward(
-    original: Callable[..., Tensor],
-    impl: Any,
-    layer: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    attn_metadata: Any,
-    output: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    """Around the `forward` of an attention layer's implementation. The tokens' own KV is in the cache already."""
-    if type(attn_metadata) is not SharedPrefix:
-        return original(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-    if any(scale is not None for scale in (*args, *kwargs.values())):
-        raise NotImplementedError("attention that quantises its output")
-    attend(impl, layer, query[: attn_metadata.tokens], kv_cache, attn_metadata, output[: attn_metadata.tokens])
-    return output
+def _with_shared_prefix(impl: Any) -> Callable[..., Tensor]:
+    """What takes the place of an attention implementation's `forward`. The tokens' own KV is in the cache already."""
+    original: Callable[..., Tensor] = impl.forward
+
+    def forward(
+        layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        if type(attn_metadata) is not SharedPrefix:
+            return original(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        if any(scale is not None for scale in (*args, *kwargs.values())):
+            raise NotImplementedError("attention that quantises its output")
+        attend(impl, layer, query[: attn_metadata.tokens], kv_cache, attn_metadata, output[: attn_metadata.tokens])
+        return output
+
+    return forward
 
 
 def attend(impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, shared: SharedPrefix, output: Tensor) -> None:
@@ -185,7 +174,7 @@ def _by_flash(
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-    found: tuple[Tensor, Tensor] = flash_attn_varlen_func(
+    result: tuple[Tensor, Tensor] = flash_attn_varlen_func(
         q=query,
         k=canonicalize_singleton_dim_strides(keys),
         v=canonicalize_singleton_dim_strides(values),
@@ -201,7 +190,7 @@ def _by_flash(
         return_softmax_lse=True,
         fa_version=impl.vllm_flash_attn_version,
     )
-    return found
+    return result
 
 
 def _by_triton(

@@ -61,11 +61,10 @@ def sample(original: Callable[..., Any], self: Any, logits: Any) -> Any:
 @hook(
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__",
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
-    why="V2: an answer's weight",
     when=IMPORTED,
 )
 def sample_on_device(original: Callable[..., Any], self: Any, logits: Tensor, input_batch: Any) -> Any:
-    """Around both samplers of model runner V2, which leave the logits as they are."""
+    """V2: an answer's weight. Both samplers leave the logits as they are."""
     output = original()
     for processor in getattr(self, "sampler", self).logits_processors:
         if hasattr(processor, "weigh"):

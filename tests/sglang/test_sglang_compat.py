@@ -10,13 +10,13 @@ import hooked_names
 import pytest
 from sglang_engines import environment
 
-from sglang_static import compat, plugin
+from sglang_static import compat, engine_config, plugin
 
 
 def test_every_hook_is_said_why():
     assert all(hook.why for hook in compat.hook.declared.values())
-    printed = "docs/architecture.md lacks what this prints: python -m itemset.serving.hooks sglang_static"
-    assert hooked_names.documented("sglang") == compat.hook.table(), printed
+    stale = "docs/hooks.md is old: run python -m itemset.serving.hooks"
+    assert hooked_names.documented("sglang") == compat.hook.table(), stale
 
 
 def test_every_hook_takes_what_runs_around_it():
@@ -41,7 +41,7 @@ def test_a_process_of_an_engine_that_has_our_backend_does_not_go_on_without_it(m
 def test_a_missing_hook_ends_the_process_that_would_have_needed_it():
     """Nothing is masked in silence: the import of the module fails."""
     code = """if True:
-        from sglang_static import compat, plugin
+        from sglang_static import compat, engine_config, plugin
         compat.hook("sglang.srt.server_args:ServerArgs.gone", why="a reason")(print)
         plugin.register()
         import sglang.srt.server_args
@@ -56,7 +56,7 @@ def test_flags_become_options(monkeypatch):
     args = argparse.Namespace(
         grammar_backend=None, guided_decoding_backend="static", item_set=["films=a", "songs=b"], item_set_path="host"
     )
-    compat.apply_flags(args)
+    engine_config.apply_flags(args)
     assert args.grammar_backend == "static"
     assert compat.options() == {
         "item_sets": ["labels=c", "films=a", "songs=b"],
@@ -64,7 +64,7 @@ def test_flags_become_options(monkeypatch):
         "item_set_path": "host",
     }
     with pytest.raises(ValueError, match="--item-set and --item-set-path need the static backend: add"):
-        compat.apply_flags(argparse.Namespace(grammar_backend="xgrammar", item_set=["films=a"]))
+        engine_config.apply_flags(argparse.Namespace(grammar_backend="xgrammar", item_set=["films=a"]))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"films"'])

@@ -17,7 +17,7 @@ from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 import itemset
 from itemset.masking import host
 from itemset.serving import hooks
-from sglang_static import plugin
+from sglang_static import scheduler_hooks
 from sglang_static.backend import StaticGrammar
 
 VOCABULARY = 2112
@@ -36,7 +36,7 @@ def test_the_rows_of_sets_are_filled_by_one_call(monkeypatch, compiled, first):
     """Whichever grammar is the first of its batch; each row as its grammar alone fills it, and free rows stay free."""
     monkeypatch.setattr(BaseGrammarObject, "fill_vocab_mask_batched", BaseGrammarObject.__dict__[FILL.split(".")[-1]])
     hook = hooks.Hooks(hooks.START)
-    hook(FILL, why="as the plugin")(plugin._fill_rows)
+    hook(FILL, why="as the plugin")(scheduler_hooks._fill_rows)
     hook.choose(True)
     hook.install("SGLang", hooks.START)
     items = np.random.default_rng(5).integers(0, VOCABULARY, (3_000, 4)).tolist()

@@ -16,6 +16,7 @@ from sglang_engines import NGRAM
 
 import itemset
 from itemset.ranking.lockstep import rows_of_passes
+from sglang_static import turns
 
 # SGLang's own checks of its memory: at every step, and that no slot is freed twice.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -248,6 +249,33 @@ def test_rounds_where_there_is_no_room(wide):
     assert len(found["meta_info"]["beam_results"]) == 3
     assert requests(wide) > before + 1
     assert "rows are more than the engine's 320 requests: raise --max-running-requests" in wide.log()
+
+
+def test_rounds_where_a_pass_has_no_memory(static):
+    """It is known from the start, for the engine and not for one list."""
+    few = {"DEVICE_BYTES": str(turns.SEARCH + 4 * turns.LOGITS * 2112 * 100)}
+    small = static("device", **{**WIDE, "env": CHECKS | few})
+    assert "passes have memory for 80 rows of 320" in small.log()
+    before = requests(small)
+    small.generate("a film", ASKED["narrow"])
+    assert requests(small) == before + 1
+    wider = small.generate("a film", ASKED["all of fixed"])
+    assert requests(small) > before + 2
+    assert "its 300 rows are more than the 80 that have memory: lower --mem-fraction-static" in small.log()
+    assert [one[:3] for one in items(wider)] == [
+        one[:3] for one in items(with_rounds(small, "a film", ASKED["all of fixed"]))
+    ]
+
+
+@pytest.mark.parametrize(("free", "rows"), [(0, 0), (9, 0), (10, 1), (45, 3), (130, 13), (10_000, 13)])
+def test_as_many_rows_as_have_memory(monkeypatch, free, rows):
+    monkeypatch.setattr(turns, "SEARCH", 0)
+
+    def reserve(nbytes):
+        if nbytes > free:
+            raise RuntimeError
+
+    assert turns.rows_in_memory(13, 10, reserve) == rows
 
 
 def test_lists_wait_for_room(static):

@@ -254,6 +254,14 @@ def report_turns(module: ModuleType) -> None:
         return part
 
     module._parted = report
+    reserve = module.reserve
+
+    def limited(device: Any, nbytes: int) -> None:
+        if nbytes > int(os.environ.get("DEVICE_BYTES", nbytes)):
+            raise RuntimeError("out of memory")
+        reserve(device, nbytes)
+
+    module.reserve = limited
 
 
 def report_fills(module: ModuleType) -> None:

@@ -1,0 +1,95 @@
+"""The engine's configuration: the flags of its command line, our backend's name, the path, and the sets' versions."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from itemset.serving import flags, startup
+from itemset.serving.catalogue import with_versions
+from itemset.serving.config import BACKEND, StaticConfig
+from sglang_static import compat
+from sglang_static.compat import hook
+
+
+def add_backend_name() -> None:
+    """Let the flag take our name."""
+    from sglang.srt.arg_groups.choices import GRAMMAR_BACKEND_CHOICES, add_grammar_backend_choices
+
+    if BACKEND not in GRAMMAR_BACKEND_CHOICES:
+        add_grammar_backend_choices([BACKEND])
+
+
+@hook("sglang.srt.constrained.base_grammar_backend:register_grammar_backend", extends=True)
+def _register_backend(register: Callable[..., None]) -> None:
+    """SGLang's official registry of backends."""
+
+    def make(*args: Any) -> Any:
+        from sglang_static.backend import make_backend
+
+        return make_backend(*args)
+
+    register(BACKEND, make)
+
+
+@hook("sglang.srt.entrypoints.engine:Engine", extends=True)
+def _add_engine_arguments(engine: Any) -> None:
+    """Takes the plugin's options beside SGLang's own arguments."""
+    make = engine.server_args_class  # SGLang's place for another class; a function of the same arguments serves as well
+
+    def server_args(**arguments: Any) -> Any:
+        given = {name: arguments.pop(name) for name in StaticConfig.__struct_fields__ if name in arguments}
+        if given and arguments.get("grammar_backend") != BACKEND:
+            raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
+        if given:
+            compat.set_options(given)
+        return make(**arguments)
+
+    engine.server_args_class = staticmethod(server_args)
+
+
+@hook("sglang.srt.server_args:ServerArgs.add_cli_args", always=True)
+def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    """The flags --item-set, --item-set-path and --guided-decoding-backend."""
+    original()
+    flags.add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
+
+
+@hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean", always=True)
+def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
+    startup.on_command_line()
+    with startup.start_up():
+        apply_flags(args)
+    return original()
+
+
+def apply_flags(args: argparse.Namespace) -> None:
+    """Put what the flags say where every process finds it."""
+    if getattr(args, "guided_decoding_backend", None):
+        args.grammar_backend = BACKEND
+    named = {option: getattr(args, flag, None) for flag, option in flags.NAMED.items()}
+    single = {option: given for option in flags.OPTIONS if (given := getattr(args, option, None))}
+    if (any(named.values()) or single) and args.grammar_backend != BACKEND:
+        raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
+    for option, given in named.items():
+        if given:
+            compat.set_options(flags.with_named(compat.options(), option, given))
+    if single:
+        compat.set_options(single)
+
+
+@hook("sglang.srt.server_args:ServerArgs.check_server_args", always=True)
+def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
+    """Item sets and configuration are checked before a process starts; the sets' versions are chosen."""
+    if compat.is_ours(self):
+        with startup.start_up():
+            given = {**compat.options(), "item_set_versions": None}  # those of an engine before this one are no more
+            wanted, reason = StaticConfig.of(given).item_set_path, compat.why_host_path(self)
+            compat.refuse_unmasked(self)
+            if StaticConfig.of(given).item_set_draft_head is not None:
+                raise ValueError("item_set_draft_head works in vLLM only, on its model runner V2: leave it out")
+            if wanted == "device" and reason is not None:
+                raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+            compat.set_options(with_versions(given))
+    return original()

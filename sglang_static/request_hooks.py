@@ -1,0 +1,109 @@
+"""The hooks by which a request with an item set passes SGLang's front end, of a server or offline."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from itemset.serving import startup
+from itemset.serving.request import ItemRequest
+from itemset.serving.wire import WIRE
+from itemset.serving.words import REFERENCE
+from sglang_static import answers, compat, following, weights
+from sglang_static.compat import hook
+from sglang_static.request import CONSTRAINT, places, without_words
+
+
+@hook("sglang.srt.entrypoints.http_server:app", extends=True)
+def _add_middleware(app: Any) -> None:
+    """The middleware that brings a body's fields to its request, innermost; the routes of /v1/item_sets."""
+    from starlette.middleware import Middleware
+
+    from itemset.serving.http_routes import add_routes
+    from sglang_static.http import ItemSetFields
+
+    if not any(one.cls is ItemSetFields for one in app.user_middleware):
+        app.user_middleware.append(Middleware(ItemSetFields))
+        add_routes(app, lambda state: following.follower_of(_manager()))
+
+
+def _manager() -> Any:
+    state = getattr(sys.modules["sglang.srt.entrypoints.http_server"], "_global_state", None)
+    return getattr(state, "tokenizer_manager", None)
+
+
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.init_tokenizer_and_processor", always=True)
+def _init_tokenizer(original: Callable[..., Any], self: Any) -> None:
+    """The front end, made at start-up."""
+    original()
+    self.static_front_end = None
+    if compat.is_ours(self.server_args):
+        from sglang_static.front import FrontEnd
+
+        with startup.start_up():
+            self.static_front_end = FrontEnd(self)
+
+
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request")
+async def _generate_request(
+    original: Callable[..., Any], self: Any, obj: Any, request: Any
+) -> AsyncGenerator[Any, None]:
+    """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
+    if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
+        from itemset.serving.metrics import refusals
+        from sglang_static import ranking
+
+        with refusals():
+            # Encoding a large inline set takes seconds, and all below runs on the event loop.
+            if await self.static_front_end.prepare(obj, request):
+                yield await ranking.ranked(original, self, obj, request)
+                return
+            async for part in original():
+                answers.note(obj, part)
+                yield part
+            return
+    async for part in original():
+        yield part
+
+
+@hook("sglang.srt.entrypoints.http_server:ORJSONRequest.json", always=True)
+def _parse_body(original: Callable[..., Any], self: Any) -> Any:
+    """A body is judged once parsed, before words are dropped."""
+    from itemset.serving import asgi
+
+    return asgi.judged(original, self)
+
+
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object", always=True)
+def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
+    """The item set is attached to its request."""
+    front_end = self.static_front_end
+    if front_end is None:
+        from itemset.serving.asgi import body
+        from sglang_static import inside
+
+        given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
+        named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
+        if named or inside.names_sets(given):  # ignored, or an unknown parameter
+            raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
+        return original()
+    from sglang_static.one_request import CARRIED
+
+    if (carried := getattr(obj, CARRIED, None)) is not None:
+        tokenized = original()
+        tokenized.sampling_params.custom_params = {WIRE: carried.json()}
+        return tokenized
+    given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
+    wanted = given.get(REFERENCE) or given.get(CONSTRAINT)
+    if getattr(wanted, "weighed", False):
+        weights.ask(obj)
+    try:
+        tokenized = original()
+    finally:
+        obj.sampling_params = given  # the same request may be tokenized again
+    if isinstance(wanted, ItemRequest):
+        wanted = front_end.checks.reference(wanted)
+    if wanted is not None:
+        front_end.attach(wanted, obj, tokenized.sampling_params, len(input_ids or ()))
+    return tokenized

@@ -1,0 +1,83 @@
+"""The hooks into SGLang's schedulers, which share their processes with the workers: grammars, memory and masks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from itemset.serving.config import StaticConfig
+from sglang_static import compat, drafts, processor, weights
+from sglang_static.compat import hook
+
+
+@hook("sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar")
+def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
+    """A request is given its item set."""
+    backend = getattr(self.grammar_backend, "static_backend", None)
+    admitted = None if backend is None else backend.admit(self, req)
+    waits: bool = original() if admitted is None else admitted
+    return waits
+
+
+@hook("sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched")
+def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
+    """The rows of all item sets are filled at once, whichever grammar is the first of its batch."""
+    backend = sys.modules.get("sglang_static.backend")  # imported where there are item sets
+    if backend is None:
+        original()
+    else:
+        backend.fill_rows(original, entries, vocab_mask)
+
+
+@hook("sglang.srt.model_executor.model_runner:ModelRunner.load_model", always=True)
+def _load_model(original: Callable[..., Any], self: Any) -> Any:
+    """Device memory for item sets, before the KV cache is sized."""
+    result = original()
+    if not compat.is_ours(self.server_args) or self.is_draft_worker:
+        return result
+    config = StaticConfig.of(compat.options())
+    if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
+        sampler = processor.ItemSetSampler(config, self.device, self.model_config.vocab_size)
+        self.item_set_sampler, sampler.runner = sampler, self
+        drafts.warn_of_unmasked(compat.resolved(self.server_args))
+    return result
+
+
+@hook("sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool", why="a state for each request slot")
+def _alloc_memory_pool(original: Callable[..., Any], self: Any) -> Any:
+    result = original()
+    if (sampler := getattr(self, "item_set_sampler", None)) is not None:
+        sampler.allocate(self.req_to_token_pool.req_to_token.shape[0], compat.verified_rows(self.server_args))
+    return result
+
+
+@hook(
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_split_prefill",
+)
+def _forward(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+    """Which rows of a step have an item set."""
+    if batch is not None:
+        if (sampler := getattr(self.model_runner, "item_set_sampler", None)) is not None:
+            sampler.stage(batch)
+        weights.note(batch)
+    return original()
+
+
+@hook("sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask", why="the mask of these rows")
+def _update_mask(original: Callable[..., Any], self: Any) -> None:
+    original()
+    if (sampler := processor.current()) is not None:
+        sampler.mask(self)
+
+
+class _Synchronised:
+    grammars = True
+
+
+@hook("sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp")
+def _sync_tokens(original: Callable[..., Any], sampling_info: Any) -> None:
+    """All ranks must sample the same token, as with grammars: masked rows have more near ties."""
+    has_sets = getattr(sampling_info, "item_sets", None) is not None
+    original(sampling_info=_Synchronised if has_sets else sampling_info)

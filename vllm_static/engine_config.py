@@ -1,0 +1,142 @@
+"""The engine's configuration: the flags of its command line, our backend's name, the path, and the sets' versions."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
+import wrapt
+
+from itemset.serving import flags, startup
+from itemset.serving.catalogue import with_versions
+from itemset.serving.config import BACKEND, StaticConfig
+from vllm_static import compat
+from vllm_static.compat import hook
+
+MIDDLEWARE = "vllm_static.http.ItemSetWords"
+_CONFIG = "vllm.config.structured_outputs:StructuredOutputsConfig"
+
+
+@hook(_CONFIG, extends=True)
+def _add_backend_name(structured: Any) -> None:
+    """The backend's name, in a Literal; its validator judges the other fields as xgrammar's."""
+    from pydantic.dataclasses import rebuild_dataclass
+
+    known = get_args(structured.__annotations__["backend"])
+    if BACKEND in known:
+        return
+    names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
+    structured.__annotations__["backend"] = names
+    structured.__dataclass_fields__["backend"].type = names
+    for validator in structured.__pydantic_decorators__.model_validators.values():
+        validator.func = partial(_validate, validator.func)
+    rebuild_dataclass(structured, force=True)
+
+
+def _validate(validate: Callable[[Any], Any], structured: Any) -> Any:
+    if structured.backend == BACKEND:
+        compat.xgrammar_config(structured)  # which judges the other fields
+        return structured
+    return validate(structured)
+
+
+def add_backend_name_at_import() -> None:
+    """`LLM(structured_outputs_config={"backend": "static"})` checks the name before it loads the general plugins
+    (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
+    module, _, name = _CONFIG.partition(":")
+    wrapt.register_post_import_hook(lambda config: _add_backend_name(getattr(config, name)), module)
+
+
+@hook("vllm.engine.arg_utils:EngineArgs.add_cli_args", always=True)
+def _add_cli_args(original: Callable[..., Any]) -> Any:
+    """The flags --item-set and --guided-decoding-backend."""
+    parser = original()
+    flags.add_flags(
+        parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend"
+    )
+    return parser
+
+
+@hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", why="what these flags mean", always=True)
+def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
+    startup.on_command_line()
+    with startup.start_up():
+        apply_flags(args)
+        if _names_our_backend(args):
+            _add_versions(args)
+    return original()
+
+
+def apply_flags(args: argparse.Namespace) -> None:
+    """Put what the flags say where vLLM's own configuration has its place for it."""
+    if MIDDLEWARE not in getattr(args, "middleware", [MIDDLEWARE]):
+        args.middleware = [*args.middleware, MIDDLEWARE]
+    if getattr(args, "guided_decoding_backend", None):
+        from vllm.config import StructuredOutputsConfig
+
+        current = getattr(args, "structured_outputs_config", None) or StructuredOutputsConfig()
+        if isinstance(current, dict):
+            args.structured_outputs_config = {**current, "backend": BACKEND}
+        else:
+            args.structured_outputs_config = dataclasses.replace(current, backend=BACKEND)
+    for option in flags.OPTIONS:
+        if given := getattr(args, option, None):
+            args.additional_config = {**(args.additional_config or {}), option: given}
+    for flag, option in flags.NAMED.items():
+        if named := getattr(args, flag, None):
+            if not _names_our_backend(args):
+                raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
+            args.additional_config = flags.with_named(getattr(args, "additional_config", None) or {}, option, named)
+            setattr(args, flag, None)  # with several API servers, each reads the same flags again
+
+
+def _names_our_backend(args: argparse.Namespace) -> bool:
+    configured = getattr(args, "structured_outputs_config", None)
+    named = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
+    return bool(named == BACKEND)
+
+
+def _add_versions(config: Any) -> None:
+    """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes.
+
+    Opens the sets where they are not there yet; raises ItemSetError as `Catalogue` does.
+    """
+    if isinstance(getattr(config, "additional_config", None), dict):
+        config.additional_config = with_versions(config.additional_config)
+
+
+@hook("vllm.engine.arg_utils:EngineArgs.create_engine_config", always=True)
+def _create_engine_config(original: Callable[..., Any]) -> Any:
+    """The device path's processor and the sets' versions are put where every process reads them."""
+    config = original()
+    if not compat.is_ours(config):
+        return config
+    from vllm_static.device import refuse_speculation
+
+    with startup.start_up():
+        options = StaticConfig.of(config.additional_config)
+        path, reason = options.item_set_path, compat.why_host_path(config)
+        refuse_speculation(config)
+        if path == "device" and reason is not None:
+            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        if options.item_set_shared_prefix == "on":
+            compat.refuse_backends(compat.configured_backends(config))
+        _add_versions(config)
+    if path != "host" and reason is None and not compat.on_device_path(config):
+        config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]
+    return config
+
+
+@hook("vllm.config.vllm:VllmConfig.compute_hash", always=True)
+def _compute_hash(original: Callable[..., Any], self: Any) -> Any:
+    """Another item set must not compile the model anew: vLLM's cache of graphs goes by this name."""
+    options, ours = self.additional_config, StaticConfig.__struct_fields__
+    if not isinstance(options, dict) or options.keys().isdisjoint(ours):
+        return original()
+    plain = copy.copy(self)
+    plain.additional_config = {key: value for key, value in options.items() if key not in ours}
+    return original(self=plain)

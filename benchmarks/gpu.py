@@ -238,10 +238,10 @@ def saver(path: str | None) -> Callable[[Record], None]:
     def save(report: Record) -> None:
         if path:
             kept = {name: about | {"rows": rows} for name, rows in report.items() if rows and isinstance(rows, list)}
-            others = {name: value for name, value in report.items() if not isinstance(value, list)}
+            kept["run"] = about | {"rows": [{name: of for name, of in report.items() if not isinstance(of, list)}]}
             temporary = Path(path + ".tmp")
             temporary.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(kept | others, indent=1) + "\n")
+            temporary.write_text(json.dumps(kept, indent=1) + "\n")
             temporary.replace(path)
 
     return save

@@ -143,8 +143,7 @@ class ItemSet:
         """Return those of `token_ids` that occur in an item, ascending."""
         given = np.array(sorted(token_ids), np.int64)
         first, after = (np.searchsorted(self.token_ids, given, side) for side in ("left", "right"))
-        found: list[int] = given[first < after].tolist()
-        return found
+        return [int(token) for token in given[first < after]]
 
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
         """Return the tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.

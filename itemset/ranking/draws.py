@@ -27,7 +27,7 @@ add up to more than their parent's, and there is no such race.
 Random numbers. Each prefix has a key, made of its parent's key and its token by a hash (splitmix64); the root's comes
 from seed and number of the draw. A key's own bits are the prefix's random number. So a draw depends on the seed, its
 number and the model alone: not on the width of the rounds, their order, or how many draws there are, nor on who runs
-the race: `races.Races` runs the same one over beams, inside an engine.
+the race: `beams.Beams` runs the same one, inside an engine.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ class Drawing(Shared):
 
     @property
     def races(self) -> tuple[list[int], int]:
-        """The keys of the races' roots, as int64, and how many items each race is for: for `races.Races`."""
+        """The keys of the races' roots, as int64, and how many items each race is for: for `beams.Beams`."""
         return [int(np.uint64(race.root).view(np.int64)) for race in self._races], self._wanted
 
     def begin_with(self, known: Mapping[int, Sequence[Draw]], passes: int, rounds: int) -> Draws | None:
-        """Take over what `races.Races` has found, before the first round: all items of some races, by number. The
+        """Take over what `beams.Beams` has found, before the first round: all items of some races, by number. The
         others begin again, and find what it would have found. passes, rounds: what that took, for the result.
 
         Returns the result if nothing is left to do, and something was drawn.

@@ -17,7 +17,6 @@ import itemset
 from itemset.masking.arena import Arena
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.ranking.beams import Beams
-from itemset.ranking.races import Races
 from itemset.trie.walk import STATE_BITS
 from itemset.views import without
 
@@ -116,7 +115,7 @@ def lists(bench: Bench, emit: Emit) -> None:
         given: dict[str, Any] = {"width": width, "k": width, "stepwise": True, "kernels": "triton"}
         ways: dict[str, Callable[[], Beams]] = {
             "list": lambda given=given: Beams(arena, [number], item_set.level_plan, end_token=None, **given),
-            "race": lambda given=given: Races(arena, [number], item_set.level_plan, keys, end_token=0, **given),
+            "race": lambda given=given: Beams(arena, [number], item_set.level_plan, keys=keys, end_token=0, **given),
         }
         for name, make in ways.items():
             emit("micro", {"rounds of a": name, "width": width, "ours": bench.step([rounds(make, logits)])})

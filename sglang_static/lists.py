@@ -20,7 +20,7 @@ from torch import Tensor
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Resident
-from itemset.ranking.lockstep import Lockstep, LockstepRaces, rows_of_passes, rows_of_races
+from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import ListResult, ListSpec, ListTotals, NoList
 from sglang_static import processor
 from sglang_static.beams import WHOLE
@@ -83,7 +83,7 @@ class ItemGroup(BeamGroup):
         self.said: dict[str, Any] = {}
         self._sampler, self._resident, self._device = sampler, resident, sampler.arena.device
         self._item_set: ItemSet | None = item_set  # until it has ended: the request and its group hold each other
-        self._beams: Lockstep | LockstepRaces | None = None
+        self._beams: Lockstep | None = None
         self._aligned = 0  # positions after the prompt at which every row has a slot
         self._ending = False  # what was read says that no pass could change the list
         self._stream: Any = None  # on which beams are chosen: the scheduler's is another one
@@ -209,19 +209,16 @@ class ItemGroup(BeamGroup):
         self._pending_steps.clear()
         self.state = BeamGroupState.FINISHED
 
-    def _begin(self, item_set: ItemSet) -> Lockstep | LockstepRaces:
+    def _begin(self, item_set: ItemSet) -> Lockstep:
         sampler, wanted, place = self._sampler, self.wanted, self._resident
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
         options: dict[str, Any] = {"width": wanted.width, "k": wanted.k, "end_token": wanted.scored_end}
         options["kernels"] = sampler.kernels
-        of_set = sampler.arena, place.number, item_set.level_plan
         if wanted.races:
-            keys = sampler.moved(torch.tensor(wanted.races))
-            self._beams = LockstepRaces(*of_set, keys, temperature=wanted.temperature, **options)
-        else:
-            arena, number, plan = of_set
-            self._beams = Lockstep(arena, [number], plan, renormalised=wanted.renormalised, **options)
+            options |= {"keys": sampler.moved(torch.tensor(wanted.races)), "temperature": wanted.temperature}
+        numbers = [place.number] * max(1, len(wanted.races))
+        self._beams = Lockstep(sampler.arena, numbers, item_set.level_plan, renormalised=wanted.renormalised, **options)
         return self._beams
 
     def _narrow(self) -> None:
@@ -279,10 +276,8 @@ def rows_in(counts: Sequence[int]) -> int:
 
 def rows_of(item_set: ItemSet, wanted: ListSpec) -> tuple[int, ...]:
     """How many rows each pass after the prompt's has at most."""
-    if wanted.races:
-        return rows_of_races(item_set.level_plan, wanted.width, len(wanted.races))
     options: dict[str, Any] = {"renormalised": wanted.renormalised, "end_token": wanted.scored_end}
-    return rows_of_passes(item_set.level_plan, wanted.width, **options)
+    return rows_of_passes(item_set.level_plan, wanted.width, races=len(wanted.races), **options)
 
 
 def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:

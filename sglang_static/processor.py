@@ -13,7 +13,7 @@ from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.holding import Arrivals, Holdings
 from itemset.masking.slates import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
-from itemset.ranking import races
+from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.trie.walk import DEAD, END
@@ -110,7 +110,7 @@ class ItemSetSampler:
                 self.slots.step(tree, logits)
                 self.slots.mask(states, nobody, logits)
             else:  # with speculation, lists are made in rounds
-                races.warm_up(self.arena, logits[:, None], stepwise=True, kernels=self.kernels)
+                warm_up(self.arena, logits[:, None], stepwise=True, kernels=self.kernels)
         if drafts > 1:
             self.advance(states, nobody, nobody)
 

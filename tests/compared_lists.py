@@ -1,10 +1,10 @@
-"""Rounds of ranked lists on random logits, in which every function is held against the one in torch."""
+"""Beam searches on random logits, in which every function in Triton is held against the one in Numba."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,57 +13,90 @@ from torch import Tensor
 from views import made
 
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking import torch_expand, triton_expand
+from itemset.ranking import cpu_kernels, triton_kernels
+from itemset.ranking.beam_state import EARLIEST, LOG, NOTHING, SCORE, TAIL, Items, Pass, Rows
 from itemset.ranking.beams import Beams
-from itemset.ranking.torch_expand import NOTHING, Found, Rows
+from itemset.ranking.lockstep import Lockstep
 from itemset.trie.levels import LevelPlan
 
 
 class Compared:
-    """Stands in place of either module. What torch gives goes on, so that each function is judged alone."""
+    """Stands in place of either module. What Numba gives goes on, so that each function is judged alone."""
 
-    def __init__(self, twin: ModuleType) -> None:
-        self.twin, self.compared = twin, 0
+    def __init__(self) -> None:
+        self.compared = 0
 
-    def both(self, name: str, *args: Any) -> tuple[Any, Any]:
+    def both(self, name: str, now: Pass, *args: Any) -> tuple[Any, Any]:
         self.compared += 1
-        return getattr(torch_expand, name)(*args), getattr(self.twin, name)(*args)
+        expected = getattr(cpu_kernels, name)(*map(to_cpu, (now, *args)))
+        return moved(expected, now.logits.device), getattr(triton_kernels, name)(now, *args)
 
-    def log_sums(self, logits: Tensor, rows: Rows, found: Found) -> Tensor:
-        expected, sums = self.both("log_sums", logits, rows, found)
+    def log_sums(self, now: Pass) -> Tensor:
+        expected, sums = self.both("log_sums", now)
         count, queries = sums.shape[1:]
-        wanted = torch.arange(queries, device=sums.device) <= rows.tails[:, :count, None]
-        wanted &= (rows.scores > found.scores[:, -1:])[:, :count, None]
+        wanted = torch.arange(queries, device=sums.device) <= now.rows.table[TAIL, :, :count, None]
+        wanted &= alive(now, count)[:, :, None]
         torch.testing.assert_close(sums[wanted], expected[wanted])
+        torch.testing.assert_close(sums[wanted], now.logits.float().logsumexp(3)[wanted])
         return expected
 
-    def legal_sums(self, *args: Any) -> Tensor:
-        expected, sums = self.both("legal_sums", *args)
+    def legal_sums(self, now: Pass) -> Tensor:
+        expected, sums = self.both("legal_sums", now)
         torch.testing.assert_close(sums, expected)
         return expected
 
-    def ended(self, *args: Any) -> Tensor:
-        expected, ends = self.both("ended", *args)
-        ends, wanted = (torch.where(scores.isnan(), -torch.inf, scores) for scores in (ends, expected))  # as in `merge`
-        torch.testing.assert_close(ends, wanted, rtol=1e-12, atol=1e-12)
+    def ended(self, now: Pass, sums: Tensor) -> Tensor:
+        expected, ends = self.both("ended", now, sums)
+        close(ends[:EARLIEST], expected[:EARLIEST])
+        if now.rules.power:
+            racing = alive(now, ends.shape[2])
+            close(ends[EARLIEST][racing], expected[EARLIEST][racing])
         return expected
 
-    def best(self, *args: Any) -> tuple[Tensor, Tensor]:
-        (keys, places), (twin_keys, twin_places) = self.both("best", *args)
-        assert torch.equal(twin_keys, keys)
-        assert torch.equal(twin_places[keys != NOTHING], places[keys != NOTHING])
+    def best(self, now: Pass, *args: Any) -> tuple[Tensor, Tensor]:
+        (keys, places), (triton_keys, triton_places) = self.both("best", now, *args)
+        assert torch.equal(triton_keys, keys)
+        assert torch.equal(triton_places[keys != NOTHING], places[keys != NOTHING])
         return keys, places
 
-    def follow(self, *args: Any) -> Rows:
-        expected, rows = self.both("follow", *args)
-        for name, column in rows._asdict().items():
-            assert torch.equal(column, getattr(expected, name)), name
+    def follow(self, now: Pass, *args: Any) -> Rows:
+        expected, rows = self.both("follow", now, *args)
+        for column, (given, wanted) in enumerate(zip(rows.table, expected.table, strict=True)):
+            if column in (SCORE, LOG):
+                close(given.view(torch.float64), wanted.view(torch.float64), exactly=not now.rules.power)
+            else:
+                assert torch.equal(given, wanted), column
+        assert torch.equal(rows.tokens, expected.tokens)
         return expected
 
-    def merge(self, *args: Any) -> Found:
-        expected, found = self.both("merge", *args)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        return expected
+    def merge(self, now: Pass, *args: Any) -> tuple[Items, Tensor]:
+        (expected, alive_before), (items, triton_alive) = self.both("merge", now, *args)
+        assert all(torch.equal(*pair) for pair in zip(items, expected, strict=True))
+        assert torch.equal(triton_alive, alive_before)
+        return expected, alive_before
+
+
+def alive(now: Pass, count: int) -> Tensor:
+    return (now.rows.scores > now.items.scores[:, -1:])[:, :count]
+
+
+def close(given: Tensor, expected: Tensor, *, exactly: bool = False) -> None:
+    torch.testing.assert_close(given, expected, rtol=0 if exactly else 1e-12, atol=0 if exactly else 1e-12)
+
+
+def to_cpu(value: Any) -> Any:
+    if isinstance(value, Arena):
+        return SimpleNamespace(words=value.words.cpu(), sets=value.sets.cpu(), device=torch.device("cpu"))
+    return moved(value, torch.device("cpu"), to_cpu)
+
+
+def moved(value: Any, device: torch.device, inner: Any = None) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        parts = [(inner or (lambda part: moved(part, device)))(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 def covering(plans: Sequence[LevelPlan]) -> LevelPlan:
@@ -84,28 +117,36 @@ def compared(
     *,
     seed: int,
     vocabulary: int,
-    twin: ModuleType = triton_expand,
     dtype: torch.dtype = torch.float32,
     padding: int = 0,
     impossible: float = 0.1,
+    lockstep: bool = False,
+    races: bool = False,
     **options: Any,
 ) -> Compared:
     """Search these sets, a list each, with random logits, of which some are -inf and many are equal.
 
-    padding: columns that lie beside the logits in memory. options: of `Beams`.
+    padding: columns that lie beside the logits in memory. lockstep, races: of these beams. options: of `Beams`.
     """
     built = [made(items) for items in sets]
     arena = Arena(sum(map(room_for, built)), device)
     numbers = [arena.acquire(s) for s in built]
-    beams = Beams(arena, numbers, covering([s.level_plan for s in built]), **options)
-    beams._kernels = kernels = Compared(twin)  # type: ignore[assignment]
+    if races:
+        options["keys"] = torch.arange(3, 3 + len(sets), device=device) << 40
+    kind = Lockstep if lockstep else Beams
+    beams = kind(arena, numbers, covering([s.level_plan for s in built]), **options)
+    beams._kernels = kernels = Compared()  # type: ignore[assignment]
     draw, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     while beams.passes_left:
-        rows = draw.choice([beams.rows, beams.width]) if beams.taken else 1
-        shape = (beams.lists * rows, beams.queries, vocabulary + padding)
+        rows = beams.lists * (draw.choice([beams.rows, beams.width]) if beams.taken else 1)
+        if lockstep:
+            rows = (
+                max(1, beams.row_count * (1 if races else beams.lists)) if beams.taken else 1 if races else beams.lists
+            )
+        shape = (rows, beams.queries, vocabulary + padding)
         logits = torch.randn(shape, generator=generator, device=device).mul(4).round_(decimals=1)
         logits[torch.rand(shape, generator=generator, device=device) < impossible] = -torch.inf
-        beams.round(logits.to(dtype)[:, :, padding:])
-        if draw.random() < 0.5:
+        beams.round(logits.to(dtype)[:, 0 if lockstep else slice(None), padding:])
+        if not lockstep and draw.random() < 0.5:
             beams.narrow()
     return kernels

@@ -16,9 +16,8 @@ from triton.compiler import ASTSource
 
 from itemset.masking import triton_kernels as kernels
 from itemset.masking.batch import CHAIN, COLUMNS, TREE
-from itemset.ranking import triton_expand as expand
-from itemset.ranking import triton_races as races
-from itemset.ranking.torch_expand import ALONE, ENDED, OPEN, Rows
+from itemset.ranking import triton_kernels as beams
+from itemset.ranking.beam_state import ALONE, ENDED, OPEN
 
 POINTERS = {
     "logits": "*bf16",
@@ -29,13 +28,11 @@ LISTS = {
     "logits": "*bf16",
     "sums": "*fp32",
     "words": "*i32",
-    **dict.fromkeys(["scores", "found_scores", "done_scores", "new_scores", "ends"], "*fp64"),
-    **dict.fromkeys(["sets", "offsets", "keys", "places", "found_tokens", "done_tokens", *Rows._fields], "*i64"),
-    **{f"new_{name}": "*i64" for name in Rows._fields if name != "scores"},
+    "power": "i64",
+    **dict.fromkeys(["bars", "ends", "item_scores", "item_logs", "new_scores", "new_logs"], "*fp64"),
+    **dict.fromkeys(["sets", "table", "tokens", "offsets", "keys", "places", "new", "new_tokens"], "*i64"),
+    **dict.fromkeys(["item_tokens", "done", "done_tokens", "alive"], "*i64"),
 }
-LISTS["scores"] = "*fp64"
-RACES = LISTS | dict.fromkeys(["logs", "earliest", "end_logs", "new_logs"], "*fp64")
-RACES |= dict.fromkeys(["out", "new_keys"], "*i64") | {"power": "i64"}
 GIVEN = object()  # not constant, though COMMON says so
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
 MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS, "ALIGNED": True}
@@ -47,22 +44,23 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "grow": (kernels._grow_kernel, {"above": None, "tokens": None, "LAYOUT": CHAIN}),
     "grow_positions": (kernels._grow_kernel, {"LAYOUT": CHAIN, "positions": GIVEN}),
     "grow_tree": (kernels._grow_kernel, {"LAYOUT": TREE}),
-    "lists_candidates": (expand._candidates_kernel, {"ITEMS": OPEN, "WHOLE": True, "LANES": expand.CHILDREN}),
-    "lists_candidates_alone": (expand._candidates_kernel, {"ITEMS": ALONE, "WHOLE": True, "LANES": expand.CHILDREN}),
-    "lists_candidates_steps": (expand._candidates_kernel, {"ITEMS": ENDED, "WHOLE": False, "LANES": expand.CHILDREN}),
-    "lists_ended": (expand._ended_kernel, {"LANES": expand.ENDS}),
-    "lists_follow": (expand._follow_kernel, {"WHOLE": True}),
-    "lists_follow_steps": (expand._follow_kernel, {"WHOLE": False}),
-    "lists_legal_sums": (expand._legal_sums_kernel, {"WHOLE": True, "LANES": expand.CHILDREN}),
-    "lists_log_sums": (expand._log_sums_kernel, {"ALIGNED": True, "LANES": expand.SUM_LANES, "EACH": expand.SUM_EACH}),
-    "lists_merge": (expand._merge_kernel, {"done_tokens": None, "done_scores": None}),
-    "lists_merge_done": (expand._merge_kernel, {}),
+    "lists_candidates": (beams.candidates_kernel, {"ITEMS": OPEN}),
+    "lists_candidates_alone": (beams.candidates_kernel, {"ITEMS": ALONE}),
+    "lists_candidates_steps": (beams.candidates_kernel, {"ITEMS": ENDED, "WHOLE": False}),
+    "lists_ended": (beams.ended_kernel, {}),
+    "lists_follow": (beams.follow_kernel, {"LANES": beams.LANES}),
+    "lists_follow_steps": (beams.follow_kernel, {"WHOLE": False, "LANES": beams.LANES}),
+    "lists_legal_sums": (beams.legal_sums_kernel, {}),
+    "lists_log_sums": (beams.log_sums_kernel, {"LANES": beams.SUM_LANES}),
+    "lists_merge": (beams.merge_kernel, {"done": None, "done_tokens": None, "ITEMS": beams.ITEMS}),
+    "lists_merge_done": (beams.merge_kernel, {"ITEMS": beams.ITEMS}),
     "mask": (kernels._mask_kernel, MASK),
-    "races_candidates": (races._candidates_kernel, {"WHOLE": True, "LANES": races.CHILDREN}),
-    "races_candidates_steps": (races._candidates_kernel, {"WHOLE": False, "LANES": races.CHILDREN}),
-    "races_looked": (races._looked_kernel, {"WHOLE": True, "LANES": races.CHILDREN}),
-    "races_looked_steps": (races._looked_kernel, {"WHOLE": False, "LANES": races.CHILDREN}),
-    "races_went_on": (races._went_on_kernel, {"LANES": races.BEAMS}),
+    "races_candidates": (beams.candidates_kernel, {"ITEMS": OPEN}),
+    "races_candidates_steps": (beams.candidates_kernel, {"ITEMS": OPEN, "WHOLE": False}),
+    "races_ended": (beams.ended_kernel, {}),
+    "races_ended_steps": (beams.ended_kernel, {"WHOLE": False}),
+    "races_follow": (beams.follow_kernel, {"LANES": beams.LANES}),
+    "races_follow_steps": (beams.follow_kernel, {"WHOLE": False, "LANES": beams.LANES}),
     "step": (kernels._walk_kernel, NO_DRAFTS | MASK),
     "walk": (kernels._walk_kernel, {"LAYOUT": CHAIN, "logits": None} | MASK),
     "walk_columns": (kernels._walk_kernel, {"LAYOUT": COLUMNS, "logits": None} | MASK),
@@ -71,8 +69,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "walk_tree": (kernels._walk_kernel, {"LAYOUT": TREE, "logits": None} | MASK),
 }
 COMMON = {"rows_each": None, "positions": None, "STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
-LISTS_COMMON = {"ITEMS": expand.ITEMS, "OTHERS": expand.OTHERS, "COLUMNS": expand.COLUMNS, "LANES": expand.LANES}
-LISTS_WARPS = {"lists_log_sums": expand.SUM_WARPS, "lists_follow": expand.FOLLOW_WARPS, "races_went_on": 1}
+LISTS_COMMON = {"ALIGNED": True, "EACH": beams.SUM_EACH, "OTHERS": beams.OTHERS, "TOKENS": beams.TOKENS, "WHOLE": True}
 
 
 class Form(NamedTuple):
@@ -88,9 +85,10 @@ def form_of(name: str) -> Form:
     """Return the form of a variant."""
     kernel, constants = VARIANTS[name]
     of_lists = name.startswith(("lists_", "races_"))
-    common, pointers = (LISTS_COMMON, RACES if name.startswith("races_") else LISTS) if of_lists else (COMMON, POINTERS)
-    if name == "lists_ended":
-        pointers = pointers | {"out": "*fp64"}
+    races = name.startswith("races_")
+    common, pointers = (LISTS_COMMON, LISTS) if of_lists else (COMMON, POINTERS)
+    if of_lists:
+        common = common | {"RACES": races, "LANES": beams.CHILDREN // (2 if races or name == "lists_ended" else 1)}
     constants = {key: value for key, value in (common | constants).items() if key in kernel.arg_names}
     constants = {key: value for key, value in constants.items() if value is not GIVEN}
     types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
@@ -98,7 +96,8 @@ def form_of(name: str) -> Form:
     if name == "step":
         warps = kernels.step_warps(constants["CHUNK"])
     if of_lists:
-        warps = LISTS_WARPS.get(name.removesuffix("_steps"), expand.WARPS)
+        of_a_row = "follow" in name or name == "lists_ended"
+        warps = beams.SUM_WARPS if name == "lists_log_sums" else beams.ROW_WARPS if of_a_row else beams.WARPS
     return Form(kernel, types, constants, warps)
 
 

@@ -1,4 +1,4 @@
-"""A round of ranked lists in Triton and in Numba: against torch, in how many launches, and compiled beforehand."""
+"""A round of a beam search in Triton: against Numba, in how many launches, and compiled beforehand."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from test_ranked_beams import placed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itemset.masking.arena import Arena
-from itemset.ranking import numba_expand, triton_expand
+from itemset.ranking import triton_kernels
 from itemset.ranking.beams import Beams, warm_up
 from itemset.ranking.lockstep import Lockstep
 
 VOCABULARY, END = 72, 71
-TWINS = [(triton_expand, DEVICE), (numba_expand, "cpu")]
-KERNELS = [name for name in vars(triton_expand) if name.endswith("_kernel")]
-SMALL = {"SUM_LANES": 8, "SUM_EACH": 2, "CHILDREN": 8, "ENDS": 4, "LANES": 4, "ITEMS": 2, "OTHERS": 8, "COLUMNS": 4}
+KERNELS = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
+SMALL = {"SUM_LANES": 8, "SUM_EACH": 2, "CHILDREN": 8, "LANES": 4, "ITEMS": 2, "OTHERS": 8, "TOKENS": 4}
 WIDE = [[[t] for t in range(58)] + [[3, t] for t in range(20)] + [[3, 5, 1, 2, 6], [9, 1]]]
+SEARCHES: list[dict[str, Any]] = [{}, {"renormalised": True}, {"stepwise": True}, {"lockstep": True}]
+RACES: list[dict[str, Any]] = [{"races": True, "temperature": 0.7} | kind for kind in ({}, *SEARCHES[2:])]
+
+VIEWS = ("view", "select", "slice", "unbind", "detach", "alias", "_unsafe_view", "expand", "transpose")
 
 
 @pytest.fixture
 def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes so few that every launch has several programs, and every program several turns."""
     for name, value in SMALL.items():
-        monkeypatch.setattr(triton_expand, name, value)
+        monkeypatch.setattr(triton_kernels, name, value)
 
 
 def random_sets(seed: int) -> list[list[list[int]]]:
@@ -49,24 +52,23 @@ def random_sets(seed: int) -> list[list[list[int]]]:
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), end=st.sampled_from([None, END]), data=st.data())
-def test_all_agree(small_constants: None, items: list[list[int]], end: int | None, data: Any) -> None:
-    options = data.draw(st.sampled_from([{}, {"renormalised": True}, {"stepwise": True}]))
+def test_both_agree(small_constants: None, items: list[list[int]], end: int | None, data: Any) -> None:
+    options = data.draw(st.sampled_from(SEARCHES + RACES))
     size = {"width": data.draw(st.integers(1, 6)), "k": data.draw(st.integers(1, 6))}
-    for twin, device in TWINS:
-        compared([items], device, twin=twin, seed=1, vocabulary=VOCABULARY, end_token=end, **size, **options)
+    end = END if "races" in options else end
+    compared([items], DEVICE, seed=1, vocabulary=VOCABULARY, end_token=end, **size, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"renormalised": True}, {"stepwise": True}], ids=str)
+@pytest.mark.parametrize("options", SEARCHES, ids=str)
 def test_lists_of_different_sets_and_logits_of_any_type(dtype: torch.dtype, options: dict[str, Any]) -> None:
     end = END if dtype == torch.bfloat16 else None
     sets, options = [*random_sets(3), *WIDE], options | {"width": 6, "k": 5, "end_token": end}
-    for twin, device in TWINS:
-        run = compared(sets, device, twin=twin, seed=2, vocabulary=VOCABULARY, dtype=dtype, padding=3, **options)
-        assert run.compared > 10
+    run = compared(sets, DEVICE, seed=2, vocabulary=VOCABULARY, dtype=dtype, padding=3, **options)
+    assert run.compared > 10
 
 
-@pytest.mark.parametrize("options", [{}, {"renormalised": True}, {"stepwise": True}], ids=str)
+@pytest.mark.parametrize("options", SEARCHES + RACES, ids=str)
 @pytest.mark.usefixtures("small_constants")
 def test_programs_run_in_any_order_and_in_turns(options: dict[str, Any]) -> None:
     with interleaved(seed=5):
@@ -76,9 +78,8 @@ def test_programs_run_in_any_order_and_in_turns(options: dict[str, Any]) -> None
 @pytest.mark.usefixtures("small_constants")
 def test_a_vocabulary_smaller_than_the_sets() -> None:
     for end in (None, 60):
-        for twin, device in TWINS:
-            sets = [random_sets(7)[0], *WIDE]
-            compared(sets, device, twin=twin, seed=7, vocabulary=50, width=4, k=4, end_token=end)
+        sets = [random_sets(7)[0], *WIDE]
+        compared(sets, DEVICE, seed=7, vocabulary=50, width=4, k=4, end_token=end)
 
 
 class Operations(TorchDispatchMode):
@@ -90,7 +91,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name not in ("view", "select", "slice", "unbind", "detach", "alias", "empty", "empty_like", "_unsafe_view"):
+        if name not in VIEWS and not name.startswith("empty"):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -101,7 +102,7 @@ def test_beams_below_the_bar_lead_to_nothing() -> None:
         rows = np.random.default_rng(seed).integers(2, 9, (60, 4)).tolist()
         arena, (number,), (built,) = placed([*rows, [3], [4, 5]])
         results = []
-        for kernels in ("torch", "triton"):
+        for kernels in ("auto", "triton"):
             torch.manual_seed(seed)
             beams = Beams(arena, [number], built.level_plan, width=6, k=2, end_token=END, kernels=kernels)
             while beams.passes_left:
@@ -114,7 +115,7 @@ def test_beams_below_the_bar_lead_to_nothing() -> None:
 def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | None) -> None:
     launched: list[Any] = []
     for name in KERNELS:
-        monkeypatch.setattr(triton_expand, name, Launches(getattr(triton_expand, name), launched))
+        monkeypatch.setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
     sets = random_sets(1)[2:]
     arena, numbers, (built,) = placed(*sets)
     beams = Beams(arena, numbers * 2, built.level_plan, width=6, k=4, end_token=end, kernels="triton")
@@ -126,9 +127,30 @@ def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | Non
             beams.round(logits)
         counts.append((len(launched), operations.names))
     done = [] if end else [1]  # items are followed as well
-    assert counts[:-1] == [(5 + len(done), ["gt", "sum", "cumsum", "topk", "maximum"])] * (len(counts) - 1)
+    assert counts[:-1] == [(5 + len(done), ["cumsum", "topk"])] * (len(counts) - 1)
     assert len(counts) >= 3
     assert counts[-1][0] <= 5 + len(done)
+
+
+@pytest.mark.parametrize("races", [False, True], ids=["lists", "races"])
+def test_a_round_in_lockstep_is_as_few(monkeypatch: pytest.MonkeyPatch, races: bool) -> None:
+    """Tails that ride along are part of the same launches."""
+    launched: list[Any] = []
+    for name in KERNELS:
+        monkeypatch.setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
+    arena, numbers, (built,) = placed(random_sets(1)[1])
+    options: dict[str, Any] = {"keys": torch.arange(4, device=DEVICE)} if races else {}
+    beams = Lockstep(arena, numbers * 4, built.level_plan, width=6, k=4, end_token=END, kernels="triton", **options)
+    counts = []
+    while beams.passes_left:
+        rows = 1 if races and not beams.taken else beams.row_count * (1 if races else 4)
+        logits = torch.randn(rows, VOCABULARY, device=DEVICE)
+        launched.clear()
+        with Operations() as operations:
+            beams.round(logits)
+        counts.append((len(launched), len(operations.names)))
+    assert max(counts) == (5, 2)
+    assert len(counts) > 5
 
 
 def as_engines_have_them(count: int, queries: int, vocabulary: int) -> list[torch.Tensor]:
@@ -145,7 +167,7 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch, voca
     beforehand."""
     keys: set[str] = set()
     for name in KERNELS:
-        monkeypatch.setattr(triton_expand, name, Recorded(getattr(triton_expand, name), keys))
+        monkeypatch.setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), keys))
     warm_up(Arena(4096, DEVICE), torch.randn(1, 1, vocabulary, device=DEVICE), kernels="triton")
     assert {key.split()[0] for key in keys} == set(KERNELS)
     known = set(keys)

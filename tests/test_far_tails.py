@@ -186,10 +186,8 @@ def test_the_kernels_walk_them(name: str, gap: int) -> None:
 
 @pytest.mark.parametrize("gap", [int(GAPS["2^32 in a block"]), int(GAPS["the last of all"])])
 @pytest.mark.parametrize("options", [{}, {"renormalised": True}, {"stepwise": True}], ids=str)
-@pytest.mark.parametrize("kernels", ["torch", "triton", "numba"])
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
 def test_ranked_lists_are_the_same(kernels: Any, options: dict[str, Any], gap: int) -> None:
-    if kernels == "numba" and DEVICE != "cpu":
-        pytest.skip("for CPUs")
     arena, found = far_arena(gap), []
     for number in (0, LAST_SET):
         beams = Beams(arena, [number], SMALL.level_plan, width=5, k=6, end_token=None, kernels=kernels, **options)

@@ -18,11 +18,11 @@ from test_kernels import NothingReadBack
 from test_ranked_beams import check, logits_after, placed
 
 from itemset.ranking.exact_sampling import Drawing
-from itemset.ranking.lockstep import Lockstep, LockstepRaces, rows_of_passes, rows_of_races
+from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import Search
 
 
-def run(beams: Lockstep | LockstepRaces, models: Sequence[int] = (0,), narrow: bool = False) -> list[int]:
+def run(beams: Lockstep, models: Sequence[int] = (0,), narrow: bool = False) -> list[int]:
     """Run the toy model as an engine does; returns how many rows each pass had. models: of each
     list. narrow: without those rows that `rows_after` leaves out."""
     fed: list[list[list[int]]] = [[[]] for _ in models]
@@ -51,16 +51,16 @@ def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int 
     k, width, lists = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 2))
     renormalised, narrow = data.draw(st.booleans()), lists == 1 and data.draw(st.booleans())
     arena, (_, number), (_, built) = placed([[3, 1], [4]], items)
-    plan, numbers, kernels = built.level_plan, [number] * lists, data.draw(st.sampled_from(["auto", "torch"]))
+    plan, numbers = built.level_plan, [number] * lists
     options: dict[str, Any] = {"width": width, "end_token": end, "renormalised": renormalised}
-    beams = Lockstep(arena, numbers, plan, k=k, kernels=kernels, **options)
+    beams = Lockstep(arena, numbers, plan, k=k, **options)
     counts = run(beams, range(lists), narrow)
     best = best_items(Model(), Search(built, k, **options))
     check(beams, 0, best)
     assert bool(beams.all_over)
     assert bool(beams.proven[0]) == best.proven
     if lists == 2:  # as the other one alone
-        alone = Lockstep(arena, [number], plan, k=k, kernels=kernels, **options)
+        alone = Lockstep(arena, [number], plan, k=k, **options)
         run(alone, models=[1])
         torch.testing.assert_close(beams.result[1], alone.result[0])
     most = rows_of_passes(plan, width, renormalised=renormalised, end_token=end)
@@ -91,7 +91,7 @@ def test_triton_finds_the_same(end: int | None, renormalised: bool) -> None:
     arena, (number,), (built,) = placed(items, kind="whole")
     options: dict[str, Any] = {"width": 5, "k": 6, "end_token": end, "renormalised": renormalised}
     made = [
-        Lockstep(arena, [number] * 2, built.level_plan, kernels=kernels, **options) for kernels in ("torch", "triton")
+        Lockstep(arena, [number] * 2, built.level_plan, kernels=kernels, **options) for kernels in ("auto", "triton")
     ]
     for beams in made:
         run(beams, (0, 1))
@@ -107,16 +107,16 @@ def test_races_draw_what_rounds_draw(items: list[list[int]], seed: int, data: An
         data.draw(st.booleans()),
         data.draw(st.sampled_from([1, 0.5])),
     )
-    narrow, kernels = data.draw(st.booleans()), data.draw(st.sampled_from(["auto", "torch"]))
+    narrow = data.draw(st.booleans())
     arena, (_, number), (_, built) = placed([[3, 1], [4]], items)
     drawing = Drawing(built, n, end_token=END, replace=replace, seed=seed, temperature=temperature)
     expected, (keys, wanted), plan = drawn(random_model, drawing).items, drawing.races, built.level_plan
     roots = torch.tensor(keys, device=DEVICE)
     for width in (2, 80):
-        options: dict[str, Any] = {"temperature": temperature, "kernels": kernels}
-        races = LockstepRaces(arena, number, plan, roots, width=width, k=wanted, end_token=END, **options)
+        options: dict[str, Any] = {"temperature": temperature, "keys": roots}
+        races = Lockstep(arena, [number] * len(keys), plan, width=width, k=wanted, end_token=END, **options)
         counts = run(races, narrow=narrow)
-        most = rows_of_races(plan, width, len(keys))
+        most = rows_of_passes(plan, width, races=len(keys))
         assert len(counts) == len(most)
         assert all(count <= bound if narrow else count == bound for count, bound in zip(counts, most, strict=True))
         found = [

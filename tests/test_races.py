@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from compared_lists import compared
 from devices import DEVICE
 from distributions import END, Toy, fit, toys
 from hypothesis import given, settings
@@ -21,19 +23,17 @@ from strategies import item_sets
 from test_best import END as LAST
 from test_best import VOCABULARY
 from test_draws import SURE, drawn, logs, random_model
-from test_expand import Operations, as_engines_have_them, random_sets
+from test_expand import KERNELS, Operations, as_engines_have_them, random_sets
 from test_kernels import Launches, NothingReadBack
 from test_ranked_beams import placed
 
 import itemset
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking import clocks, numba_races, torch_races, triton_expand, triton_races
+from itemset.ranking import beams, clocks, triton_kernels, triton_reads
+from itemset.ranking.beams import Beams, warm_up
 from itemset.ranking.exact_sampling import Draw, Drawing
-from itemset.ranking.races import Races, warm_up
-from itemset.ranking.torch_expand import NOTHING
 
 TOYS = toys()
-OF_RACES = [name for name in vars(triton_races) if name.endswith("_kernel")]
 ROOM = 17  # tokens of the toys' vocabulary: what nothing of a set has is the last one's
 
 Item = tuple[int, ...]
@@ -58,17 +58,17 @@ def of_toy(toy: Toy) -> LogProbs:
 def run(
     items: Sequence[Sequence[int]], after: LogProbs, drawing: Drawing, end: int, width: int,
     *, kernels: str = "auto", narrow: bool = False, temperature: float = 1.0,
-) -> Races:  # fmt: skip
+) -> Beams:  # fmt: skip
     """The races of a drawing."""
     arena, (number,), (built,) = placed(list(map(list, items)))
     keys, wanted = drawing.races
     options: dict[str, Any] = {"width": width, "k": wanted, "end_token": end, "kernels": kernels}
-    given = torch.tensor(keys, device=DEVICE)
-    found = Races(arena, [number] * len(keys), built.level_plan, given, temperature=temperature, **options)
+    options |= {"keys": torch.tensor(keys, device=DEVICE), "temperature": temperature}
+    found = Beams(arena, [number] * len(keys), built.level_plan, **options)
     while found.passes_left:
         rows, queries = found.rows if found.taken else 1, found.queries
         tokens = found.tokens[:, :rows].flatten(0, 1).cpu().numpy()
-        dead = (found.scores[:, :rows] <= found.found.scores[:, -1:]).flatten().cpu().numpy()
+        dead = (found.scores[:, :rows] <= found.bar).flatten().cpu().numpy()
         prefixes, row = np.unique(np.where(dead[:, None], -2, tokens), axis=0, return_inverse=True)
         table = np.array([[after(_prefix(one, found.taken + q)) for q in range(queries)] for one in prefixes.tolist()])
         given = torch.tensor(table[row.ravel()], device=DEVICE)
@@ -84,7 +84,7 @@ def _prefix(row: list[int], length: int) -> Item:
     return tuple(token for token in row[:length] if token >= 0)
 
 
-def decided(found: Races) -> list[list[tuple[Item, float] | None]]:
+def decided(found: Beams) -> list[list[tuple[Item, float] | None]]:
     """The items of each race with their log-probabilities; None where it is not decided what comes."""
     exact = found.exact.tolist()
     return [
@@ -105,24 +105,35 @@ def same(given: Sequence[tuple[Item, float] | None], expected: Sequence[Draw]) -
     return len(sure)
 
 
+@triton.jit
+def _random_kernel(keys, n, numbers, logs, size, lanes: tl.constexpr):
+    lane = tl.arange(0, lanes)
+    bits = triton_reads.random_bits(tl.load(keys + lane, mask=lane < size), n.to(tl.int64))
+    tl.store(numbers + lane, bits, mask=lane < size)
+    tl.store(logs + lane, triton_reads.log_exponential(bits), mask=lane < size)
+
+
 def test_both_have_the_same_random_numbers():
     keys = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
     on_device = torch.tensor(keys.view(np.int64), device=DEVICE)
     for n in (clocks.NOBODY, clocks.TOKEN, 150_000):
-        numbers = torch_races.mixed(on_device, torch.tensor(n, device=DEVICE))
-        assert numbers.cpu().numpy().view(np.uint64).tolist() == [int(clocks.mixed(key, n)) for key in keys]
-    expected = [clocks.log_exponential(key) for key in keys]
-    np.testing.assert_allclose(torch_races.log_exponential(on_device).cpu().numpy(), expected, rtol=1e-12)
+        numbers, logs = torch.empty_like(on_device), torch.empty(1000, dtype=torch.float64, device=DEVICE)
+        _random_kernel[(1,)](on_device, n, numbers, logs, 1000, lanes=1024)
+        expected = [int(clocks.mixed(key, n)) for key in keys]
+        assert numbers.cpu().numpy().view(np.uint64).tolist() == expected
+        times = [clocks.log_exponential(np.uint64(bits)) for bits in expected]
+        np.testing.assert_allclose(logs.cpu().numpy(), times, rtol=1e-12)
+        np.testing.assert_allclose(beams._log_exponential(numbers).cpu().numpy(), times, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("temperature", "kernels"), [(1.0, "auto"), (0.5, "torch")])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS)
-def test_races_follow_the_distribution(toy, temperature, kernels):
+def test_races_follow_the_distribution(toy, temperature):
     """Also of a set that holds the beginnings of items, and where a likely prefix leads to unlikely items alone."""
     drawing = partial(Drawing, end_token=END, temperature=temperature, seed=8)
     (_, _, (built,)) = placed([list(item) for item in toy.items])
     width, n = (64, SAMPLES // 4) if len(toy.items) > 9 else (9, SAMPLES)
-    found = run(toy.items, of_toy(toy), drawing(built, n), END, width, temperature=temperature, kernels=kernels)
+    found = run(toy.items, of_toy(toy), drawing(built, n), END, width, temperature=temperature)
     assert bool(found.proven.all())
     items = [one[0] for one in decided(found)]
     assert fit(toy.counts([item for item, _ in items]), toy.weights(temperature)) > SURE
@@ -159,10 +170,10 @@ def test_what_is_decided_is_what_rounds_find(items, seed, data):
     whole = drawn(random_model, drawing())
     expected = [[one] for one in whole.items] if replace else [whole.items]
     for width in (1, 3, 80):
-        kernels = data.draw(st.sampled_from(["auto", "torch", "triton"]))
+        kernels = data.draw(st.sampled_from(["auto", "triton"]))
         begun, narrow = drawing(), data.draw(st.booleans())
         with pytest.MonkeyPatch.context() as few:  # children that stand in memory at once
-            few.setattr(torch_races, "_TOGETHER", data.draw(st.sampled_from([5, 1 << 20])))
+            few.setattr(triton_kernels, "CANDIDATES", data.draw(st.sampled_from([5, 1 << 20])))
             found = run(items, logs, begun, LAST, width, kernels=kernels, narrow=narrow, **options)
         known = {}
         for i, (one, wanted) in enumerate(zip(decided(found), expected, strict=True)):
@@ -178,73 +189,25 @@ def test_what_is_decided_is_what_rounds_find(items, seed, data):
             assert (ended.passes, ended.rounds) == (7, 2)
 
 
-class Compared:
-    """Stands in place of what runs rounds. What torch gives goes on, so that each function is judged alone."""
-
-    def __init__(self, twin: ModuleType) -> None:
-        self.twin, self.compared = twin, 0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def both(*args: Any) -> Any:
-            expected, given = (getattr(module, name)(*args) for module in (torch_races, self.twin))
-            if name == "best":
-                assert torch.equal(given[0], expected[0])
-                live = expected[0] != NOTHING
-                assert torch.equal(given[1][live], expected[1][live])
-            elif name == "looked":
-                scores, live = args[3].scores[:, : args[2].shape[1]], expected.scores > -torch.inf
-                racing = scores > args[5].scores[:, -1:]
-                self.close(given.earliest[racing], expected.earliest[racing])
-                self.close(given.scores[racing], expected.scores[racing])
-                self.close(given.logs[racing & live], expected.logs[racing & live])
-            elif name == "went_on":
-                live = expected[0].scores > -torch.inf
-                self.close(given[0].scores, expected[0].scores)
-                assert torch.equal(given[1].keys[live], expected[1].keys[live])
-            return expected
-
-        return both
-
-    def close(self, given: torch.Tensor, expected: torch.Tensor) -> None:
-        self.compared += len(given)
-        torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("stepwise", [False, True], ids=["whole", "stepwise"])
-@pytest.mark.parametrize("twin", [numba_races, triton_races], ids=["numba", "triton"])
-def test_rounds_agree(twin: ModuleType, stepwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [{}, {"stepwise": True}, {"lockstep": True}], ids=str)
+def test_triton_agrees_with_numba(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On logits of which some are -inf, with lanes so few that programs take several turns, run in any order."""
-    monkeypatch.setattr(triton_races, "CHILDREN", 8)
-    monkeypatch.setattr(triton_races, "BEAMS", 2)
-    device = DEVICE if twin is triton_races else "cpu"
-    keys = torch.tensor(Drawing(itemset.build([[1]]), 3, end_token=LAST, seed=6).races[0], device=device)
+    monkeypatch.setattr(triton_kernels, "CHILDREN", 16)
+    options = {"width": 5, "k": 2, "end_token": 70, "temperature": 0.7} | kind
     for seed, items in enumerate(random_sets(3)):
-        built = itemset.build(items)
-        arena = Arena(room_for(built), device)
-        numbers, generator = [arena.acquire(built)] * 3, torch.Generator(device).manual_seed(seed)
-        options = {"width": 5, "k": 2, "end_token": 70, "stepwise": stepwise, "temperature": 0.7}
-        races = Races(arena, numbers, built.level_plan, keys, **options)
-        races._rounds = compared = Compared(twin)  # type: ignore[assignment]
         with interleaved(seed=seed):
-            while races.passes_left:
-                shape = (3 * (races.rows if races.taken else 1), races.queries, 72)
-                logits = torch.randn(shape, generator=generator, device=device) * 3
-                logits[torch.rand(shape, generator=generator, device=device) < 0.1] = -torch.inf
-                races.round(logits)
-        assert compared.compared > 30
+            run = compared([items] * 3, DEVICE, seed=seed, vocabulary=72, races=True, **options)
+        assert run.compared > 10
 
 
 def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    for module in (triton_expand, triton_races):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Launches(getattr(module, name), launched))
+    for name in KERNELS:
+        monkeypatch.setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
     built = itemset.build(random_sets(1)[2])
     arena = Arena(room_for(built), DEVICE)
-    keys = torch.arange(4, device=DEVICE)
-    races = Races(
-        arena, [arena.acquire(built)] * 4, built.level_plan, keys, width=6, k=1, end_token=71, kernels="triton"
-    )
+    options: dict[str, Any] = {"keys": torch.arange(4, device=DEVICE), "kernels": "triton"}
+    races = Beams(arena, [arena.acquire(built)] * 4, built.level_plan, width=6, k=1, end_token=71, **options)
     counts = []
     while races.passes_left:
         logits = torch.randn(4 * (6 if races.taken else 1), races.queries, 72, device=DEVICE)
@@ -252,7 +215,7 @@ def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> N
         with Operations() as operations:
             races.round(logits)
         counts.append((len(launched), len(operations.names)))
-    assert max(counts) == (5, 18), operations.names
+    assert max(counts) == (5, 2), operations.names
 
 
 @pytest.mark.slow
@@ -260,20 +223,17 @@ def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_is_compiled_while_serving(stepwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds, widths, temperatures, races and sets of other sizes take the forms that were compiled beforehand."""
     keys: set[str] = set()
-    kernels = []
-    for module in (triton_expand, triton_races):
-        for name in ("_log_sums_kernel", "_follow_kernel") if module is triton_expand else OF_RACES:
-            kernels.append(name)
-            monkeypatch.setattr(module, name, Recorded(getattr(module, name), keys))
+    for name in KERNELS:
+        monkeypatch.setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), keys))
     warm_up(Arena(4096, DEVICE), torch.randn(1, 1, 77, device=DEVICE), stepwise=stepwise, kernels="triton")
-    assert {key.split()[0] for key in keys} == set(kernels)
+    assert {key.split()[0] for key in keys} == set(KERNELS)
     known = set(keys)
     for items, n, width, temperature in zip(random_sets(2), (1, 2, 16), (1, 16, 6), (1.0, 0.5, 0.7), strict=True):
         built = itemset.build(items)
         arena = Arena(room_for(built), DEVICE)
         numbers, roots = [arena.acquire(built)] * n, torch.arange(n, device=DEVICE) - 1
         options = {"width": width, "k": n, "end_token": 71, "temperature": temperature, "stepwise": stepwise}
-        races = Races(arena, numbers, built.level_plan, roots, kernels="triton", **options)
+        races = Beams(arena, numbers, built.level_plan, keys=roots, kernels="triton", **options)
         while races.passes_left:
             count = n * (races.rows if races.taken else 1)
             races.round(as_engines_have_them(count, races.queries, 77)[races.taken % 3])
@@ -308,4 +268,4 @@ def test_what_cannot_be_drawn(temperature):
     arena, (number,), (built,) = placed([[1]])
     keys = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="more than 0, and at most 1"):
-        Races(arena, [number], built.level_plan, keys, width=1, k=1, end_token=0, temperature=temperature)
+        Beams(arena, [number], built.level_plan, keys=keys, width=1, k=1, end_token=0, temperature=temperature)

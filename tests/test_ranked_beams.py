@@ -19,7 +19,7 @@ from views import made
 import itemset
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import LOCAL
-from itemset.ranking import torch_expand
+from itemset.ranking import triton_kernels
 from itemset.ranking.beams import Beams
 from itemset.ranking.search import Best, Search
 from itemset.trie.walk import DEAD
@@ -106,10 +106,7 @@ def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int 
     k, width = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     renormalised, narrow = data.draw(st.booleans()), data.draw(st.booleans())
     arena, (_, number), (_, built) = placed([[3, 1], [4]], items)
-    beams = Beams(
-        arena, [number] * 2, built.level_plan, width=width, k=k, end_token=end, renormalised=renormalised,
-        kernels="torch",
-    )  # fmt: skip
+    beams = Beams(arena, [number] * 2, built.level_plan, width=width, k=k, end_token=end, renormalised=renormalised)
     caller = Caller(beams, narrow=narrow)
     caller.run()
     search = Search(built, k, width=width, end_token=end, renormalised=renormalised)
@@ -135,7 +132,7 @@ def test_triton_finds_the_same(end: int | None, renormalised: bool) -> None:
 def test_a_beam_as_wide_as_the_set_ranks_it(items: list[list[int]], end: int | None) -> None:
     arena, (number,), (built,) = placed(items)
     many = len(built) + 3
-    beams = Beams(arena, [number], built.level_plan, width=many, k=many, end_token=end, kernels="torch")
+    beams = Beams(arena, [number], built.level_plan, width=many, k=many, end_token=end)
     Caller(beams).run()
     expected = oracle(items, end)
     assert [item for _, item in listed(beams, 0)] == [item for _, item in expected]
@@ -146,7 +143,7 @@ def test_a_beam_as_wide_as_the_set_ranks_it(items: list[list[int]], end: int | N
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), zero=st.integers(0, 3))
 def test_items_of_probability_zero_are_not_found(items: list[list[int]], end: int | None, zero: int) -> None:
     arena, (number,), (built,) = placed(items)
-    beams = Beams(arena, [number], built.level_plan, width=80, k=80, end_token=end, kernels="torch")
+    beams = Beams(arena, [number], built.level_plan, width=80, k=80, end_token=end)
     Caller(beams, zero=zero).run()
     assert {item for _, item in listed(beams, 0)} == {tuple(item) for item in items if zero not in item}
 
@@ -208,9 +205,9 @@ def test_candidates_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     arena, (number,), (built,) = placed(items)
     results = []
     for most in (1 << 20, 200, 2):
-        monkeypatch.setattr(torch_expand, "CANDIDATES", most)
+        monkeypatch.setattr(triton_kernels, "CANDIDATES", most)
         for end in (None, END):
-            beams = Beams(arena, [number] * 2, built.level_plan, width=9, k=12, end_token=end, kernels="torch")
+            beams = Beams(arena, [number] * 2, built.level_plan, width=9, k=12, end_token=end, kernels="triton")
             results.append(Caller(beams).run().result)
     assert all(torch.equal(result, results[i % 2]) for i, result in enumerate(results))
 

@@ -19,7 +19,7 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking import triton_kernels
 from itemset.masking.arena import TAIL_BASE, Arena, room_for
 from itemset.opening import from_bytes
-from itemset.ranking import numba_expand
+from itemset.ranking import cpu_kernels
 from itemset.trie import targets
 from itemset.trie.levels import LevelPlan
 from itemset.trie.numbering import nth_edge
@@ -149,9 +149,9 @@ def test_numba_follows_them(far: int) -> None:
         number, tables = arena.acquire(s), beyond(s.trie.tables, far)
         fields = arena.sets[number].numpy()
         arena.words.numpy().view(np.uint32)[fields[TAIL_BASE] :][: len(tables.tail_base)] = tables.tail_base
-        place = numba_expand.pointers_in(arena.words.data_ptr(), arena.sets.numpy(), number << STATE_BITS)
+        place = cpu_kernels.pointers_in(arena.words.data_ptr(), arena.sets.numpy(), number << STATE_BITS)
         for edge in range(len(tables.labels)):
-            assert numba_expand._after(place, edge) == follow(tables.pointers, edge)
+            assert cpu_kernels.state_after(place, edge) == follow(tables.pointers, edge)
 
 
 def beyond(tables: Tables, far: int) -> Tables:

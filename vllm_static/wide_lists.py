@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itemset.ranking.beams import Beams, LevelPlan, table_of
+from itemset.ranking.beams import Beams, LevelPlan, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
-from itemset.ranking.races import Races, warm_up
 from itemset.serving.wire import GRAPHS, HEAD, REASONS, NoList, read
 from vllm_static.branches import Branches, Prompt, scratch_needed, to_device
 from vllm_static.drafted_lists import Asked, DraftedLists
@@ -177,12 +176,11 @@ class WideLists:
         one, arena = group[0], self._sets.arena
         options: dict[str, Any] = {"width": one.spec.width, "k": one.spec.k, "end_token": one.spec.scored_end}
         options["kernels"] = self._sets.kernels
-        numbers = [one.number] * len(group)
-        if not one.spec.races:
-            kind = Lockstep if self._stepwise(plan, one) else Beams
-            return kind(arena, numbers, plan, renormalised=one.spec.renormalised, **options)
-        keys = to_device([key for race in group for key in race.spec.races], arena.device)
-        return Races(arena, numbers, plan, keys, temperature=one.spec.temperature, **options)
+        if one.spec.races:
+            options["temperature"] = one.spec.temperature
+            options["keys"] = to_device([key for race in group for key in race.spec.races], arena.device)
+        kind = Lockstep if self._stepwise(plan, one) else Beams
+        return kind(arena, [one.number] * len(group), plan, renormalised=one.spec.renormalised, **options)
 
     def _make(self, group: list[Asked], logits: Tensor) -> Tensor:
         """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest or more]."""

@@ -1,7 +1,9 @@
-"""The beams of ranked lists as tensors of shapes that the host knows: for whoever runs the model.
+"""Beam search over item sets as tensors of shapes that the host knows: for whoever runs the model.
 
-The search is `search.Search` without `exact`: the same items, order and scores for the same width, up to the rounding
-of floats.
+A beam's score is its log-probability, or a Gumbel time. By the first, the search finds ranked lists: those of
+`search.Search` without `exact`, up to the rounding of floats. By the second, it draws from the model's own distribution
+without replacement: stochastic beam search (Kool, van Hoof and Welling 2019), a *race* in place of each list. With the
+same keys, those are the races of `draws.Drawing`.
 """
 
 from __future__ import annotations
@@ -9,24 +11,72 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
-from itemset.masking.slots import Kernels, backend_for
-from itemset.masking.torch_tables import may_end
-from itemset.ranking import torch_expand
-from itemset.ranking.torch_expand import ALONE, ENDED, NOTHING, OPEN, Found, Rows, Rules, score_of
+from itemset.masking.slots import Kernels
+from itemset.ranking.beam_state import (
+    ALONE,
+    DEGREE,
+    ENDED,
+    KEY,
+    NOTHING,
+    OPEN,
+    PARENT,
+    STATE,
+    Items,
+    Pass,
+    Rows,
+    Rules,
+    score_of,
+)
 from itemset.trie.levels import LevelPlan
 
-__all__ = ["Beams", "LevelPlan", "warm_up"]
+__all__ = ["BeamOptions", "Beams", "Found", "LevelPlan", "table_of", "warm_up"]
+
+_NEAR = 2.0**-20  # children order by float32: what is nearer than such a part of a score is not told apart
+
+
+class BeamOptions(TypedDict, total=False):
+    """What to search for.
+
+    width: places that open prefixes compete for. k: items to find; in each race, items drawn without replacement.
+    end_token: if given, the end of an item counts in its score. Races need it.
+    renormalised: score each token by its share among those that may stand there; tails then cost nothing.
+    stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
+    longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
+    normalised: the logits that come are log-probabilities, so that nobody has to add them up.
+    keys: [lists] int64, on the arena's device: draw, by these keys of `draws.Drawing.races`.
+    temperature: of draws, above 0 and at most 1.
+    kernels: Numba on a CPU and Triton on an accelerator, if "auto".
+    """
+
+    width: Required[int]
+    k: Required[int]
+    end_token: Required[int | None]
+    renormalised: bool
+    stepwise: bool
+    longest: int | None
+    normalised: bool
+    keys: Tensor | None
+    temperature: float
+    kernels: Kernels
+
+
+class Found(NamedTuple):
+    """Items, best first. tokens: [lists, k, longest] int64, -1 after an item's. scores: their log-probabilities,
+    [lists, k] float64, -inf where there is no item."""
+
+    tokens: Tensor
+    scores: Tensor
 
 
 class Beams:
-    """The beams of some ranked lists of one set, or of sets that share a plan.
+    """The beams of some ranked lists or races of one set, or of sets that share a plan.
 
     A forward pass has `width` rows a list, one a beam, which the caller lays out as one pleases; only the first `rows`
     of each list are ever alive in the next pass. Each pass goes to `round`:
@@ -46,6 +96,10 @@ class Beams:
     query tokens of its row, and the row's last pass. Open prefixes compete for the `width` places, and what is complete
     is kept apart in the best `k`, whose last is a bar for all that goes on.
 
+    Draws: whatever the width, those that `exact` names are the first ones of `draws.Drawing` with the same keys, as far
+    as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones of several
+    tries would favour likely items.
+
     lists, width, k, longest: as given; longest is the most tokens of an item.
     queries: query tokens of each row in the next pass, 1 + the longest tail that may be there.
     rows: how many rows of each list the next pass needs at most: 1 at first, then `width` or fewer, which stand first.
@@ -53,55 +107,39 @@ class Beams:
     passes_left: passes that may still be needed; 0 at the end.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        numbers: Sequence[int],
-        plan: LevelPlan,
-        *,
-        width: int,
-        k: int,
-        end_token: int | None,
-        renormalised: bool = False,
-        stepwise: bool = False,
-        longest: int | None = None,
-        normalised: bool = False,
-        kernels: Kernels = "auto",
-    ) -> None:
-        """Raises ValueError if width, k or longest is less than 1, there is no list, or options exclude each other.
-
-        numbers: the set of each list, as the arena numbers it. plan: of that set.
-        end_token: if given, the end of an item counts in its score.
-        renormalised: score each token by its share among those that may stand there; tails then cost nothing.
-        stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
-        longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
-        normalised: the logits that come are log-probabilities, so that nobody has to add them up.
-        """
-        if renormalised and stepwise:
-            raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
-        if longest is not None and not stepwise:
-            raise ValueError("longest is given without stepwise: tails are read whole")
-        for name, value in (("width", width), ("k", k), ("longest", longest), ("lists", len(numbers))):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: make it at least 1")
-        self.arena, self.lists, self.width, self.k = arena, len(numbers), width, k
-        self.longest = plan.longest if longest is None else min(longest, plan.longest)
-        self.queries, self.rows, self.taken = 1, 1, 0
-        self._plan, self._renormalised, self._normalised = plan, renormalised, normalised
-        self._rules = Rules(-1 if end_token is None else end_token, items_of(end_token, renormalised), not stepwise)
-        self._kernels = twin_for("expand", arena.device, kernels)
-        self.passes_left = self._passes()
-        states = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
-        for i, number in enumerate(numbers):
-            states[i].fill_(number)  # a copy from the host would make it wait
-        shape = (self.lists, k, self.longest)
-        self._rows = torch_expand.root(arena, states, width, self.longest)
-        self._found = Found(
-            torch.full(shape, -1, dtype=torch.int64, device=arena.device),
-            torch.full(shape[:2], -torch.inf, dtype=torch.float64, device=arena.device),
+    def __init__(self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, **options: Unpack[BeamOptions]) -> None:
+        """numbers: the set of each list, as the arena numbers it. plan: of that set. Raises ValueError if width, k or
+        longest is less than 1, there is no list, or options exclude each other."""
+        _check(len(numbers), options)
+        self.arena, self.lists, self.width, self.k = arena, len(numbers), options["width"], options["k"]
+        self.longest = min(options.get("longest") or plan.longest, plan.longest)
+        self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
+        end_token, keys = options["end_token"], options.get("keys")
+        self._plan, self._renormalised = plan, options.get("renormalised", False)
+        self._normalised, self._races = options.get("normalised", False), keys is not None
+        self._rules = Rules(
+            -1 if end_token is None else end_token,
+            items_of(end_token, self._renormalised),
+            not options.get("stepwise", False),
+            0.0 if keys is None else 1 / options.get("temperature", 1.0),
         )
-        self._left = torch.full((self.lists,), NOTHING, dtype=torch.int64, device=arena.device)
-        self._alive = [torch.zeros(self.lists, dtype=torch.int64, device=arena.device)]  # beams of each pass, [lists]
+        self._kernels = kernels_for(arena.device, options.get("kernels", "auto"))
+        self.passes_left = self._passes()
+        sets = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
+        for i, number in enumerate(numbers):
+            sets[i].fill_(number)  # a copy from the host would make it wait
+        self._rows = Rows.roots(arena, sets, self.width, self.longest)
+        if keys is not None:
+            self._rows.table[KEY, :, 0] = keys
+            self._rows.scores[:, 0] = -_log_exponential(keys)
+        self._items = Items.empty(self.lists, self.k, self.longest, arena.device)
+        self._items.tokens.fill_(-1)
+        for column in self._items[1:]:
+            column.fill_(-torch.inf)
+        self._left = [
+            torch.full((self.lists,), NOTHING, device=arena.device)
+        ]  # of each round, the best that was pruned
+        self._alive = [torch.zeros(self.lists, dtype=torch.int64, device=arena.device)]
 
     @property
     def row_count(self) -> int:
@@ -116,17 +154,17 @@ class Beams:
     @property
     def states(self) -> Tensor:
         """Each beam's state with its set's number, DEAD if there is no beam: [lists, width] int64."""
-        return self._rows.states
+        return self._rows.table[STATE]
 
     @property
     def scores(self) -> Tensor:
-        """Log-probability of each beam without its tail, best first, -inf without a beam: [lists, width] float64."""
+        """What orders the beams, without their tails, best first, -inf without a beam: [lists, width] float64."""
         return self._rows.scores
 
     @property
     def parents(self) -> Tensor:
         """The row of the pass before that each beam continues: [lists, width] int64, 0 if there is no beam."""
-        return self._rows.parents
+        return self._rows.table[PARENT]
 
     @property
     def next_inputs(self) -> Tensor:
@@ -140,29 +178,42 @@ class Beams:
     @property
     def all_over(self) -> Tensor:
         """Whether no beam of any list can lead to a better item: a bool on the device. To stop early, read it."""
-        over = (self._rows.scores <= self._found.scores[:, -1:]).all()
+        over = (self._rows.scores <= self.bar).all()
         return over if self.passes_left else torch.ones_like(over)
 
     @property
     def open_beams(self) -> Tensor:
         """How many of the beams lead on, and may lead to something better, in the list that has most: an int64 on the
         device. Not counted are those whose item stands alone."""
-        return ((self._rows.degrees > 0) & (self._rows.scores > self._found.scores[:, -1:])).sum(1).max()
+        return ((self._rows.table[DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
+
+    @property
+    def bar(self) -> Tensor:
+        """The score that a beam must beat: [lists, 1] float64."""
+        return self._items.scores[:, -1:]
 
     @property
     def found(self) -> Found:
-        """The items so far, best first: tokens [lists, k, longest] int64, scores [lists, k] float64."""
-        return self._found
+        """The items so far."""
+        return Found(self._items.tokens, self._items.logs)
 
     @property
     def decided(self) -> Found:
         """Those of them that no further pass could change at the end, a score of -inf in place of the others'."""
-        return self._found
+        tokens, scores = self.found
+        return Found(tokens, torch.where(self.exact, scores, -torch.inf) if self._races else scores)
+
+    @property
+    def exact(self) -> Tensor:
+        """Which items of races are decided at the end, [lists, k] bool: no other item of the set can come before. Of
+        an item that there is not: whether the set has no more."""
+        left = self._best_left[:, None]
+        return left.isneginf() | (self._items.scores > left + _NEAR * (left.abs() + 1))
 
     @property
     def proven(self) -> Tensor:
         """Whether no other item can beat the last of those found, at the end: [lists] bool."""
-        return score_of(self._left) <= self._found.scores[:, -1]
+        return self.exact.all(1) if self._races else self._best_left <= self._items.scores[:, -1]
 
     @property
     def took(self) -> Tensor:
@@ -172,11 +223,15 @@ class Beams:
 
     @property
     def result(self) -> Tensor:
-        """The items, best first: [lists, k, 2 + longest] float64. Score, number of tokens, tokens, then -1.
+        """The items, best first: [lists, k, 2 + longest] float64. Log-probability, number of tokens, tokens, then -1.
 
         Where there is no item: -inf, 0 and -1. Equal scores stand in the order in which they were found.
         """
-        return table_of(self._found)
+        return table_of(self.found)
+
+    @property
+    def _best_left(self) -> Tensor:
+        return score_of(torch.stack(self._left).amax(0))
 
     def round(self, logits: Tensor) -> None:
         """Take the logits of a pass: items are found, and the next beams chosen.
@@ -193,23 +248,43 @@ class Beams:
             )
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
-        rows, size = self._alive_rows(), self._children()
-        offsets = rows.degrees.cumsum(1)
-        sums = self._sums(logits, rows, offsets, size)
-        ends = self._ended(logits, sums, rows)
+        self._take(logits.unflatten(0, (self.lists, count)))
+
+    def _take(self, logits: Tensor) -> None:
+        """Do a round. logits: [lists, R, queries, vocabulary], of any strides but the last."""
+        kernels, rules, rows = self._kernels, self._rules, self._rows
+        riding, size = self.riding, self._children()
+        now = Pass(self.arena, logits, rows, self._items, rows.table[DEGREE].cumsum(1), self.taken, rules)
+        sums = self._sums(now)
+        ends = kernels.ended(now, sums)
+        keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
         done = None
         if size:
-            columns = self._tail_columns()
-            done = self._go_on(logits, sums, rows, offsets, size, columns)
-            self.queries = 1 if self._renormalised else 1 + columns
-            self.rows = min(self.width, size)
-        self._found = self._merged(rows, ends, done)
+            wanted = max(self.width + 1, 0 if rules.items == OPEN else self.k)
+            keys, places = kernels.best(now, sums, ends, size, wanted)
+            self._left.append(keys[0, :, self.width])
+            if rules.items != OPEN:
+                done = kernels.follow(now, sums, ends, keys[1], places[1], self.k, 0)
+        count = self._plan_pass(size)
+        self._rows = kernels.follow(now, sums, ends, keys[0], places[0], self.riding + count, self.riding)
+        self._items, alive = kernels.merge(now, ends, done, riding)
+        self._alive.append(alive)
         self.taken += 1
         self.passes_left -= 1
-        if not (self.passes_left or self._rules.whole) and self._rules.items == ENDED:
-            # Where `longest` cuts longer items off, what ends there costs no further pass.
-            ends = torch.where(may_end(self.arena, self.states), self.scores, -torch.inf)
-            self._found = self._kernels.merge(self._found, self._rows, ends, None)
+        if not (self.passes_left or rules.whole) and rules.items == ENDED:
+            # Where `longest` cuts longer items off, what ends there costs no further pass, and no logits.
+            last = now._replace(rows=self._rows, items=self._items, logits=logits[:, :1].expand(-1, count, -1, -1))
+            ends = kernels.ended(last, sums[:, :1].repeat(1, count, 1))
+            self._items, _ = kernels.merge(last, ends, None, 0)
+
+    def _plan_pass(self, size: int) -> int:
+        """Settle how many rows and query tokens the next pass has, of `size` children; returns how many beams are
+        chosen."""
+        if not size:
+            return 0
+        self.queries = 1 if self._renormalised or not self._rules.whole else 1 + self._plan.tails[self.taken]
+        self.rows = min(self.width, size)
+        return self.width
 
     def narrow(self) -> None:
         """Omit from the next pass the last rows, none of which can lead to a better item; without rows the search is
@@ -219,17 +294,12 @@ class Beams:
         """
         if not self.passes_left:
             return
-        alive = self._rows.scores > self._found.scores[:, -1:]
+        alive = self._rows.scores > self.bar
         places = torch.arange(1, self.width + 1, device=alive.device)
         self.rows = min(self.rows, int((alive * places).max()))
-        self._rows.degrees[:, self.rows :] = 0  # their children are nobody's
+        self._rows.table[DEGREE, :, self.rows :] = 0  # their children are nobody's
         if not self.rows:
             self.passes_left = 0
-
-    def _alive_rows(self) -> Rows:
-        """The beams, of which those are counted that can still lead to something better."""
-        self._alive.append((self._rows.scores > self._found.scores[:, -1:]).sum(1))
-        return self._rows
 
     def _passes(self) -> int:
         plan, items = self._plan, self._rules.items
@@ -242,78 +312,68 @@ class Beams:
         """The most children that a list's beams may have now."""
         if self.taken >= self.longest:
             return 0
-        plan = self._plan
-        return (plan.children if self._rules.whole else plan.successors)(self.taken, self.rows)
+        return (self._plan.children if self._rules.whole else self._plan.successors)(self.taken, self.rows)
 
-    def _tail_columns(self) -> int:
-        return self._plan.tails[self.taken] if self._rules.whole else 0
-
-    def _sums(self, logits: Tensor, rows: Rows, offsets: Tensor, size: int) -> Tensor:
-        if self._renormalised:
-            return self._kernels.legal_sums(self.arena, logits, rows, offsets, size, self._rules)
-        if self._normalised:
-            return torch.zeros(self.lists, len(logits) // self.lists, logits.shape[1], device=logits.device)
-        return self._kernels.log_sums(logits, rows, self._found)
-
-    def _ended(self, logits: Tensor, sums: Tensor, rows: Rows) -> Tensor:
-        """The score of the item that ends at each beam."""
-        ends: Tensor = self._kernels.ended(self.arena, logits, sums, rows, self.taken, self._rules)
-        return ends
-
-    def _merged(self, rows: Rows, ends: Tensor, done: Rows | None) -> Found:
-        """What is found with the items that end here, and those that are complete."""
-        found: Found = self._kernels.merge(self._found, rows, ends, done)
-        return found
-
-    def _go_on(self, logits: Tensor, sums: Tensor, rows: Rows, offsets: Tensor, size: int, columns: int) -> Rows | None:
-        """Choose the beams to go on with, note the best that does not, and return the items that are complete."""
-        kernels, rules = self._kernels, self._rules
-        kinds = [self.width] if rules.items == OPEN else [self.width, self.k]
-        wanted = max(self.width + 1, *kinds)
-        best = kernels.best(self.arena, logits, sums, rows, self._found, offsets, size, wanted, rules)
-        self._left = torch.maximum(self._left, best[0][0, :, self.width])
-        new = [
-            kernels.follow(
-                self.arena, logits, sums, rows, offsets, keys[:, :n], places[:, :n], self.taken, columns, rules
-            )
-            for keys, places, n in zip(*best, kinds, strict=True)
-        ]
-        self._rows = new[0]
-        return new[1] if len(new) > 1 else None
+    def _sums(self, now: Pass) -> Tensor:
+        """The logarithm of what divides each row's exponentials: [lists, R, queries] float32."""
+        if self._normalised and not self._renormalised:
+            return torch.zeros(now.logits.shape[:3], device=now.logits.device)
+        sums: Tensor = (self._kernels.legal_sums if self._renormalised else self._kernels.log_sums)(now)
+        return sums
 
 
 def items_of(end_token: int | None, renormalised: bool) -> int:
-    """Which children are items at once, of `Rules`."""
+    """Return which children are items at once, of `Rules`."""
     return ALONE if renormalised else ENDED if end_token is None else OPEN
 
 
 def table_of(found: Found) -> Tensor:
-    """Items as the rows of `Beams.result`."""
+    """Return items as the rows of `Beams.result`."""
     tokens, scores = found
     return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
 
 
-def twin_for(name: str, device: torch.device, choice: Kernels = "auto") -> ModuleType:
-    """Return what makes rounds of lists ("expand") or races ("races"): Numba on a CPU, Triton on an accelerator, torch
-    if it has none; or as `choice` says."""
-    on_cpu = choice == "auto" and device.type == "cpu"
-    return importlib.import_module(f"itemset.ranking.{'numba' if on_cpu else backend_for(device, choice)}_{name}")
+def kernels_for(device: torch.device, choice: Kernels = "auto") -> ModuleType:
+    """Return what makes rounds: Numba on a CPU, Triton on an accelerator; or as `choice` says."""
+    triton = choice == "triton" or (choice == "auto" and device.type != "cpu")
+    return importlib.import_module(f"itemset.ranking.{'triton' if triton else 'cpu'}_kernels")
 
 
-ONE_NODE = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)
-"""The plan of a set of one item of one token."""
+def _check(lists: int, options: BeamOptions) -> None:
+    longest, temperature = options.get("longest"), options.get("temperature", 1.0)
+    if options.get("renormalised") and options.get("stepwise"):
+        raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
+    if longest is not None and not options.get("stepwise"):
+        raise ValueError("longest is given without stepwise: tails are read whole")
+    for name, value in (("width", options["width"]), ("k", options["k"]), ("longest", longest), ("lists", lists)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}: make it at least 1")
+    if not 0 < temperature <= 1:
+        raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
 
 
-def warm_up(arena: Arena, logits: Tensor, *, kernels: Kernels = "auto") -> None:
-    """Compile what a search launches, all that would else be compiled while the first list waits.
+def _log_exponential(keys: Tensor) -> Tensor:
+    """As `clocks.log_exponential`, of int64: float64."""
+    unit = (((keys >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
+    return (-unit.log()).log()
 
-    logits: [1, 1, vocabulary], any values, of the type of those to come. The arena may be empty.
+
+_ONE_NODE = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # of a set of one item of one token
+
+
+def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto") -> None:
+    """Compile what lists and races launch, all that would else be compiled while the first list waits.
+
+    logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. The arena may be
+    empty.
     """
-    options: dict[str, Any] = {"width": 1, "k": 1, "kernels": kernels}
     size = logits.shape[2]
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)
-    for end_token, renormalised in ((0, False), (None, False), (0, True)):
+    both: BeamOptions = {"width": 1, "k": 1, "end_token": 0, "kernels": kernels}
+    keys = torch.zeros(2, dtype=torch.int64, device=arena.device)
+    searches: list[BeamOptions] = [both, {**both, "end_token": None}, {**both, "renormalised": True}]
+    for options in [*searches, {**both, "keys": keys, "stepwise": stepwise}]:
         for first in (0, 1):  # rows that begin at a multiple of 16 bytes, and others
-            beams = Beams(arena, [0, 0], ONE_NODE, end_token=end_token, renormalised=renormalised, **options)
-            beams._found.scores.zero_()  # a bar that nothing passes: there may be no set to follow an edge in
+            beams = Beams(arena, [0, 0], _ONE_NODE, **options)
+            beams._items.scores.fill_(torch.inf)  # a bar that nothing passes: there may be no set to follow an edge in
             beams.round(rows[:, :, first : first + size])

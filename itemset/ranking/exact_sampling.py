@@ -23,7 +23,7 @@ add up to m(v) at most: the rest is nobody's, as before. For a < 1 they may add 
 
 Random numbers. A prefix's key is a hash (splitmix64) of its parent's key and its token, the root's comes from the seed
 and the draw's number, and a key's own bits are the prefix's random number. So a draw depends on the seed, its number
-and the model alone: not on the rounds, nor on other draws, nor on who runs the race: `races.Races` runs it over beams.
+and the model alone: not on the rounds, nor on other draws, nor on who runs the race: `beams.Beams` runs it over beams.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ class Drawing(Rounds[Draws]):
 
     @property
     def races(self) -> tuple[list[int], int]:
-        """The keys of the races' roots, as int64, and how many items each race is for: for `races.Races`."""
+        """The keys of the races' roots, as int64, and how many items each race is for: for `beams.Beams`."""
         return [int(np.uint64(race.key).view(np.int64)) for race in self._races], self._k
 
     def begin_with(self, known: Mapping[int, Sequence[Draw]], passes: int, rounds: int) -> Draws | None:
-        """Take over the results of `races.Races`, before the first round: all items of some races, by number. The
+        """Take over the results of `beams.Beams`, before the first round: all items of some races, by number. The
         others begin again, with the same result. passes, rounds: what those took.
 
         Returns the result if nothing is left to do, and something was drawn.

@@ -315,8 +315,9 @@ if os.environ.get("TESTS_SGLANG_REPORTS") == "1":
 OUR_KERNELS = (
     "itemset.masking.triton_tables",
     "itemset.masking.triton_kernels",
-    "itemset.ranking.triton_expand",
-    "itemset.ranking.triton_races",
+    "itemset.ranking.triton_kernels",
+    "itemset.ranking.triton_merge",
+    "itemset.ranking.triton_reads",
 )
 KERNEL_MODULES = ("sgl_kernel", "sgl_kernel.speculative")
 

@@ -1,0 +1,186 @@
+"""What kernels of a beam search read and compute, in Triton: beams, children, random numbers, sums of exponentials."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from itemset.masking import triton_tables as tables
+from itemset.ranking import beam_state, clocks
+
+STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE = (tl.constexpr(column) for column in range(beam_state.COLUMNS))
+END_LOG = tl.constexpr(beam_state.END_LOG)
+EARLIEST = tl.constexpr(beam_state.EARLIEST)
+NOTHING = tl.constexpr(beam_state.NOTHING)
+_LOW = tl.constexpr((1 << 32) - 1)
+_NOBODY = tl.constexpr(clocks.NOBODY)
+_TOKEN = tl.constexpr(clocks.TOKEN)
+# The constants of `clocks.mixed`, as int64.
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+# All but the addresses of the arena: these stay for as long as an engine runs.
+kernel = tables.jit(
+    [
+        "list_stride", "row_stride", "query_stride", "vocabulary", "lists", "width", "count", "queries", "k", "longest",
+        "taken", "end_token", "power", "start", "size", "steps", "wanted", "rows", "riding", "words_end", "done_count",
+    ],
+    [
+        "logits", "table", "tokens", "bars", "sums", "ends", "keys", "places", "offsets", "new", "new_tokens",
+        "new_scores", "new_logs", "item_tokens", "item_scores", "item_logs", "done", "done_tokens", "alive",
+    ],
+)  # fmt: skip
+
+
+@triton.jit
+def column_of(table, COLUMN: tl.constexpr, size):
+    """Where a column of `Rows.table` begins, each of which has `size` entries."""
+    return table + COLUMN * size
+
+
+@triton.jit
+def int_of(table, COLUMN: tl.constexpr, size, beam, mask):
+    return tl.load(column_of(table, COLUMN, size) + beam, mask=mask, other=0)
+
+
+@triton.jit
+def float_of(table, COLUMN: tl.constexpr, size, beam, mask):
+    return int_of(table, COLUMN, size, beam, mask).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def child_at(table, offsets, plane, one, width, count, column, start, size, steps, LANES: tl.constexpr):
+    """The beam whose child stands at each place, its edge, and whether there is one: `size` places from `start` on."""
+    place = start + column
+    ends = offsets + one * width
+    # The beam whose children end after this place, the first of them.
+    low = tl.zeros((LANES,), tl.int32)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        after = tl.load(ends + middle, mask=low < high, other=0) <= place
+        high = tl.where((low < high) & ~after, middle, high)
+        low = tl.where((low < high) & after, middle + 1, low)
+    inside = (column < size) & (low < count)
+    beam = one * width + low
+    begin = tl.load(ends + low, mask=inside, other=0) - int_of(table, DEGREE, plane, beam, inside)
+    return low, int_of(table, FIRST, plane, beam, inside) + place - begin, inside
+
+
+@triton.jit
+def key_of(score, edge):
+    """As `beam_state.score_of` says."""
+    bits = score.to(tl.float32).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW - (edge & _LOW))
+
+
+@triton.jit
+def add_exponentials(most, part, logits):
+    """The greatest logit of each lane and its sum of exponentials, with some more logits [lanes, any]."""
+    greatest = tl.maximum(most, tl.max(logits, 1))
+    base = tl.where(greatest == -float("inf"), 0.0, greatest)
+    return greatest, part * tl.exp(most - base) + tl.sum(tl.exp(logits - base[:, None]), 1)
+
+
+@triton.jit
+def log_of_sums(most, part):
+    """The log-sum-exp of all lanes."""
+    greatest = tl.max(most, 0)
+    base = tl.where(greatest == -float("inf"), 0.0, greatest)
+    return tl.log(tl.sum(part * tl.exp(most - base), 0)) + base
+
+
+@triton.jit
+def may_end_at(words, fields, local):
+    """Whether an item may end at a state."""
+    ends = local == tables.END
+    if local < tables.WAITING:
+        ends = tables.ends_here(words, fields, local)
+    return ends
+
+
+@triton.jit
+def edge_lives(words, fields, edge, inside, WHOLE: tl.constexpr):
+    """Whether there is each edge, or the state inside a tail that stands in its place."""
+    if WHOLE:
+        return inside & tables.is_alive(words, fields, edge, inside, fields[tables.DEAD_COUNT])
+    else:
+        is_edge = inside & (edge < tables.TAIL)
+        return inside & (~is_edge | tables.is_alive(words, fields, edge, is_edge, fields[tables.DEAD_COUNT]))
+
+
+@triton.jit
+def edge_token(words, fields, edge, inside, WHOLE: tl.constexpr):
+    """The token of each edge, or of a state inside a tail that stands in its place."""
+    token = tables.element(words, fields, tables.LABELS, edge, tables.NARROW_LABELS, inside & (edge < tables.TAIL))
+    if not WHOLE:
+        in_tail = inside & (edge >= tables.TAIL)
+        token = tl.where(in_tail, _tail_entry(words, fields, edge, in_tail)[0], token)
+    return token
+
+
+@triton.jit
+def state_after_edge(words, fields, edge, inside, WHOLE: tl.constexpr):
+    """The state after each edge, or after the next token of a tail."""
+    after = tables.state_after(words, fields, edge, inside & (edge < tables.TAIL))
+    if not WHOLE:
+        in_tail = inside & (edge >= tables.TAIL)
+        last = _tail_entry(words, fields, edge, in_tail)[1]
+        after = tl.where(in_tail, tl.where(last, tables.END, edge + 1), after)
+    return after
+
+
+@triton.jit
+def _tail_entry(words, fields, state, inside):
+    """As `tables.tail_entry`, where `inside`."""
+    bits = fields[tables.WIDTHS] & 0xFF
+    at = (state - tables.TAIL) * (bits + 1)
+    low = tables.word(words, fields, tables.TAILS, at >> 5, inside)
+    high = tables.word(words, fields, tables.TAILS, (at >> 5) + 1, inside)
+    entry = (low | (high << 32)) >> (at & 31)
+    return entry & (((bits * 0 + 1) << bits) - 1), ((entry >> bits) & 1) != 0
+
+
+@triton.jit
+def token_bits(key, token):
+    """The random number of a token."""
+    return random_bits(key, token + _TOKEN)
+
+
+@triton.jit
+def random_bits(key, n):
+    """As `clocks.mixed`, on int64."""
+    z = key + (n + 1) * _GOLDEN
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _FIRST
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def log_exponential(bits):
+    """As `clocks.log_exponential`."""
+    unit = (((bits >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.0**-52
+    return tl.log(-tl.log(unit))
+
+
+@triton.jit
+def time_of(key, share):
+    """When what has such a share rings, by its key: never if it has none."""
+    return tl.where(share > -float("inf"), log_exponential(key) - share, float("inf"))
+
+
+@triton.jit
+def time_outside(key, total):
+    """The time of what lies outside the set, which has what a total of shares leaves."""
+    left = tl.where(total < 1.0, tl.log(1.0 - tl.minimum(total, 1.0)), -float("inf"))
+    return log_exponential(random_bits(key, _NOBODY)) - left
+
+
+@triton.jit
+def clock_after(clock, time, earliest, mass):
+    """When what has such a time rings, after a prefix of such a mass that rings at `clock`."""
+    gap = time + tl.log(1.0 - tl.exp(tl.minimum(earliest - time, 0.0)))
+    after = tl.where(time > earliest, gap, -float("inf")) - mass
+    apart = tl.log(1.0 + tl.exp(-tl.abs(clock - after)))
+    return tl.where(time < float("inf"), tl.maximum(clock, after) + apart, float("inf"))

@@ -16,7 +16,7 @@ from pools import Pool
 from servers import Server
 from sets import NamedSet, named_options, token_sets
 
-pytest.register_assert_rewrite("live", "live_tests")
+pytest.register_assert_rewrite("live", "live_tests", "server_tests")
 
 # The same examples in every run of the same code. `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile("explore", deadline=None, derandomize=False)

@@ -185,19 +185,6 @@ def report_reads(module: ModuleType) -> None:
     module.ItemGroup.select = watched
 
 
-def report_encoding(module: ModuleType) -> None:
-    """Write to the log when the first texts of an inline set have been encoded."""
-    encode = module.InlineTexts._encode
-
-    def encode_and_report(*args: Any) -> Any:
-        slices = encode(*args)
-        yield next(slices)
-        print("an inline set is encoded", flush=True)
-        return (yield from slices)
-
-    module.InlineTexts._encode = encode_and_report
-
-
 def report_left(module: ModuleType) -> None:
     """When the cache is flushed, write to the log which rows and KV slots neither are free nor were in the cache."""
     flush = module.Scheduler.flush_cache
@@ -300,7 +287,6 @@ def give_further_arguments(hooks: ModuleType) -> None:
 REPORTS: dict[str, Callable[[ModuleType], None]] = {
     "itemset.serving.hooks": give_further_arguments,
     "itemset.masking.host": report_fills,
-    "itemset.serving.inline": report_encoding,
     "sglang.srt.beam_search.coordinator": report_reclaimed,
     "sglang.srt.managers.scheduler": report_left,
     "sglang.srt.managers.tp_worker": report_delays,

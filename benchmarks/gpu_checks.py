@@ -22,8 +22,8 @@ from itemset import ItemSet
 from itemset.masking import cpu_kernels, triton_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import CHAIN, TREE, Batch
-from itemset.masking.copies import Copies
 from itemset.masking.slots import Slots
+from itemset.masking.table_copies import Copies
 
 VOCABULARY, STOP = 2_048, 0
 STEPS = 300

@@ -17,8 +17,8 @@ import itemset
 from itemset.masking.arena import Arena
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.ranking.beams import Beams
+from itemset.select.views import without
 from itemset.trie.walk import STATE_BITS
-from itemset.views import without
 
 VOCABULARY, ROWS, ITEMS = 151_936, 512, 1_000_000
 WIDTHS = (256, 512)

@@ -58,7 +58,7 @@ class Static:
     def __init__(self, vocabulary: Any, tokenizer: Any, items: list[str]) -> None:
         """vocabulary: a process has one."""
         import itemset
-        from itemset.inside.holes import Items
+        from itemset.embedded.holes import Items
 
         self.vocabulary, start = vocabulary, time.perf_counter()
         self.films = itemset.build_text(items, tokenizer, escape="json")
@@ -66,9 +66,9 @@ class Static:
         self.items = Items(self.films)
 
     def compile(self, shape: str) -> Callable[[], Any]:
-        from itemset.inside.composite import Composite
-        from itemset.inside.holes import Hole
-        from itemset.inside.marks import Marker
+        from itemset.embedded.composite_grammar import Composite
+        from itemset.embedded.holes import Hole
+        from itemset.embedded.rewrite import Marker
 
         marked = Marker(lambda _: len(self.films)).schema(SHAPES[shape], any_whitespace=False)
         assert marked is not None
@@ -129,8 +129,8 @@ def measure(way: str, count: int, shape: str, samples: int) -> Row:
     import xgrammar
     from films_data import model_dir
 
-    from itemset.inside.holes import warm_up as warm_up_holes
-    from itemset.inside.vocabulary import Vocabulary
+    from itemset.embedded.holes import warm_up as warm_up_holes
+    from itemset.embedded.vocabulary import Vocabulary
     from itemset.masking.host import warm_up
     from itemset.text import load_tokenizer
 

@@ -332,7 +332,7 @@ class Engine:
             return [[one["output_ids"][:length] for one in out["meta_info"]["beam_results"]] for out in outputs]
         from vllm.sampling_params import BeamSearchParams
 
-        from vllm_static.ranking import DrawParams, RankingParams
+        from vllm_static.list_requests import DrawParams, RankingParams
 
         if "item_set" not in words:
             made: Any = BeamSearchParams(beam_width=width, max_tokens=steps, ignore_eos=True)

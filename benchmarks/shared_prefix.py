@@ -53,7 +53,7 @@ def check(backend: str) -> list[Row]:
 
 def lists(backend: str, way: str, model: str, file: str, dummy: bool) -> list[Row]:
     """Of each prompt and width a list's time, and the list. way: of item_set_shared_prefix."""
-    from vllm_static.ranking import RankingParams
+    from vllm_static.list_requests import RankingParams
 
     if not GPU:
         from engines import take_triton_attention

@@ -35,7 +35,7 @@ import itemset
 from itemset.adapters.decode_loop import beam_search, draft_search
 from itemset.adapters.huggingface import draft_states
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking.head import DraftHead
+from itemset.ranking.draft_head import DraftHead
 
 WIDTHS = (10, 64)
 K = 10

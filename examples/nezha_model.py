@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from retrieval_model import MEMORY, tokens_of
 from torch import Tensor
 
-from itemset.ranking.head import DraftHead
+from itemset.ranking.draft_head import DraftHead
 from itemset.text import identify
 
 STEPS, BATCH = 600, 24

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from itemset.errors import ItemSetError, ItemSetWarning
     from itemset.item_set import ItemSet, build, build_text
     from itemset.opening import from_bytes, load, verify
+    from itemset.select.views import view
     from itemset.trie.rows import Rows
-    from itemset.views import view
 
 __all__ = [
     "ItemSet",
@@ -36,7 +36,7 @@ _ELSEWHERE = {
     "from_bytes": "opening",
     "load": "opening",
     "verify": "opening",
-    "view": "views",
+    "view": "select.views",
 }
 
 

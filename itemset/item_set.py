@@ -21,9 +21,9 @@ from itemset.trie.keys import KeyList, Keys, as_keys, changed_places, in_item_or
 from itemset.trie.levels import LevelPlan
 from itemset.trie.ready import ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
-from itemset.trie.soundness import digest_of, item_lengths
 from itemset.trie.tables import Trie, build_trie
 from itemset.trie.update import change
+from itemset.trie.validate import digest_of, item_lengths
 
 
 class ItemSet:

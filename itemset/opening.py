@@ -14,9 +14,9 @@ from itemset.item_set import ItemSet
 from itemset.trie import file as index_file
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys
-from itemset.trie.soundness import check_items, check_shapes, digest_of
 from itemset.trie.tables import NONE, SECTIONS, Tables, Trie
 from itemset.trie.targets import far_block_of
+from itemset.trie.validate import check_items, check_shapes, digest_of
 
 
 def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:

@@ -11,14 +11,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from itemset.serving.answer import FIELDS
-from sglang_static import weights
+from itemset.serving.answer_fields import FIELDS
+from sglang_static import legal_mass
 from sglang_static.compat import hook
 
 logger = logging.getLogger(__name__)
 
 EXPECTED = "expected_item"
-"""Attribute of a `GenerateReqInput` of one prompt: an `itemset.serving.answer.Expected`. Copies for `n` keep it."""
+"""Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""
 
 CALLED = "item_set_of_answer"
 """Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
@@ -36,10 +36,10 @@ async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any
     async with aclosing(original()) as parts:
         async for part in parts:
             finish = part["meta_info"].get("finish_reason")
-            weight = weights.taken(part["meta_info"], state) if expected is not None and expected.weighed else None
+            weight = legal_mass.taken(part["meta_info"], state) if expected is not None and expected.weighed else None
             if expected is not None and finish:
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
-                told = expected.told(state.output_ids, cut=cut, weight=weight)
+                told = expected.answer_fields(state.output_ids, cut=cut, weight=weight)
                 stopped = not cut and finish["type"] == "stop"
                 _count(obj, expected, state.output_ids, told, stopped=stopped)
                 part["meta_info"].update(told)
@@ -69,11 +69,11 @@ def note(request: Any, part: Any) -> None:
     why="an answer's item, streamed",
 )
 async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> AsyncGenerator[str, None]:
-    from itemset.serving import asgi
+    from itemset.serving import http_bodies
 
     async with aclosing(original()) as events:
         async for event in events:
-            yield asgi.with_items(event, getattr(adapted_request, ITEMS, {}))
+            yield http_bodies.with_items(event, getattr(adapted_request, ITEMS, {}))
 
 
 @hook(
@@ -83,7 +83,7 @@ async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> A
 )
 def openai_response(original: Callable[..., Any], ret: Any) -> Any:
     """Each answer's item in its choice; a ranked list's says more of it."""
-    from sglang_static import http, ranking
+    from sglang_static import http, list_requests
 
     response = original()
-    return response if http.is_translated() else ranking.with_items(response, ret)
+    return response if http.is_translated() else list_requests.with_items(response, ret)

@@ -12,21 +12,21 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, Gramm
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
-from itemset.inside.vocabulary import Vocabulary
+from itemset.embedded.vocabulary import Vocabulary
+from itemset.masking.device_slate import Slate
 from itemset.masking.host import HostState, fill_bitmasks
-from itemset.masking.slates import Slate
 from itemset.serving.catalogue import Catalogue, receive_set
-from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
-from itemset.serving.grammars import Grammars
-from itemset.serving.preparing import Preparer
+from itemset.serving.embedded_grammars import Grammars
+from itemset.serving.version_rollout import Preparer
+from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
 from sglang_static import compat, processor
-from sglang_static.device import claim
-from sglang_static.following import RankDevices
-from sglang_static.inside import HoleGrammar
+from sglang_static.device_path import claim
+from sglang_static.embedded_grammars import HoleGrammar
 from sglang_static.metrics import SchedulerFigures
 from sglang_static.request import receive_request
+from sglang_static.version_watcher import RankDevices
 
 logger = logging.getLogger(__name__)
 

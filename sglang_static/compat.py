@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from itemset.serving import hooks
-from itemset.serving.answer import after
+from itemset.serving.answer_fields import after
 from itemset.serving.config import BACKEND
 from itemset.serving.hooks import IMPORTED
 

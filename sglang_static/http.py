@@ -7,11 +7,11 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import asgi, drawing, lost_fields, words
+from itemset.serving import draw_options, http_bodies, lost_fields, request_fields
 from itemset.serving.body_constraints import constraints_of, refuse_loose_tools
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.request import check_options
-from itemset.serving.words import (
+from itemset.serving.request_fields import (
     BEAMS,
     CHOICE,
     CUSTOM,
@@ -27,16 +27,18 @@ from itemset.serving.words import (
     STRUCTURED,
     WEIGHT,
 )
-from sglang_static.inside import KINDS, constraint_of, disguised
+from sglang_static.embedded_grammars import KINDS, constraint_of, disguised
 
-_BODY = {"": words.WORDS, STRUCTURED: (CHOICE,)}
+_BODY = {"": request_fields.WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 SERVED = {
     "/v1/completions": _OPENAI,
     "/v1/chat/completions": _OPENAI,
     "/v1/responses": _BODY
-    | {"": tuple(word for word in words.WORDS if word not in (DRAWS, DRAW, WEIGHT))},  # no custom_params are read
+    | {
+        "": tuple(word for word in request_fields.WORDS if word not in (DRAWS, DRAW, WEIGHT))
+    },  # no custom_params are read
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 SURFACE = lost_fields.Surface(
@@ -65,10 +67,10 @@ UNSEEN = ("/generate", "/v1/responses")
 
 def is_translated() -> bool:
     """Whether the answer is made of a chat's, which must stay SGLang's own object for it."""
-    return asgi.body().path == "/v1/messages"
+    return http_bodies.body().path == "/v1/messages"
 
 
-class ItemSetFields(asgi.BodyMiddleware):
+class ItemSetFields(http_bodies.BodyMiddleware):
     """Keeps the fields that SGLang does not know, and would drop, in `asgi.body()`: `FrontEnd.prepare` reads them."""
 
     def check(self, scope: Any, given: Any) -> None:
@@ -77,10 +79,10 @@ class ItemSetFields(asgi.BodyMiddleware):
 
     async def make(self, request: Any, given: Any) -> None:
         """Judge a request that is to be streamed, and make its sets. Raises as `FrontEnd.prepare` does."""
-        front_end, body = _front_end(), asgi.body()
+        front_end, body = _front_end(), http_bodies.body()
         if front_end is None or not isinstance(given, dict) or not given.get("stream") or body.path not in UNSEEN:
             return
-        if body.fields is not None or any(constraint_of(one, {}) for one in words.at(given, PARAMS)):
+        if body.fields is not None or any(constraint_of(one, {}) for one in request_fields.at(given, PARAMS)):
             processor = given.get("custom_logit_processor")
             params = copy.deepcopy(given.get(PARAMS))
             body.made = SimpleNamespace(sampling_params=params, custom_logit_processor=processor)  # held meanwhile
@@ -88,7 +90,7 @@ class ItemSetFields(asgi.BodyMiddleware):
 
 
 def _check(scope: Any, body: Any) -> None:
-    path, ours = asgi.body().path, _front_end() is not None
+    path, ours = http_bodies.body().path, _front_end() is not None
     fields = lost_fields.fields_of_route(scope, body)
     SURFACE.check(path, body, fields, ours=ours)
     if not isinstance(body, dict):
@@ -96,7 +98,7 @@ def _check(scope: Any, body: Any) -> None:
     if isinstance(tools := body.get("tools"), list) and body.get("tool_choice") != "none":
         forced = body.get("tool_choice") not in (None, "auto")
         refuse_loose_tools(tools, body.get("tool_choice"), lambda strict: path in SERVED and (forced or strict))
-    asgi.body().stated = constraints_of(body, fields)
+    http_bodies.body().stated = constraints_of(body, fields)
     if path not in SERVED:
         return
     given = body.get("response_format")
@@ -111,31 +113,34 @@ def _check(scope: Any, body: Any) -> None:
                 "it, as fields of their own",
             )
         for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
-            for given in words.at(body, place):
-                words.rename_guided(given, given)
-    if ours and drawing.wants_draws(body) and path in _OPENAI_DRAWS:
-        drawing.with_beams(body)
-    of_draws = ("seed", "temperature") if drawing.wants_draws(body) else ()
+            for given in request_fields.at(body, place):
+                request_fields.rename_guided(given, given)
+    if ours and draw_options.wants_draws(body) and path in _OPENAI_DRAWS:
+        draw_options.with_beams(body)
+    of_draws = ("seed", "temperature") if draw_options.wants_draws(body) else ()
     read = (REFERENCE, CHOICE, BEAMS, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN, *of_draws)
     found = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
         if CHOICE in found:
             raise RefusedError("two constraints", f"{CHOICE} is given twice, also in {STRUCTURED}: give one of them")
         found[CHOICE] = structured[CHOICE]
-    places = [found, *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in words.at(body, place))]
+    places = [
+        found,
+        *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in request_fields.at(body, place)),
+    ]
     ask = (REFERENCE, CHOICE, *SELECTION, SLATE, DRAWS, WEIGHT)
     named = any(one.get(word) is not None for one in places for word in ask)
     if named and ours:
         _refuse_what_is_ignored(path, body)
     if named or body.get(BEAMS):  # which a set inside a constraint excludes
-        asgi.body().fields = found
+        http_bodies.body().fields = found
     _move_within_the_contract(body)
 
 
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
-    for one in words.at(body, PARAMS):
-        seed = ("seed",) if drawing.wants_draws(one) else ()
+    for one in request_fields.at(body, PARAMS):
+        seed = ("seed",) if draw_options.wants_draws(one) else ()
         ours = [word for word in (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN, *seed) if word in one]
         custom = one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
@@ -146,9 +151,9 @@ def _move_within_the_contract(body: dict[str, Any]) -> None:
 
 def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
     """Raises RefusedError for what stands beside a set and would have no effect, or take it away."""
-    words.refuse_tools(body)
-    each = list(words.at(body, PARAMS))
-    drawn = any(map(drawing.wants_draws, (body, *each)))
+    request_fields.refuse_tools(body)
+    each = list(request_fields.at(body, PARAMS))
+    drawn = any(map(draw_options.wants_draws, (body, *each)))
     ranked = bool(body.get(BEAMS) or any("beam_width" in one for one in each))
     if "beam_width" in body:
         refusal = "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"

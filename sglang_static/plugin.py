@@ -6,15 +6,15 @@ import os
 
 from sglang_static import (  # noqa: F401 - modules with hooks
     answers,
-    beams,
+    beam_hooks,
     compat,
-    drafts,
     engine_config,
-    following,
+    legal_mass,
     request_hooks,
     scheduler_hooks,
+    speculation,
     turns,
-    weights,
+    version_watcher,
 )
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena, arena_bytes
+from itemset.masking.arena_reservations import Arrivals, Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
-from itemset.masking.holding import Arrivals, Holdings
-from itemset.masking.slates import Slate
+from itemset.masking.device_slate import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.trie.walk import DEAD, END
-from sglang_static.device import Admitted
+from sglang_static.device_path import Admitted
 
 logger = logging.getLogger(__name__)
 

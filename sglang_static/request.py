@@ -8,10 +8,10 @@ from typing import Any
 from itemset import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError, receive_set
 from itemset.serving.constraint import Constraint
-from itemset.serving.drawing import refuse_beside, wants_draws
+from itemset.serving.draw_options import refuse_beside, wants_draws
 from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SELECTION, SLATE, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
-from itemset.serving.words import BEAMS, CHOICE, CUSTOM, REFERENCE, SELECTION, SLATE, WEIGHT
 
 CONSTRAINT = "item_set_constraint"
 """Where a prompt's sampling parameters have its Constraint, as an ItemRequest stands at `item_set`."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from itemset.serving import startup
 from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import REFERENCE
 from itemset.serving.wire import WIRE
-from itemset.serving.words import REFERENCE
-from sglang_static import answers, compat, following, weights
+from sglang_static import answers, compat, legal_mass, version_watcher
 from sglang_static.compat import hook
 from sglang_static.request import CONSTRAINT, places, without_words
 
@@ -25,7 +25,7 @@ def _add_middleware(app: Any) -> None:
 
     if not any(one.cls is ItemSetFields for one in app.user_middleware):
         app.user_middleware.append(Middleware(ItemSetFields))
-        add_routes(app, lambda state: following.follower_of(_manager()))
+        add_routes(app, lambda state: version_watcher.follower_of(_manager()))
 
 
 def _manager() -> Any:
@@ -39,7 +39,7 @@ def _init_tokenizer(original: Callable[..., Any], self: Any) -> None:
     original()
     self.static_front_end = None
     if compat.is_ours(self.server_args):
-        from sglang_static.front import FrontEnd
+        from sglang_static.front_end import FrontEnd
 
         with startup.start_up():
             self.static_front_end = FrontEnd(self)
@@ -52,12 +52,12 @@ async def _generate_request(
     """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
         from itemset.serving.metrics import refusals
-        from sglang_static import ranking
+        from sglang_static import list_requests
 
         with refusals():
             # Encoding a large inline set takes seconds, and all below runs on the event loop.
             if await self.static_front_end.prepare(obj, request):
-                yield await ranking.ranked(original, self, obj, request)
+                yield await list_requests.ranked(original, self, obj, request)
                 return
             async for part in original():
                 answers.note(obj, part)
@@ -70,9 +70,9 @@ async def _generate_request(
 @hook("sglang.srt.entrypoints.http_server:ORJSONRequest.json", always=True)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """A body is judged once parsed, before words are dropped."""
-    from itemset.serving import asgi
+    from itemset.serving import http_bodies
 
-    return asgi.judged(original, self)
+    return http_bodies.judged(original, self)
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object", always=True)
@@ -80,15 +80,15 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
     """The item set is attached to its request."""
     front_end = self.static_front_end
     if front_end is None:
-        from itemset.serving.asgi import body
-        from sglang_static import inside
+        from itemset.serving.http_bodies import body
+        from sglang_static import embedded_grammars
 
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
         named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
-        if named or inside.names_sets(given):  # ignored, or an unknown parameter
+        if named or embedded_grammars.names_sets(given):  # ignored, or an unknown parameter
             raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original()
-    from sglang_static.one_request import CARRIED
+    from sglang_static.single_request import CARRIED
 
     if (carried := getattr(obj, CARRIED, None)) is not None:
         tokenized = original()
@@ -97,7 +97,7 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     wanted = given.get(REFERENCE) or given.get(CONSTRAINT)
     if getattr(wanted, "weighed", False):
-        weights.ask(obj)
+        legal_mass.ask(obj)
     try:
         tokenized = original()
     finally:

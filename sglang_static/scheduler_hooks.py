@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from itemset.serving.config import StaticConfig
-from sglang_static import compat, drafts, processor, weights
+from sglang_static import compat, legal_mass, processor, speculation
 from sglang_static.compat import hook
 
 
@@ -40,7 +40,7 @@ def _load_model(original: Callable[..., Any], self: Any) -> Any:
     if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
         sampler = processor.ItemSetSampler(config, self.device, self.model_config.vocab_size)
         self.item_set_sampler, sampler.runner = sampler, self
-        drafts.warn_of_unmasked(compat.resolved(self.server_args))
+        speculation.warn_of_unmasked(compat.resolved(self.server_args))
     return result
 
 
@@ -61,7 +61,7 @@ def _forward(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     if batch is not None:
         if (sampler := getattr(self.model_runner, "item_set_sampler", None)) is not None:
             sampler.stage(batch)
-        weights.note(batch)
+        legal_mass.note(batch)
     return original()
 
 

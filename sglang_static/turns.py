@@ -21,14 +21,14 @@ import torch
 
 from itemset.serving.wire import read
 from sglang_static import compat, processor
-from sglang_static.beams import admitted_lists, is_list
+from sglang_static.beam_hooks import admitted_lists, is_list
 from sglang_static.compat import hook
 
 logger = logging.getLogger(__name__)
 
 SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
 LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over
-SHARE = 2  # lists have one part of so many of the rows and KV slots
+SHARE = 2  # lists have this part of the rows and KV slots: one half
 MOST_ROWS = 1024  # of lists in a step: more make it longer, and no list sooner
 SMALL_STEP = 256  # rows of a step that takes no longer with fewer, because it waits for the weights
 SMALL_STEP_ON_CPU = 64
@@ -52,7 +52,7 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
 def rows_in_memory(rows: int, each: int, reserve: Callable[[int], Any]) -> int:
     """Return how many of `rows` a pass of lists has memory for: all, or a half as often as needed. 0 if none.
 
-    each: bytes of a row. reserve: takes so many bytes of the device. Raises RuntimeError if these are not free.
+    each: bytes of a row. reserve: takes this many bytes of the device. Raises RuntimeError if these are not free.
     """
     while rows:
         try:
@@ -139,9 +139,9 @@ def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str 
     """A ranked list is a beam search inside its set, not a refused constraint."""
     carried = read(req.sampling_params.custom_params)
     if carried is not None and carried.ranked is not None:
-        from sglang_static import lists
+        from sglang_static import step_lists
 
-        return lists.give_group(self, req, original)
+        return step_lists.give_group(self, req, original)
     error: str | None = original()
     return error
 

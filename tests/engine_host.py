@@ -60,7 +60,7 @@ def host(control: socket.socket, serve_engine: Callable[[Connection], None]) -> 
 
 def load_compiled() -> None:
     """Load from Numba's cache what every engine runs: it takes a second. What is not there is compiled."""
-    from itemset.serving.compiling import compile_all
+    from itemset.serving.warm_up import compile_all
 
     compile_all()
 

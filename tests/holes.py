@@ -14,14 +14,14 @@ import xgrammar
 from real_tokenizers import tokenizer
 
 import itemset
-from itemset.inside.composite import Composite
-from itemset.inside.holes import Hole, Items
-from itemset.inside.marks import Marker
-from itemset.inside.places import Marked, Place
-from itemset.inside.vocabulary import Vocabulary
+from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.holes import Hole, Items
+from itemset.embedded.placement import Marked, Place
+from itemset.embedded.rewrite import Marker
+from itemset.embedded.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
+from itemset.select.views import view
 from itemset.text import Escape, escaped
-from itemset.views import view
 
 FILMS = [
     "Alien", "Aliens", "Alien 3", "Alien³", "The Godfather", "The Godfather: Part II", "Mamma Mia!", "Amélie",

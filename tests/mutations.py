@@ -32,8 +32,8 @@ import itemset
 from itemset import ItemSet, ItemSetError
 from itemset.cli import report
 from itemset.masking.host import HostState
+from itemset.select.filters import passing
 from itemset.trie import attributes as attribute_columns
-from itemset.trie.filters import passing
 
 PATIENCE = 10  # seconds that one mutation may take
 ROOM = 128 << 20  # bytes of address space that all of them may take, beyond what reading the valid files takes

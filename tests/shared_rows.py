@@ -49,7 +49,7 @@ class Beams:
     def __init__(self, dtype: torch.dtype, heads_first: bool) -> None:
         from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-        from vllm_static.branches import Branches, Prompt, scratch_needed
+        from vllm_static.kv_branches import Branches, Prompt, scratch_needed
 
         self.random = torch.Generator(DEVICE).manual_seed(3)
         prompts = [Prompt(str(i), i, length) for i, length in enumerate(LENGTHS)]

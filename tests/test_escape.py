@@ -13,8 +13,8 @@ from real_tokenizers import NAMES, tokenizer
 
 import itemset
 from itemset import ItemSetError, build_external, cli
+from itemset.select.views import view
 from itemset.text import continues, encode, escaped
-from itemset.views import view
 
 
 def rows(texts: list[str], name: str, **options: Any) -> list[list[int]]:

@@ -68,7 +68,7 @@ def test_a_draft_head_learns_from_the_states_that_a_list_has(codes, tmp_path, mo
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from itemset.adapters.huggingface import draft_states
-    from itemset.ranking.head import DraftHead
+    from itemset.ranking.draft_head import DraftHead
 
     for module, steps in ((retrieval_model, 2), (nezha_model, 2)):
         monkeypatch.setattr(module, "STEPS", steps)

@@ -27,11 +27,11 @@ from transformers import PreTrainedTokenizerFast
 
 import itemset
 from itemset import ItemSetError, build_external, cli, published
-from itemset.building import columns, external, sources, stored
+from itemset.building import external, readers, sources, staged_source
 from itemset.building.memory import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
-from itemset.building.spools import Zeros
+from itemset.building.spill_files import Zeros
 from itemset.cli import options
 from itemset.cli import report_page as page
 from itemset.storage import files_at
@@ -47,8 +47,8 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows in a batch, so that a small file has many, and equal items stand in several."""
     monkeypatch.setattr(external, "_BATCH_TOKENS", 5)
     monkeypatch.setattr(external, "_BATCH_KEYS", 3)
-    monkeypatch.setattr(columns, "_PARQUET_ROWS", 3)
-    monkeypatch.setattr(columns, "_BLOCK_BYTES", 128)
+    monkeypatch.setattr(readers, "_PARQUET_ROWS", 3)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 128)
     monkeypatch.setattr(sources, "_NPY_BATCH_BYTES", 64)
     monkeypatch.setattr(attributes, "BATCH_ROWS", 11)
     monkeypatch.setattr(attributes, "MAX_DICTIONARY", 9)
@@ -270,10 +270,10 @@ def test_a_source_that_changes_between_two_reads_is_named(tmp_path: Path) -> Non
         np.save(path, np.arange(600, dtype=np.uint16).reshape(200, 3))
         changed.clear()
         assert "a.npy was changed while it was read" in refusal(path, progress=partial(change, rows), in_order=in_order)
-    assert stored.can_read_twice(files_at(path))
+    assert staged_source.can_read_twice(files_at(path))
     lines = tmp_path / "a.jsonl"
     lines.write_text("[]")
-    assert not stored.can_read_twice(files_at(lines))  # a copy is stored of what needs parsing
+    assert not staged_source.can_read_twice(files_at(lines))  # a copy is stored of what needs parsing
 
 
 def test_tables_have_the_memory_that_is_allowed_and_files_for_the_rest(tmp_path: Path, monkeypatch: Any) -> None:

@@ -33,10 +33,10 @@ from itemset.trie import targets as trie_targets
 from itemset.trie.levels import LevelPlan
 from itemset.trie.numbering import rank_terminals
 from itemset.trie.rows import as_rows, sort_unique
-from itemset.trie.soundness import item_lengths
 from itemset.trie.tables import COUNTS, EDGES, NODES, NONE, TAIL_TOKENS, Tables, Trie
 from itemset.trie.targets import FAR, MAX_TAIL_TOKENS, NO_BLOCK
 from itemset.trie.update import change
+from itemset.trie.validate import item_lengths
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, children, follow
 
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 names it

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import itemset
 from itemset import ItemSetError
+from itemset.select import filters
+from itemset.select.filters import leaves, passing
 from itemset.trie import attributes as attribute_columns
-from itemset.trie import filters
-from itemset.trie.filters import leaves, passing
 
 ROWS = 400
 WORDS = ["DE", "AT", "CH", "de", "", "Ä", "D", "日本", "a'b", 'a"b']

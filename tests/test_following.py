@@ -20,15 +20,15 @@ import itemset
 from itemset import published
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
-from itemset.masking.holding import Arrivals, Holdings
-from itemset.serving import held
+from itemset.masking.arena_reservations import Arrivals, Holdings
+from itemset.serving import private_copies
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.following import Follower
-from itemset.serving.preparing import Preparer
 from itemset.serving.request import ItemRequest
 from itemset.serving.rollout_messages import Stage
+from itemset.serving.version_rollout import Preparer
+from itemset.serving.version_watcher import Follower
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
 
@@ -85,11 +85,15 @@ def test_requests_keep_the_version_that_they_began_with(films, processes):
     for _ in range(3):
         films.publish()
         processes.follower.look()
-    assert {str(front.catalogue.told(one)["item_set_version"]) for one in references} == {films.versions[0].name}
+    assert {str(front.catalogue.version_fields(one)["item_set_version"]) for one in references} == {
+        films.versions[0].name
+    }
     assert [len(front.catalogue[one]) for one in references] == [films.versions[0].items, films.versions[0].items - 1]
     # An engine has closed it by now, and opens its copy again.
     assert len(processes.engines[0][references[0]]) == films.versions[0].items
-    assert front.catalogue.told(front.catalogue.reference("few")) == {"item_set_version": films.versions[-1].name}
+    assert front.catalogue.version_fields(front.catalogue.reference("few")) == {
+        "item_set_version": films.versions[-1].name
+    }
 
 
 def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
@@ -127,7 +131,7 @@ def test_a_copy_that_is_damaged_between_two_processes_is_made_again(films, proce
     version = films.publish()
     processes.follower.look()
     assert len(seals) == 1
-    assert seals[0] != held.seal(version.name, str(tmp_path / "cache"))
+    assert seals[0] != private_copies.seal(version.name, str(tmp_path / "cache"))
     assert (tmp_path / "cache" / version.name).read_bytes() == version.path.read_bytes()
     assert processes.engines[0].registered["films"].items() == itemset.load(version.path).items()
 
@@ -261,7 +265,7 @@ def test_a_set_of_a_file_is_not_followed(films, tmp_path):
     entry = processes.follower.refresh("films")
     assert (entry["followed"], entry["previous_versions"]) == (False, [])
     reference = processes.checks[0].catalogue.reference("films")
-    assert processes.checks[0].catalogue.told(reference) == {}
+    assert processes.checks[0].catalogue.version_fields(reference) == {}
 
 
 def test_a_folder_that_is_no_set(tmp_path):
@@ -304,9 +308,9 @@ def test_the_version_before_stays_until_its_room_is_needed():
 
 
 def test_a_version_comes_in_pieces(monkeypatch):
-    from itemset.masking import copies
+    from itemset.masking import table_copies
 
-    monkeypatch.setattr(copies, "PIECE", 1024)
+    monkeypatch.setattr(table_copies, "PIECE", 1024)
     (item_set,) = versions_of(1)
     arena = Arena(room_for(item_set), max_sets=2, kernels="triton")
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)

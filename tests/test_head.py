@@ -20,7 +20,7 @@ import itemset
 from itemset.adapters.decode_loop import draft_search
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking.head import DraftHead
+from itemset.ranking.draft_head import DraftHead
 from itemset.text import TokenizerId
 
 LEVELS, SIZE, VOCABULARY = 4, 16, 50

@@ -20,7 +20,7 @@ import pytest
 
 import itemset
 from itemset.errors import ItemSetError
-from itemset.serving import held
+from itemset.serving import private_copies
 from itemset.serving.catalogue import Catalogue, with_versions
 from itemset.serving.config import StaticConfig
 
@@ -75,52 +75,52 @@ def test_another_machine_makes_its_own_copy_of_the_same_version_or_does_not_star
 
 
 def test_a_copy_is_private_and_named_by_all_that_is_in_the_file(path, cache):
-    _, version = held.open_copy(str(path), str(cache))
+    _, version = private_copies.open_copy(str(path), str(cache))
     assert copies(cache) == [version]
     assert (cache.stat().st_mode & 0o777, (cache / version).stat().st_mode & 0o777) == (0o700, 0o400)
     before = (cache / version).stat()
-    assert held.open_copy(str(path), str(cache))[1] == version
+    assert private_copies.open_copy(str(path), str(cache))[1] == version
     assert (cache / version).stat().st_ino == before.st_ino
     itemset.build(ITEMS, keys=["a", "b", "d"]).save(path)
-    assert held.open_copy(str(path), str(cache))[1] != version
+    assert private_copies.open_copy(str(path), str(cache))[1] != version
     assert len(copies(cache)) == 2
 
 
 @pytest.mark.parametrize("damage", [changes.flip, changes.cut, lambda copy: os.truncate(copy, 0)])
 def test_a_damaged_copy_is_made_again(path, cache, damage):
-    _, version = held.open_copy(str(path), str(cache))
+    _, version = private_copies.open_copy(str(path), str(cache))
     (cache / version).chmod(0o600)
     damage(cache / version)
-    assert held.open_copy(str(path), str(cache), version)[0].items() == ITEMS
+    assert private_copies.open_copy(str(path), str(cache), version)[0].items() == ITEMS
     assert (cache / version).read_bytes() == path.read_bytes()
 
 
 def test_a_copy_that_a_process_has_sealed_is_read_again_only_if_it_has_changed(path, cache):
-    _, version = held.open_copy(str(path), str(cache))
-    sealed = held.seal(version, str(cache))
+    _, version = private_copies.open_copy(str(path), str(cache))
+    sealed = private_copies.seal(version, str(cache))
     (cache / version).chmod(0o600)
     content = path.read_bytes()
     with (cache / version).open("r+b") as file:  # one byte of the last section, the keys'
         file.seek(-1, os.SEEK_END)
         file.write(b"d")
-    unread = held.seal(version, str(cache))
-    assert held.open_copy(str(path), str(cache), version, unread)[0].lookup(ITEMS) == ["a", "b", "d"]
-    assert held.open_copy(str(path), str(cache), version, sealed)[0].lookup(ITEMS) == ["a", "b", "c"]
+    unread = private_copies.seal(version, str(cache))
+    assert private_copies.open_copy(str(path), str(cache), version, unread)[0].lookup(ITEMS) == ["a", "b", "d"]
+    assert private_copies.open_copy(str(path), str(cache), version, sealed)[0].lookup(ITEMS) == ["a", "b", "c"]
     assert (cache / version).read_bytes() == content
-    assert held.seal(version, str(cache)) not in (sealed, unread)
-    assert held.seal("0" * 32, str(cache)) is None
+    assert private_copies.seal(version, str(cache)) not in (sealed, unread)
+    assert private_copies.seal("0" * 32, str(cache)) is None
 
 
 @pytest.mark.parametrize("change", [changes.flip, changes.cut, Path.unlink])
 def test_a_bad_file_is_refused_although_there_is_a_copy(path, cache, change):
-    held.open_copy(str(path), str(cache))
+    private_copies.open_copy(str(path), str(cache))
     change(path)
     with pytest.raises(ItemSetError, match=r"films\.itemset"):
-        held.open_copy(str(path), str(cache))
+        private_copies.open_copy(str(path), str(cache))
 
 
 def test_copies_that_nobody_maps_go_after_a_while(path, cache, tmp_path):
-    _, mine = held.open_copy(str(path), str(cache))
+    _, mine = private_copies.open_copy(str(path), str(cache))
     others = subprocess.run(
         [sys.executable, "-c", OPEN, str(save(tmp_path / "others.itemset", OTHERS)), str(cache)],
         capture_output=True,
@@ -129,11 +129,11 @@ def test_copies_that_nobody_maps_go_after_a_while(path, cache, tmp_path):
     ).stdout.strip()
     (cache / "notes").touch()  # not ours
     (cache / "incomplete").write_bytes(b"of a start that was killed")
-    held.delete_unused(str(cache))
+    private_copies.delete_unused(str(cache))
     assert copies(cache) == sorted([mine, others, "notes"])
     for name in copies(cache):
-        os.utime(cache / name, (0, time.time() - held.KEPT_SECONDS - 1))
-    held.delete_unused(str(cache))
+        os.utime(cache / name, (0, time.time() - private_copies.KEPT_SECONDS - 1))
+    private_copies.delete_unused(str(cache))
     assert copies(cache) == sorted([mine, "notes"])
 
 
@@ -145,21 +145,21 @@ def save(path: Path, items: object) -> Path:
 def test_a_folder_that_cannot_be_used_names_the_option(path, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ItemSetError, match=r"cannot be copied to .*file/copies: Not a directory: .*item_set_cache"):
-        held.open_copy(str(path), str(tmp_path / "file" / "copies"))
+        private_copies.open_copy(str(path), str(tmp_path / "file" / "copies"))
     with pytest.raises(ItemSetError, match="item_set_cache must be the path of a folder, not 3"):
         StaticConfig.of({"item_set_cache": 3})
     # By default the user's cache folder, then a folder of the user's own among the temporary files.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    version = held.open_copy(str(path))[1]
+    version = private_copies.open_copy(str(path))[1]
     assert copies(tmp_path / "xdg" / "static-backend") == [version]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(held.tempfile, "gettempdir", lambda: str(tmp_path))
-    held.open_copy(str(path))
+    monkeypatch.setattr(private_copies.tempfile, "gettempdir", lambda: str(tmp_path))
+    private_copies.open_copy(str(path))
     own = tmp_path / f"static-backend-{os.geteuid()}"
     assert copies(own) == [version]
     own.chmod(0o777)
     with pytest.raises(ItemSetError, match="others can write to it: name another folder with the option item_set_ca"):
-        held.open_copy(str(path))
+        private_copies.open_copy(str(path))
 
 
 def test_a_disk_that_is_full_names_the_option_and_leaves_nothing(path, cache):
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_names_the_option_and_leaves_nothing(path, cache):
 
 def open_after(gate, path: str, cache: str) -> None:
     gate.wait()
-    held.open_copy(path, cache)
+    private_copies.open_copy(path, cache)
 
 
 def test_starts_at_the_same_time_and_kills_at_any_moment_leave_one_whole_copy(tmp_path, cache):
@@ -202,14 +202,14 @@ def test_starts_at_the_same_time_and_kills_at_any_moment_leave_one_whole_copy(tm
         ended.update(process.exitcode for process in starts)
         assert starts[3].exitcode == 0
         assert (cache / version).read_bytes() == path.read_bytes()
-        held.delete_unused(str(cache))
+        private_copies.delete_unused(str(cache))
         assert copies(cache) == [version]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "device"])
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, cache, make):
     make(tmp_path / "films.itemset")
-    for open_it in (itemset.load, itemset.verify, lambda path: held.open_copy(str(path), str(cache))):
+    for open_it in (itemset.load, itemset.verify, lambda path: private_copies.open_copy(str(path), str(cache))):
         with pytest.raises(ItemSetError, match=r"films.itemset is a pipe, a socket or a device: give a file"):
             open_it(tmp_path / "films.itemset")
 

@@ -17,8 +17,8 @@ from views import made
 
 import itemset
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
+from itemset.select.views import filtered, without
 from itemset.trie.walk import END, FREE
-from itemset.views import filtered, without
 
 STOPS = {66, 69}
 

@@ -17,14 +17,14 @@ from strategies import item_sets
 
 import itemset
 from itemset import ItemSetError, build_external, cli
-from itemset.building import columns
+from itemset.building import readers
 
 ITEMS = pa.list_(pa.int64())
 
 
 @pytest.fixture
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "_PARQUET_ROWS", 3)
+    monkeypatch.setattr(readers, "_PARQUET_ROWS", 3)
 
 
 def write_shards(folder: Path, items: list[list[int]], keys: list[Any], shards: int) -> None:

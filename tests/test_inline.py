@@ -17,7 +17,7 @@ import itemset
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.encoding import Encoder, Steps
+from itemset.serving.encode_queue import Encoder, Steps
 from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, InlineTexts, _slices
 from itemset.serving.request import ItemRequest
 
@@ -175,7 +175,7 @@ def test_turns_are_fair():
         order.append(name)
         if stream:
             asked.append(encoder.ask(f"short {stream}", 1, lambda: steps("short", 1, stream - 1)))
-        return InlineSet.opened(name + str(stream), index)
+        return InlineSet.from_index(name + str(stream), index)
 
     asked: list[Future[InlineSet]] = [encoder.ask("long", 10, lambda: steps("long", 10))]
     begun.wait()
@@ -202,7 +202,7 @@ def test_a_short_list_passes_the_last_of_many_equal_ones():
         order.append(name)
         if len(order) == 8:
             asked.append(encoder.ask("short", 1, lambda: steps("short", 1)))
-        return InlineSet.opened(name, index)
+        return InlineSet.from_index(name, index)
 
     asked = [encoder.ask(f"long {i}", 20, lambda i=i: steps(f"long {i}", 20)) for i in range(10)]
     opened.set()
@@ -261,7 +261,7 @@ def test_other_texts_are_another_set(tokenizer, one, other):
 
 
 def kept(catalogue: Catalogue, texts: int) -> str:
-    one = InlineSet.opened(f"inline:{texts}", itemset.build([[i, i + 1] for i in range(texts)]).to_bytes())
+    one = InlineSet.from_index(f"inline:{texts}", itemset.build([[i, i + 1] for i in range(texts)]).to_bytes())
     catalogue.keep(one)
     return one.reference
 
@@ -287,6 +287,6 @@ def test_a_set_is_known_while_it_is_held():
 
 
 def test_the_tables_lie_in_the_index_bytes():
-    one = InlineSet.opened("inline:0", itemset.build([[1, 2], [3, 4]]).to_bytes())
+    one = InlineSet.from_index("inline:0", itemset.build([[1, 2], [3, 4]]).to_bytes())
     for section in one.item_set.trie.tables.sections.values():
         assert np.shares_memory(section, np.frombuffer(one.index, np.uint8))

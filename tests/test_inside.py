@@ -22,13 +22,13 @@ from real_tokenizers import NAMES
 
 import itemset
 from itemset import ItemSetError
-from itemset.inside.composite import Composite, Found
-from itemset.inside.holes import Hole, Items
-from itemset.inside.marks import Marker
-from itemset.inside.survey import PLACES
-from itemset.inside.vocabulary import HOLES, Vocabulary
+from itemset.embedded.composite_grammar import Composite, Found
+from itemset.embedded.holes import Hole, Items
+from itemset.embedded.rewrite import Marker
+from itemset.embedded.survey import PLACES
+from itemset.embedded.vocabulary import HOLES, Vocabulary
 from itemset.serving.constraint import ENVELOPE
-from itemset.serving.grammars import Grammars
+from itemset.serving.embedded_grammars import Grammars
 
 SEEN, SHORT = ({"type": "string", "item_set": name} for name in ("seen", "short"))
 

@@ -14,16 +14,16 @@ from holes import setting, size_of
 from models import tiny_tokenizer
 
 from itemset import ItemSetError
-from itemset.inside import marks
-from itemset.inside.marks import Marker
-from itemset.inside.survey import PLACES, TEXT
+from itemset.embedded import rewrite
+from itemset.embedded.rewrite import Marker
+from itemset.embedded.survey import PLACES, TEXT
 from itemset.serving.admission import Checks
 from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint
-from itemset.serving.grammars import Grammars
-from itemset.serving.inside import Constraints
+from itemset.serving.embedded_grammars import Grammars
+from itemset.serving.embedded_sets import Constraints
 
 FILM = {"type": "string", "item_set": "films"}
 INLINE = {"type": "string", "item_set": ["red", "green"]}
@@ -125,7 +125,7 @@ def test_what_is_not_closed_is_looked_for_once() -> None:
     """From each bracket to the end of the line would take the square of its length."""
     for opened in ("[", '"', "[^\\", '\\"['):
         text = opened * 10_000
-        assert sum(match.end() - match.start() for match in marks._EBNF.finditer(text)) >= len(text) - len(opened)
+        assert sum(match.end() - match.start() for match in rewrite._EBNF.finditer(text)) >= len(text) - len(opened)
         assert not holds_sets(EBNF, f'root ::= "a" {text}')
 
 

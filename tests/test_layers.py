@@ -17,22 +17,22 @@ ALLOWED = {
     "trie": "errors text storage",
     "item_set": "errors text trie",
     "opening": "errors trie item_set",
-    "views": "errors trie item_set opening",
+    "select": "errors trie item_set opening",
     "published": "errors storage trie item_set opening",
     "building": "errors text storage trie item_set",
     "masking": "errors trie item_set",
     "ranking": "errors text trie item_set masking",
-    "inside": "errors trie item_set opening masking",
-    "serving": "errors text storage trie item_set opening views published ranking inside",
+    "embedded": "errors trie item_set opening select masking",
+    "serving": "errors text storage trie item_set opening select published ranking embedded",
     "adapters": "trie item_set masking ranking",
-    "__init__": "errors trie item_set opening building",
+    "__init__": "errors trie item_set opening select building",
     "cli": "errors text storage trie item_set published building __init__",
     "__main__": "cli",
 }
 BESIDE_EACH_OTHER = {"building", "masking", "serving"}
 ENGINES = {"vllm", "sglang", "vllm_static", "sglang_static"}
 OF_ENGINES = {"vllm_static": {"sglang", "sglang_static"}, "sglang_static": {"vllm", "vllm_static"}}
-FOR_DEVICES = {"masking", "ranking", "inside", "adapters"}
+FOR_DEVICES = {"masking", "ranking", "embedded", "adapters"}
 
 
 def imports(path: Path) -> Iterator[str]:

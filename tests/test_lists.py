@@ -14,7 +14,7 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Best, Search
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.lists import Lists, Pace, Refusals, run_together, search_for
+from itemset.serving.list_runner import Lists, Pace, Refusals, run_together, search_for
 from itemset.serving.request import ListOptions
 
 END = 50

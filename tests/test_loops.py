@@ -14,7 +14,7 @@ import numpy as np
 from numba import typeof, types
 import itemset
 from itemset.cli import choice_stats
-from itemset.trie import levels, soundness, tables, targets, update, view, walk
+from itemset.trie import levels, validate, tables, targets, update, view, walk
 
 place = typeof(itemset.build([[1, 2], [1, 3]]).trie.tables.pointers)
 i64, u64 = types.int64, types.uint64
@@ -24,7 +24,7 @@ loops = {
     levels._measure: (place, i64, counts, counts, counts),
     choice_stats._count: (place, counts, i64, counts, counts, *[counts] * 8),
     choice_stats._count_below: (place, i64, counts),
-    soundness._item_lengths: (place, i64, counts, counts, types.boolean),
+    validate._item_lengths: (place, i64, counts, counts, types.boolean),
     tables.fill: (types.uint16[::1], counts, i64, types.uint16[::1], cells, place, types.uint32[::1], i64),
     targets.set_bases: (place,),
     view._mark: (place, bits, i64, i64, bits),
@@ -55,11 +55,11 @@ import numpy as np
 from numba.core.dispatcher import Dispatcher
 import itemset
 from itemset import view
-from itemset.inside.holes import Items
+from itemset.embedded.holes import Items
 from itemset.masking import host
 from itemset.serving.catalogue import InlineSet
-from itemset.serving.compiling import compile_all
-from itemset.trie.soundness import check_items
+from itemset.serving.warm_up import compile_all
+from itemset.trie.validate import check_items
 
 def made():
     ours = [module for name, module in sys.modules.items() if name.startswith("itemset")]
@@ -78,7 +78,7 @@ for top in (300, 70_000):
             itemset.build(items, keys=keys, attributes={"n": list(range(len(items)))}).save(path)
             whole = itemset.load(path)  # mapped, read-only
             check_items(whole.trie)
-            inline = InlineSet.opened("", itemset.build(items[::-1]).to_bytes(), token_ids=True).item_set
+            inline = InlineSet.from_index("", itemset.build(items[::-1]).to_bytes(), token_ids=True).item_set
             few = {"n": {"$lt": 200}}
             views = [view(whole, few), view(whole, exclude_keys=keys[20:30]), view(whole, only_keys=keys[5:20])]
             for one in (whole, inline, *views, view(whole, few, exclude_keys=keys[20:30])):

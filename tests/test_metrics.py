@@ -8,7 +8,7 @@ import pytest
 
 import itemset
 from itemset.serving import metrics
-from itemset.serving.answer import Expected, after
+from itemset.serving.answer_fields import Expected, after
 
 END, MARK = 9, 7
 ITEMS = itemset.build([[1, 2], [1, 3, 4]])
@@ -38,7 +38,7 @@ def test_reasoning_without_an_end_has_no_item_yet(tokens, illegal):
 
 def _counted(expected: Expected, tokens: list[int], stopped: bool) -> bool:
     before = metrics.ILLEGAL._value.get()
-    told = expected.told(tokens, cut=False)
+    told = expected.answer_fields(tokens, cut=False)
     fault = metrics.count_answer(expected, tokens, told, stopped=stopped)
     assert (fault is not None) == (metrics.ILLEGAL._value.get() > before)
     return fault is not None

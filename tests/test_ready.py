@@ -15,8 +15,8 @@ import itemset
 from itemset.masking import cpu_kernels
 from itemset.masking.arena import READY, Arena, room_for
 from itemset.masking.batch import Batch
+from itemset.masking.device_slate import Slate
 from itemset.masking.host import HostState, fill_bitmasks
-from itemset.masking.slates import Slate
 from itemset.masking.slots import Slots
 from itemset.trie import ready
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.drawing import DrawOptions, refuse_beside
+from itemset.serving.draw_options import DrawOptions, refuse_beside
 from itemset.serving.request import ItemRequest, ListOptions
-from itemset.serving.words import COMPARED
+from itemset.serving.request_fields import COMPARED
 
 CONSTRAINTS = ("item_set", "choice", "regex")
 

@@ -17,7 +17,7 @@ import itemset
 from itemset.masking import triton_kernels
 from itemset.masking.arena import Arena, Plan, room_for
 from itemset.masking.batch import LOCAL, Batch
-from itemset.masking.slates import Slate
+from itemset.masking.device_slate import Slate
 from itemset.masking.slots import NO_SET, Slots
 from itemset.trie.walk import END, NO_TOKEN
 

@@ -23,9 +23,9 @@ from itemset.ranking import cpu_kernels
 from itemset.trie import targets
 from itemset.trie.levels import LevelPlan
 from itemset.trie.numbering import nth_edge
-from itemset.trie.soundness import check_items, check_shapes
 from itemset.trie.tables import Tables
 from itemset.trie.targets import FAR, LENGTH, OF_A_LEVEL, START, START_HIGH, is_leaf, next_tail, nodes_before, tails_of
+from itemset.trie.validate import check_items, check_shapes
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, follow
 
 uniform = st.tuples(st.integers(1, 7), st.integers(2, 40)).flatmap(

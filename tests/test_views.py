@@ -15,10 +15,10 @@ from strategies import item_sets
 from views import KINDS, made
 
 import itemset
-from itemset.inside.holes import Items
+from itemset.embedded.holes import Items
 from itemset.masking.arena import ALIVE, Arena, ArenaFullError, room_for
+from itemset.select.views import View, view_from_bytes
 from itemset.trie.walk import DEAD
-from itemset.views import View, view_from_bytes
 
 REGIONS = ["DE", "AT", "CH"]
 

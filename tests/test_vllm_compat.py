@@ -30,8 +30,8 @@ from vllm.v1.kv_cache_interface import (
 import itemset
 from itemset.serving import hooks, startup
 from itemset.text import load_tokenizer
-from vllm_static import compat, drafts, engine_config, lists, plugin, scratch
-from vllm_static.front import FrontEnd
+from vllm_static import compat, engine_config, plugin, reserved_blocks, speculation, step_list_hooks
+from vllm_static.front_end import FrontEnd
 
 
 def test_every_hook_is_said_why():
@@ -46,7 +46,7 @@ def test_every_hook_is_used_once():
     used = [
         hook
         for hook in compat.hook.declared.values()
-        if hook.when not in (drafts.SPECULATION, lists.LISTS) and not hook.optional
+        if hook.when not in (speculation.SPECULATION, step_list_hooks.LISTS) and not hook.optional
     ]
     assert len(used) > 30
     for hook in used:
@@ -217,7 +217,7 @@ def test_caches_that_beams_cannot_share():
 
     def suits(*specs):
         groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
-        return scratch._one_full_attention(KVCacheConfig(8, [], groups))
+        return reserved_blocks._one_full_attention(KVCacheConfig(8, [], groups))
 
     assert suits(full)
     assert suits(MLAAttentionSpec(**sizes))

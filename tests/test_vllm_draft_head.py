@@ -17,11 +17,11 @@ from itemset.adapters.decode_loop import draft_search
 from itemset.adapters.huggingface import draft_states
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking.head import DraftHead
+from itemset.ranking.draft_head import DraftHead
 from itemset.serving.wire import EngineRequest, ListSpec, SetRef
 from itemset.text import identify
-from vllm_static.one_request import list_params
-from vllm_static.ranking import RankingParams
+from vllm_static.list_requests import RankingParams
+from vllm_static.single_request import list_params
 
 LEVELS, VOCABULARY = 6, 2112
 PLACEHOLDERS = range(2000, 2000 + LEVELS)

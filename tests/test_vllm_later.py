@@ -27,8 +27,8 @@ from vllm.v1.request import Request
 
 from itemset.serving.hooks import START, Hooks
 from itemset.serving.wire import WIRE, EngineRequest, ListSpec, SetRef
-from vllm_static import core_hooks, drafting, plugin
-from vllm_static.front import FrontEnd
+from vllm_static import core_hooks, draft_head_requests, plugin
+from vllm_static.front_end import FrontEnd
 
 RELEASE = "vllm==0.33.0"
 SOURCES = Path(__file__).parent.parent / ".cache" / "releases" / RELEASE
@@ -191,7 +191,7 @@ def later_blocks():
     own = {"get_computed_blocks": names["get_computed_blocks"]}
     module = sys.modules["later_blocks"] = ModuleType("later_blocks")
     module.Manager = type("Manager", (kv_cache_manager.KVCacheManager,), own)
-    hooked("later_blocks:Manager", ("get_computed_blocks", drafting._get_computed_blocks))
+    hooked("later_blocks:Manager", ("get_computed_blocks", draft_head_requests._get_computed_blocks))
     return module.Manager
 
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from test_vllm_wide_lists import ROOMY, as_accelerators, asked, by_rounds, prompt_of, same, ways
 
-from itemset.serving.one_request import best_of
+from itemset.serving.single_request import best_of
 from itemset.serving.wire import REASONS, WIRE, ListResult, NoList
 
 LENGTHS = [20, 20, 20]
@@ -24,10 +24,15 @@ def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
 
 def waits(llm: Any, queued: frozenset[str] | None) -> tuple[int, int]:
     """Passes of a list, and how often they wait for the device."""
-    from vllm_static import passes
+    from vllm_static import branch_forward
 
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    own_names, own_run, own_wait, counts = passes.QUEUED, passes._run, runner.main_stream.synchronize, [0, 0]
+    own_names, own_run, own_wait, counts = (
+        branch_forward.QUEUED,
+        branch_forward._run,
+        runner.main_stream.synchronize,
+        [0, 0],
+    )
 
     def counted(which: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any) -> Any:
@@ -36,13 +41,13 @@ def waits(llm: Any, queued: frozenset[str] | None) -> tuple[int, int]:
 
         return count
 
-    passes._run, runner.main_stream.synchronize = counted(0, own_run), counted(1, own_wait)
+    branch_forward._run, runner.main_stream.synchronize = counted(0, own_run), counted(1, own_wait)
     if queued is not None:
-        passes.QUEUED = queued
+        branch_forward.QUEUED = queued
     try:
         (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
     finally:
-        passes.QUEUED, passes._run, runner.main_stream.synchronize = own_names, own_run, own_wait
+        branch_forward.QUEUED, branch_forward._run, runner.main_stream.synchronize = own_names, own_run, own_wait
     assert len(found) == 4
     return counts[0], counts[1]
 
@@ -56,10 +61,10 @@ def test_a_backend_that_plans_on_the_host_is_waited_for(engine):
 def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], list[Any]]:
     """Three lists, or draws of so many races each, when a pass may have the logits of so many tokens: the lists of each
     group, and the answers."""
-    from vllm_static import wide_lists
+    from vllm_static import step_lists
 
     lists = llm.llm_engine.model_executor.driver_worker.worker.model_runner.prompt_logprobs_worker.static_lists
-    own_room, own_make, groups = lists._room, wide_lists.WideLists._make, []
+    own_room, own_make, groups = lists._room, step_lists.WideLists._make, []
 
     def make(self: Any, group: list[Any], logits: Any) -> Any:
         assert len(group) == len(logits) <= tokens
@@ -67,7 +72,7 @@ def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], li
         return own_make(self, group, logits)
 
     lists._room = own_room._replace(tokens=tokens)
-    wide_lists.WideLists._make = make  # type: ignore[method-assign]
+    step_lists.WideLists._make = make  # type: ignore[method-assign]
     try:
         prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
         params = asked("fixed", 6, 3, False)
@@ -76,7 +81,7 @@ def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], li
             params.extra_args[WIRE] = carried.but(ranked=replace(carried.ranked, races=tuple(range(races))))
         outputs = llm.generate(prompts, params, use_tqdm=False)
     finally:
-        lists._room, wide_lists.WideLists._make = own_room, own_make  # type: ignore[method-assign]
+        lists._room, step_lists.WideLists._make = own_room, own_make  # type: ignore[method-assign]
     return groups, [output.prompt_token_id_logprobs for output in outputs]
 
 
@@ -103,7 +108,7 @@ def test_the_largest_pass_runs_at_the_start(engine):
 
 def largest(llm: Any) -> tuple[int, int, list[int]]:
     """Tokens that a pass may have logits of, beams that have room, and of how many tokens a start takes the logits."""
-    from vllm_static.wide_lists import WideLists
+    from vllm_static.step_lists import WideLists
 
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     room, own, sizes = runner.prompt_logprobs_worker.static_lists._room, runner.model.compute_logits, []
@@ -121,12 +126,12 @@ def largest(llm: Any) -> tuple[int, int, list[int]]:
 
 
 def break_passes() -> None:
-    from vllm_static import passes
+    from vllm_static import branch_forward
 
     def broken(*args: Any) -> Any:
         raise TypeError("InputBatch has another field")
 
-    passes._run = broken
+    branch_forward._run = broken
 
 
 def blocks_of(llm: Any) -> tuple[int, int]:

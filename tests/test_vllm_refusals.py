@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 import itemset
-from itemset.serving.words import BEAMS, DRAWN, OPTIONS, nearest
+from itemset.serving.request_fields import BEAMS, DRAWN, OPTIONS, nearest
 
 NAMED = {"extra_args": {"item_set": "ragged"}}
 

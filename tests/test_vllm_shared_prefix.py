@@ -111,7 +111,7 @@ def recorded(llm: Any) -> list[tuple[str, int, int]]:
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-    from vllm_static.passes import _shape
+    from vllm_static.branch_forward import _shape
 
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     manager, found = runner.cudagraph_manager, []

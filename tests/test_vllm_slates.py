@@ -52,7 +52,7 @@ def paths(llm: Any) -> dict[str, int]:
     return dict(llm.llm_engine.engine_core.engine_core.structured_output_manager.backend.figures()["by_path"])
 
 
-def told(outputs: list[Any]) -> list[Any]:
+def answers_of(outputs: list[Any]) -> list[Any]:
     return [(one.outputs[0].token_ids, getattr(one.outputs[0], "items", None)) for one in outputs]
 
 
@@ -69,7 +69,7 @@ def test_the_same_answers_as_on_the_host_path(engines, tiny_model, options):
     for path in ("device", "host"):
         engine = engines("v2", tiny_model, **arguments(options, path))
         before = engine.call(paths)
-        found.append(told(engine.generate(prompts, params)))
+        found.append(answers_of(engine.generate(prompts, params)))
         after = engine.call(paths)
         counts.append(Counter(after) - Counter(before))
     for name, ours, theirs in zip(SLATES, *found, strict=False):
@@ -85,7 +85,7 @@ def test_the_same_answers_as_on_the_host_path(engines, tiny_model, options):
 def test_many_slates_in_triton_kernels(engines, tiny_model, options):
     engine = engines("v2", tiny_model, **arguments(options, "device", "triton"))
     params = [slate(n=n, sampled={"temperature": 1}) for n in (1, 2, 3)] * 2
-    for one, asked in zip(told(engine.generate(["p"] * 6, params)), params, strict=True):
+    for one, asked in zip(answers_of(engine.generate(["p"] * 6, params)), params, strict=True):
         keys = [item["key"] for item in one[1]]
         assert len(set(keys)) == len(keys) == asked.extra_args["slate"]["n"]
 
@@ -99,9 +99,9 @@ def test_preempted_slates_begin_anew(engines, tiny_model, options, asynchronous)
     params = [slate(n=8, sampled={"max_tokens": 140})] * 8
     prompts = [f"slate {i}" for i in range(8)]
     roomy = engines("v2", tiny_model, **given, **more)
-    expected = told(roomy.generate(prompts, params))
+    expected = answers_of(roomy.generate(prompts, params))
     tight = engines("v2", tiny_model, disable_log_stats=False, **given, **more, **PREEMPTING)
-    assert told(tight.generate(prompts, params)) == expected
+    assert answers_of(tight.generate(prompts, params)) == expected
     assert tight.call(metrics)["vllm:num_preemptions"] > 0
     for _, items in expected:
         assert len({item["key"] for item in items}) == 8
@@ -121,6 +121,6 @@ def test_what_takes_the_host_path(engines, tiny_model, options):
     engine = engines("v2", tiny_model, **arguments(options, "device"))
     before = engine.call(paths)
     params = [slate(n=2, separator=" and then\n"), slate(n=2, separator=":"), slate(n=2)]
-    outputs = told(engine.generate(["p"] * 3, params))
+    outputs = answers_of(engine.generate(["p"] * 3, params))
     assert Counter(engine.call(paths)) - Counter(before) == {"device": 1, "host": 2}
     assert all(len({item["key"] for item in items}) == 2 for _, items in outputs[::2])

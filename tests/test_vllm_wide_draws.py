@@ -13,7 +13,7 @@ from ranking import oracle_of
 from test_vllm_wide_lists import ROOMY, fixed_shapes, prompt_of
 
 from itemset.serving.metrics import ONE_REQUEST, UNDECIDED
-from vllm_static.ranking import DrawParams, RankingParams
+from vllm_static.list_requests import DrawParams, RankingParams
 
 ROUNDS: dict[str, Any] = {"max_passes": 10_000}  # such draws take rounds of requests alone
 
@@ -119,22 +119,22 @@ def as_accelerators(llm: Any, *arguments: Any) -> Any:
 
 def passes_of(llm: Any, options: dict[str, Any], k: int | None) -> list[int]:
     """The tokens of each pass of a request inside its step, with fixed shapes: a list of k items, or draws."""
-    from vllm_static import passes
+    from vllm_static import branch_forward
 
-    own, sizes = passes._run, list[int]()
+    own, sizes = branch_forward._run, list[int]()
 
     def run(runner: Any, tokens: Any, *args: Any) -> Any:
         sizes.append(tokens.numel())
         return own(runner, tokens, *args)
 
     params = DrawParams if k is None else RankingParams
-    passes._run = run
+    branch_forward._run = run
     try:
         given = params(beam_width=k or 1, max_tokens=20, extra_args=options)
         with fixed_shapes(llm):
             llm.beam_search([{"prompt_token_ids": prompt_of(20)}], given)
     finally:
-        passes._run = own
+        branch_forward._run = own
     return sizes
 
 

@@ -24,10 +24,10 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from itemset.serving.one_request import best_of
+from itemset.serving.single_request import best_of
 from itemset.serving.wire import HEAD, EngineRequest, ListResult, ListSpec, SetRef
-from vllm_static.one_request import EngineLists, list_params
-from vllm_static.ranking import RankingParams
+from vllm_static.list_requests import RankingParams
+from vllm_static.single_request import EngineLists, list_params
 
 PLAIN = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
 ROUNDS: dict[str, Any] = {"max_passes": 10_000}  # such a list takes rounds of requests
@@ -162,21 +162,21 @@ def test_on_accelerators_a_row_has_a_token_a_pass(engine):
 def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
     """Rows of the passes of a list, and tokens of each: as an accelerator does it, without the end and with it, and on
     a CPU."""
-    from vllm_static import wide_lists
+    from vllm_static import step_lists
 
-    own, shapes = wide_lists.logits_after, list[list[tuple[int, int]]]()
+    own, shapes = step_lists.logits_after, list[list[tuple[int, int]]]()
 
     def run(runner: Any, branches: Any, tokens: torch.Tensor, known: int) -> torch.Tensor:
         shapes[-1].append(tuple(tokens.shape))
         return own(runner, branches, tokens, known)
 
-    wide_lists.logits_after = run
+    step_lists.logits_after = run
     try:
         for form, end in ((as_accelerators, None), (as_accelerators, 1), (inside, 1)):
             shapes.append([])
             form(llm, "large", 16, 4, False, [40], end)
     finally:
-        wide_lists.logits_after = own
+        step_lists.logits_after = own
     return shapes
 
 
@@ -274,9 +274,9 @@ class Reads(TorchDispatchMode):
 
 
 def reads(llm: Any) -> tuple[int, Counter[str]]:
-    from vllm_static import passes, wide_lists
+    from vllm_static import branch_forward, step_lists
 
-    watch, own, run = Reads(), wide_lists.WideLists._make, passes._run
+    watch, own, run = Reads(), step_lists.WideLists._make, branch_forward._run
     passes_run = 0
 
     def make(*args: Any) -> Any:
@@ -289,11 +289,11 @@ def reads(llm: Any) -> tuple[int, Counter[str]]:
         with _disable_current_modes():  # vLLM's own metadata and model
             return run(*args)
 
-    wide_lists.WideLists._make, passes._run = make, run_apart  # type: ignore[method-assign]
+    step_lists.WideLists._make, branch_forward._run = make, run_apart  # type: ignore[method-assign]
     try:
         (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
     finally:
-        wide_lists.WideLists._make, passes._run = own, run  # type: ignore[method-assign]
+        step_lists.WideLists._make, branch_forward._run = own, run  # type: ignore[method-assign]
     assert len(found) == 4
     return passes_run, watch.found
 
@@ -337,7 +337,7 @@ def test_the_cache_as_gpus_have_it(engines, tiny_model, static, engine, name, re
 def bytes_of_forks(llm: Any) -> tuple[list[tuple[int, int, int]], int]:
     """Of each pass of a list but its first, its rows, the tokens that they have, and the bytes of the KV cache that are
     copied; and the bytes of a token."""
-    from vllm_static.branches import Branches
+    from vllm_static.kv_branches import Branches
 
     fork, select, copied, size = Branches.fork, torch.index_select, list[tuple[int, int, int]](), 0
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -18,9 +18,9 @@ import itemset
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, arena_bytes, room_for
 from itemset.serving.catalogue import Catalogue, InlineSet, open_set, receive, receive_set, set_ref
-from itemset.serving.chosen import Chosen
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
+from itemset.serving.selections import Chosen
 from itemset.serving.wire import EngineRequest, HolesSpec, ListResult, ListSpec, NoList, SetRef, name_of, read
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]
@@ -88,7 +88,7 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
             found = receive_set(receiver, sent_here)
             assert sorted(found.items()) == sorted(made.items())
             assert found.digest == made.digest
-            if isinstance(made, itemset.views.View):
+            if isinstance(made, itemset.select.views.View):
                 assert found.base is not None
                 assert made.base is not None
                 assert found.base.digest == made.base.digest

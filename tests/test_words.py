@@ -12,9 +12,9 @@ import lost_words
 import pytest
 from pydantic import BaseModel, Field
 
+from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError
-from itemset.inside.marks import Marker, mentions
-from itemset.serving import lost_fields, words
+from itemset.serving import lost_fields, request_fields
 from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_loose_tools
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
@@ -50,7 +50,7 @@ SURFACE = lost_fields.Surface(
     served={"/a": {"": ("item_set",)}},
     elsewhere={"vllm_xargs": ("item_set",)},
     dropped=("format",),
-    mends=dict.fromkeys(words.WORDS, "the mend"),
+    mends=dict.fromkeys(request_fields.WORDS, "the mend"),
     inside="its place",
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import itemset
-from itemset.views import filtered, without
+from itemset.select.views import filtered, without
 
 KINDS = ["whole", "filtered", "without", "both"]
 

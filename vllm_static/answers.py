@@ -13,14 +13,14 @@ from typing import Any
 from vllm.logger import init_logger
 
 from itemset.serving import metrics
-from itemset.serving.answer import told_of
+from itemset.serving.answer_fields import told_of
 from itemset.serving.hooks import IMPORTED
 from vllm_static.compat import hook
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 EXPECTED = "expected_item"
-"""Attribute of a request's parameters: what makes what is expected of its answers (itemset.serving.answer). Of its
+"""Attribute of a request's parameters: makes what is expected of its answers (itemset.serving.answer_fields). Of its
 state in vLLM's output processor: that. Parameters take attributes and do not send them to the engine; copies made for
 `n` have none."""
 
@@ -44,7 +44,7 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
     if expected is not None and finish_reason is not None:
         # By a stop string, or aborted.
         cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
-        told = expected.told(self.detokenizer.output_token_ids, cut=cut, weight=weight)
+        told = expected.answer_fields(self.detokenizer.output_token_ids, cut=cut, weight=weight)
         stopped = not cut and str(finish_reason) == "stop"
         if fault := metrics.count_answer(expected, self.detokenizer.output_token_ids, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)
@@ -115,13 +115,13 @@ async def responses_response(original: Callable[..., Any], context: Any) -> Any:
     when=IMPORTED,
 )
 async def stream(original: Callable[..., Any], request: Any, result_generator: Any) -> AsyncGenerator[str, None]:
-    from itemset.serving import asgi
+    from itemset.serving import http_bodies
 
     items: Items = {}
     noted = _noted(result_generator, items, choices=request.n or 1)
     async with aclosing(original(result_generator=noted)) as events:
         async for event in events:
-            yield asgi.with_items(event, items)
+            yield http_bodies.with_items(event, items)
 
 
 Items = dict[int, dict[str, Any]]

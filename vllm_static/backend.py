@@ -26,18 +26,18 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue, InlineSet, inline_ref, receive
-from itemset.serving.compiling import compile_all
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import ENVELOPE
-from itemset.serving.grammars import Grammars
+from itemset.serving.embedded_grammars import Grammars
 from itemset.serving.metrics import label
-from itemset.serving.preparing import Preparer
+from itemset.serving.version_rollout import Preparer
+from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
 from vllm_static import compat
-from vllm_static.device import DevicePath
-from vllm_static.inside import HoleGrammar, vocabulary_of
+from vllm_static.device_path import DevicePath
+from vllm_static.embedded_grammars import HoleGrammar, vocabulary_of
 from vllm_static.metrics import Figures
-from vllm_static.preparing import WorkerDevices
+from vllm_static.version_rollout import WorkerDevices
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -78,7 +78,7 @@ def _free_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
 
 @hook("vllm.v1.core.sched.output:NewRequestData.from_request", why="an inline set's index goes to the workers once")
 def _new_request_data(original: Callable[..., Any], request: Any) -> Any:
-    from vllm_static.device import send_index_once
+    from vllm_static.device_path import send_index_once
 
     data = original()
     send_index_once(request, data)

@@ -115,7 +115,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Any:
     config = original()
     if not compat.is_ours(config):
         return config
-    from vllm_static.device import refuse_speculation
+    from vllm_static.device_path import refuse_speculation
 
     with startup.start_up():
         options = StaticConfig.of(config.additional_config)

@@ -7,14 +7,14 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
+from itemset.embedded.rewrite import mentions
 from itemset.errors import ItemSetError, shown
-from itemset.inside.marks import mentions
-from itemset.serving import asgi, drawing, lost_fields, words
+from itemset.serving import draw_options, http_bodies, lost_fields, request_fields
 from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.request import ItemRequest
-from itemset.serving.words import (
+from itemset.serving.request_fields import (
     BEAMS,
     CHOICE,
     DRAW,
@@ -29,7 +29,7 @@ from itemset.serving.words import (
     XARGS,
     wrong_type,
 )
-from vllm_static.inside import constraint_of
+from vllm_static.embedded_grammars import constraint_of
 from vllm_static.metrics import PATH, refresh
 from vllm_static.request import judge, put
 
@@ -63,7 +63,7 @@ MAKING = {*SURFACE.served, "/v1/messages"}
 """Endpoints whose answers may be streamed."""
 
 
-class ItemSetWords(asgi.BodyMiddleware):
+class ItemSetWords(http_bodies.BodyMiddleware):
     """vLLM's --middleware. Brings the engine's figures up to date before /metrics shows them."""
 
     async def begin(self, scope: Any) -> None:
@@ -72,34 +72,34 @@ class ItemSetWords(asgi.BodyMiddleware):
 
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
-        ours, body = _front_end(scope["app"]) is not None, asgi.body()
+        ours, body = _front_end(scope["app"]) is not None, http_bodies.body()
         fields = lost_fields.fields_of_route(scope, given)
         SURFACE.check(body.path, given, fields, ours=ours)
         body.stated = constraints_of(given, fields)
         if ours and isinstance(given, dict):
             _take_choice(given)
-            if drawing.wants_draws(given) and body.path in _DRAWING:
-                drawing.with_beams(given)
+            if draw_options.wants_draws(given) and body.path in _DRAWING:
+                draw_options.with_beams(given)
 
     async def make(self, request: Any, given: Any) -> None:
         """What is wrong with a set is said as vLLM makes the request's parameters, where its answer has not begun
         either."""
-        front_end, body = _front_end(request.scope["app"]), asgi.body()
+        front_end, body = _front_end(request.scope["app"]), http_bodies.body()
         if front_end is None or not isinstance(given, dict) or body.path not in MAKING:
             return
         for kind, spec in body.stated if given.get("stream") else ():
-            await asgi.while_connected(front_end.constraints.prepare(kind, spec), request)
+            await http_bodies.while_connected(front_end.constraints.prepare(kind, spec), request)
         fields = {**(xargs if isinstance(xargs := given.get(XARGS), dict) else {}), **given}
         structured = given.get(STRUCTURED)
         choice = structured.get(CHOICE) if isinstance(structured, dict) else None
         name = fields.get(REFERENCE)
         if (choice is None and not isinstance(name, str)) or (choice is not None and name is not None):
             return
-        kinds = dict.fromkeys(SELECTION, list) | {words.FILTER: dict}
+        kinds = dict.fromkeys(SELECTION, list) | {request_fields.FILTER: dict}
         selection = {word: fields[word] for word, kind in kinds.items() if isinstance(fields.get(word), kind)}
         try:
             wanted = ItemRequest(name, choice, **selection)
-            body.made = (await asgi.while_connected(front_end.checks.prepare(wanted), request)).choice
+            body.made = (await http_bodies.while_connected(front_end.checks.prepare(wanted), request)).choice
         except ItemSetError as error:
             body.made = error
 
@@ -111,18 +111,18 @@ def _take_choice(given: dict[str, Any]) -> None:
     if structured is not None and not isinstance(structured, dict):  # vLLM would answer 500
         raise wrong_type(f"{STRUCTURED} must be an object, not {shown(structured)}")
     choice: dict[str, Any] = {}
-    words.rename_guided(given, choice)
+    request_fields.rename_guided(given, choice)
     if choice:
         given[STRUCTURED] = choice
     xargs = given.get(XARGS)
     named = given.get(REFERENCE) is not None or (isinstance(xargs, dict) and xargs.get(REFERENCE) is not None)
     brings = lost_fields.chooses(given.get(STRUCTURED))
     has_set = named or brings or given.get(SLATE) is not None
-    if drawing.wants_draws(given) and not has_set:
+    if draw_options.wants_draws(given) and not has_set:
         raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
-    asgi.body().brings_choice = brings
+    http_bodies.body().brings_choice = brings
     if has_set:
-        words.refuse_tools(given)
+        request_fields.refuse_tools(given)
 
 
 def _front_end(app: Any) -> Any:
@@ -158,7 +158,7 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
         params.extra_args = {**(params.extra_args or {}), SLATE: fields[SLATE]}
     given = constraint_of(params)
     reached = given is not None and (given[0] == SLATE or mentions(given[1]))
-    refuse_lost(asgi.body().stated, reached=reached)
+    refuse_lost(http_bodies.body().stated, reached=reached)
     return params
 
 
@@ -169,7 +169,7 @@ def rank_item_set(request: Any, params: Any) -> Any:
     """
     wanted = _judged(request, request.vllm_xargs, request.structured_outputs, k=params.beam_width, draws=True)
     if wanted is None:
-        refuse_lost(asgi.body().stated, reached=0)
+        refuse_lost(http_bodies.body().stated, reached=0)
         return params
     if request.logprobs is not None and request.logprobs is not False:  # 0 asks for the sampled tokens' own
         message = "a ranked list has no logprobs of single tokens: leave logprobs out"
@@ -185,8 +185,8 @@ def rank_item_set(request: Any, params: Any) -> Any:
 def _judged(
     request: Any, extra_args: dict[str, Any] | None, structured: Any, *, k: int | None, draws: bool = False
 ) -> ItemRequest | None:
-    own, fields, body = getattr(request, STRUCTURED, None), request.model_extra or {}, asgi.body()
-    if draws and drawing.wants_draws(fields):  # fields that vLLM knows, and that mean something for draws
+    own, fields, body = getattr(request, STRUCTURED, None), request.model_extra or {}, http_bodies.body()
+    if draws and draw_options.wants_draws(fields):  # fields that vLLM knows, and that mean something for draws
         fields = fields | {name: getattr(request, name) for name in ("seed", "temperature")}
     brings = own is not None and own.choice is not None
     if body.brings_choice and not brings:

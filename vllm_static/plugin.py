@@ -8,17 +8,17 @@ from typing import Any
 from itemset.serving.hooks import IMPORTED, START
 from vllm_static import (  # noqa: F401 - modules with hooks
     answers,
-    chosen,
     compat,
     core_hooks,
-    drafting,
-    drafts,
+    draft_head_requests,
     engine_config,
-    lists,
+    legal_mass,
     logits,
     request_hooks,
-    scratch,
-    weights,
+    reserved_blocks,
+    speculation,
+    step_list_hooks,
+    v1_token_logprobs,
 )
 from vllm_static.compat import hook
 

@@ -18,17 +18,17 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 
 import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, check_tables
+from itemset.masking.arena_reservations import Arrivals, Pieces
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
-from itemset.masking.holding import Arrivals, Pieces
-from itemset.masking.slates import Slate
+from itemset.masking.device_slate import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
-from itemset.ranking.head import DraftHead
+from itemset.ranking.draft_head import DraftHead
 from itemset.serving.catalogue import Catalogue, open_set
 from itemset.serving.config import StaticConfig
 from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
-from vllm_static import drafts
+from vllm_static import speculation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 _PADDING = 64
-"""Columns of a model's head are a multiple of so many (model_executor/layers/vocab_parallel_embedding.py)."""
+"""Columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)."""
 
 
 def item_sets(runner: Any) -> ItemSetProcessor:
@@ -83,7 +83,7 @@ class ItemSetProcessor(LogitsProcessor):
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
         self._begin = torch.zeros(self._req_states.max_num_reqs, dtype=torch.int32, device=self._req_states.device)
         if vllm_config.speculative_config is not None:
-            drafts.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
+            speculation.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
         self._warm_up()
         logger.info(
             "Item sets on %s: %s bytes, of which the registered sets take %s",

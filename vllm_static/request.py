@@ -9,8 +9,8 @@ from typing import Any
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import DRAWN, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest
-from itemset.serving.words import DRAWN, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 
 _READ = {*SELECTION, *OPTIONS, *DRAWN, WEIGHT}
 
@@ -66,7 +66,7 @@ def put(params: Any, wanted: ItemRequest) -> Any:
 def names_sets(params: SamplingParams) -> bool:
     """Whether a request names a set, or one stands in its constraint."""
     from itemset.serving.body_constraints import holds_sets
-    from vllm_static.inside import constraint_of
+    from vllm_static.embedded_grammars import constraint_of
 
     given = constraint_of(params)
     return (params.extra_args or {}).get(REFERENCE) is not None or (given is not None and holds_sets(*given))

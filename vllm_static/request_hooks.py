@@ -11,7 +11,7 @@ from itemset.errors import ItemSetError
 from itemset.serving import metrics, startup
 from itemset.serving.config import BACKEND
 from itemset.serving.hooks import IMPORTED
-from itemset.serving.words import REFERENCE, SLATE, STRUCTURED
+from itemset.serving.request_fields import REFERENCE, SLATE, STRUCTURED
 from vllm_static import answers, compat
 from vllm_static.compat import hook
 
@@ -22,7 +22,7 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     original()
     self.static_front_end = None
     if compat.is_ours(vllm_config):
-        from vllm_static.front import FrontEnd
+        from vllm_static.front_end import FrontEnd
 
         with startup.start_up():
             if self.tokenizer is None:
@@ -41,7 +41,7 @@ def _refusals(params: Any = None) -> Iterator[None]:
     try:
         yield
     except ItemSetError as error:
-        from vllm_static.inside import asks_slate
+        from vllm_static.embedded_grammars import asks_slate
 
         own = REFERENCE if getattr(params, STRUCTURED, None) is None else STRUCTURED
         own = SLATE if asks_slate(params) else own
@@ -67,7 +67,7 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
                 params, weighed = put(params, request), request.weighed
                 wanted = front_end.checks.reference(request)
             elif front_end and (wanted := front_end.constraint(params)) is not None:
-                from vllm_static.inside import with_constraint
+                from vllm_static.embedded_grammars import with_constraint
 
                 params = with_constraint(params, wanted)
     request = original(params=params)
@@ -84,7 +84,7 @@ def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: An
     """VLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked."""
     from itemset.serving.body_constraints import holds_sets
     from itemset.serving.constraint import TAG
-    from vllm_static.inside import constraint_of
+    from vllm_static.embedded_grammars import constraint_of
 
     given = constraint_of(sampling_params)
     if given is None or given[0] != TAG or not holds_sets(*given):
@@ -95,7 +95,7 @@ def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: An
 def _async_llm_init(original: Callable[..., Any], self: Any) -> None:
     original()
     if self.input_processor.static_front_end:
-        from vllm_static.following import follow
+        from vllm_static.version_watcher import follow
 
         follow(self)
 
@@ -103,7 +103,7 @@ def _async_llm_init(original: Callable[..., Any], self: Any) -> None:
 @hook("vllm.plugins:load_endpoint_plugins", optional=True)
 def _load_endpoint_plugins(original: Callable[..., Any]) -> Any:
     """/v1/item_sets: vLLM adds a plugin's routes if VLLM_PLUGINS names it; here the flags have chosen it."""
-    from vllm_static.following import Routes
+    from vllm_static.version_watcher import Routes
 
     return [*original(), Routes()]
 
@@ -113,9 +113,9 @@ async def _add_request(original: Callable[..., Any], self: Any, params: Any) -> 
     """Inline sets are encoded, and filters applied, beside the event loop."""
     front_end = self.input_processor.static_front_end
     if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
-        from vllm_static.following import follow
-        from vllm_static.inside import constraint_of, with_constraint
+        from vllm_static.embedded_grammars import constraint_of, with_constraint
         from vllm_static.request import asked, put
+        from vllm_static.version_watcher import follow
 
         follow(self)  # where there was no event loop before
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
@@ -179,7 +179,7 @@ def _beam_search(
     original: Callable[..., Any], self: Any, prompts: Any, params: Any, lora_request: Any, priority: Any = None
 ) -> Any:
     """Offline: the rounds of all prompts together. priority: since vLLM 0.33."""
-    from vllm_static import ranking
+    from vllm_static import list_requests
     from vllm_static.request import asked
 
     if self.llm_engine.input_processor.static_front_end is None:
@@ -190,7 +190,7 @@ def _beam_search(
         inputs = self._preprocess_cmpl(prompts)
         loras = self._lora_request_to_seq(lora_request, len(inputs))
         priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
-        return ranking.offline(self, inputs, wanted, params, loras, priorities)
+        return list_requests.offline(self, inputs, wanted, params, loras, priorities)
 
 
 @hook(
@@ -203,14 +203,14 @@ async def _beam_search_online(
     trace_headers: Any, session_id: Any = None, priority: int = 0,
 ) -> AsyncGenerator[Any, None]:  # fmt: skip
     """session_id: since vLLM 0.32. priority: since 0.33."""
-    from vllm_static import ranking
+    from vllm_static import list_requests
     from vllm_static.request import asked
 
     way: Any = original
     with _refusals(params):
         if self.engine_client.input_processor.static_front_end and (wanted := asked(params)) is not None:
             options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
-            way = partial(ranking.online, wanted, self, prompt, request_id, params, lora_request, **options)
+            way = partial(list_requests.online, wanted, self, prompt, request_id, params, lora_request, **options)
         async for output in way():
             yield output
 
@@ -218,6 +218,6 @@ async def _beam_search_online(
 @hook("starlette.requests:Request.json", when=IMPORTED, always=True)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """An HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it."""
-    from itemset.serving import asgi
+    from itemset.serving import http_bodies
 
-    return asgi.judged(original, self)
+    return http_bodies.judged(original, self)

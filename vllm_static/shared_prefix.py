@@ -19,10 +19,10 @@ from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_static.branches import Branches, Places
+from vllm_static.kv_branches import Branches, Places
 
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
-MANY = 1 << 13  # queries times heads: so many fill a GPU with programs as they are
+MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
 
 Scratch = dict[tuple[int, ...], tuple[Tensor, ...]]
 

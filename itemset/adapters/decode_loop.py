@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from itemset.masking.arena import Arena
 from itemset.masking.slots import Kernels
 from itemset.ranking.beams import Beams
-from itemset.ranking.head import DraftHead
+from itemset.ranking.draft_head import DraftHead
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 

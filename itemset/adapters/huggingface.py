@@ -17,7 +17,7 @@ from itemset.item_set import ItemSet
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import Batch
 from itemset.masking.slots import Slots
-from itemset.ranking.head import DraftHead
+from itemset.ranking.draft_head import DraftHead
 
 
 class ItemSetLogitsProcessor(LogitsProcessor):

@@ -21,12 +21,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.building import sources
-from itemset.building.codecs import codec_of
+from itemset.building.item_codecs import codec_of
 from itemset.building.memory import available_memory
 from itemset.building.options import Encoding
 from itemset.building.scratch import scratch_folder
-from itemset.building.spools import ArraySpool, Spool, Zeros, nameless_file
-from itemset.building.stored import ROW, Batch, Stored, can_read_twice
+from itemset.building.spill_files import ArraySpool, Spool, Zeros, nameless_file
+from itemset.building.staged_source import ROW, Batch, Stored, can_read_twice
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.storage import files_at

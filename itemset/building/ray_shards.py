@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 
 from itemset import storage
 from itemset.building import sources
-from itemset.building.codecs import Codec, codec_of
+from itemset.building.item_codecs import Codec, codec_of
 from itemset.building.options import Encoding
 from itemset.errors import ItemSetError
 from itemset.trie.rows import MAX_ITEMS, Rows, as_rows

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.building.columns import Columns, line_blocks, read_csv, read_jsonl, read_parquet
+from itemset.building.readers import Columns, line_blocks, read_csv, read_jsonl, read_parquet
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
 from itemset.trie.attributes import as_attributes, is_list, is_text

@@ -18,7 +18,7 @@ from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 class Step:
     """What happens after a number of tokens, counted over all items.
 
-    shared: items whose prefix of so many tokens others share. chosen: those of them after whose prefix more than one
+    shared: items whose prefix of each length others share. chosen: those of them after whose prefix more than one
     token, or an end and a token, may come. alone: items that nothing follows but their own tokens, from here on.
     widest: tokens that may follow one prefix, at most.
     """

@@ -170,14 +170,14 @@ def _choices(s: ItemSet, shape: Shape) -> str:
     return (
         _note(
             f"Of an item's tokens ({lengths}, and an end) a model chooses {shape.choices:.2f} on average; the others "
-            "are forced, and forced drafts propose them. Items for which a model chooses, after so many tokens:"
+            "are forced, and forced drafts propose them. Items for which a model chooses, by tokens so far:"
         )
         + _bars([(f"after {k}", one, f"{one:.1%}") for k, one in enumerate(chosen)])
-        + _note("Items that are certain after so many tokens, all that is left being forced:")
+        + _note("Items that are certain, by tokens so far, all that is left being forced:")
         + _bars([(f"after {k}", one, f"{one:.1%}") for k, one in enumerate(alone)])
         + _bars([(f"after {k}", step.widest, f"{step.widest:,} tokens") for k, step in enumerate(steps)])
         + _note(
-            f"The widest choice after so many tokens: how many may follow. {shape.prefixes:,} items are the beginning "
+            f"The widest choice, by tokens so far: how many may follow. {shape.prefixes:,} items are the beginning "
             "of another."
         )
     )

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.masking import cpu_kernels
-from itemset.masking.copies import Copies, Parts
-from itemset.masking.plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, piece_of, room_for
-from itemset.masking.slates import Slate
+from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, piece_of, room_for
+from itemset.masking.device_slate import Slate
+from itemset.masking.table_copies import Copies, Parts
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
 from itemset.trie.walk import NO_TOKEN

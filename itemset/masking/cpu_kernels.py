@@ -25,8 +25,8 @@ from itemset.masking.batch import (
     Batch,
     refuse_strides,
 )
-from itemset.masking.bitmasks import fill_bitmask_of
-from itemset.masking.slates import Slate
+from itemset.masking.bitmask import fill_bitmask_of
+from itemset.masking.device_slate import Slate
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import Pointers, array_at, first_edge, label, load32, load64, pointers_at, store32, store64
 from itemset.trie.tables import TERMINAL

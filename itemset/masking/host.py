@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
-from itemset.masking.bitmasks import fill_bitmask_of
+from itemset.masking.bitmask import fill_bitmask_of
 from itemset.masking.cpu_kernels import (
     DEAD_COUNT,
     DEAD_LIST,

@@ -334,7 +334,7 @@ def _new_tokens(consumed, total):
 
 @triton.jit
 def _walked(state, total):
-    """Return the cell of a state to which so many committed tokens have led."""
+    """Return the cell of a state to which this many committed tokens have led."""
     count = (total & _COUNT_MASK) | tl.where(total == 0, 0, _ANY_CONSUMED)
     return state | (count << _CONSUMED)
 

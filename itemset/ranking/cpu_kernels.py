@@ -33,8 +33,8 @@ from itemset.ranking.beam_state import (
     Pass,
     Rows,
 )
-from itemset.ranking.clocks import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
 from itemset.ranking.cpu_log_sum import as_float, log_sum, ordered
+from itemset.ranking.random_times import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
 from itemset.trie import walk
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import Pointers, first_edge, label

@@ -40,7 +40,7 @@ from itemset.ranking.race_heap import Race
 from itemset.ranking.scored_tree import PENDING, ScoredTree
 from itemset.ranking.search import Rounds, check_positive
 
-_AHEAD = 6  # by default a round takes one pass for so many before it
+_AHEAD = 6  # by default a round takes one pass for each six before it
 
 
 class CutOffError(ValueError):
@@ -104,8 +104,8 @@ class Drawing(Rounds[Draws]):
         replace: n independent draws, among which an item may occur again; if False, n distinct items, each drawn from
         what the others have left: fewer if the set has fewer.
         temperature: over items: one of probability p is drawn with a weight of p^(1/T).
-        width: passes in a round at least, if so many can be of use; by default rounds grow with the passes so far.
-        max_passes: stop after so many. approximate: let the draws that are not finished then go on among the items that
+        width: passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
+        max_passes: stop after these. approximate: let the draws that are not finished then go on among the items that
         are scored; otherwise `result` raises CutOffError.
         paths: give path passes, for a model that scores many rows in a pass: fewer rounds. No draw depends on it.
         """

@@ -2,7 +2,7 @@
 
 DISC (AISTATS 2025, algorithm 1): candidates are sampled token by token inside the set. A candidate's weight is the
 product of the legal masses along it: the probability that the model, left to itself, would have stayed in the set at
-every token. It is accepted with that probability, and then the draw is exact. If so many candidates are refused, as
+every token. It is accepted with that probability, and then the draw is exact. If as many candidates are refused, as
 many new ones are sampled, and one of these is taken in proportion to their weights. The more there are, the nearer
 that is to the model's distribution. `exact_sampling.Drawing` is always exact.
 """
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.ranking.clocks import mixed, uniform
 from itemset.ranking.exact_sampling import CutOffError
+from itemset.ranking.random_times import mixed, uniform
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.ranking.search import Rounds, check_positive
 from itemset.trie.jit import compiled
@@ -40,7 +40,7 @@ class Resampled(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What was drawn, in order. passes: forward passes that all of it took, in so many rounds."""
+    """What was drawn, in order. passes: forward passes that all of it took, and their rounds."""
 
     items: list[Resampled]
     passes: int
@@ -74,7 +74,7 @@ class Importance(Rounds[Samples]):
     ) -> None:
         """Raises ValueError if n, candidates or max_passes is less than 1.
 
-        candidates: how many are sampled at most before a pool of as many is. max_passes: after so many, `result` raises
+        candidates: how many are sampled at most before a pool of as many is. max_passes: after these, `result` raises
         CutOffError.
         """
         check_positive(n=n, candidates=candidates, max_passes=max_passes)

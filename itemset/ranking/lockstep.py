@@ -25,8 +25,8 @@ def rows_of_passes(
 ) -> tuple[int, ...]:
     """Return how many rows each pass after the prompt's has at most: beams, and tails that ride along.
 
-    end_token: None if ends cost nothing; then nobody passes what is complete to the model. races: of so many races, the
-    beams of all of them.
+    end_token: None if ends cost nothing; then nobody passes what is complete to the model. races: how many;
+    the rows are those of all of them.
     """
     items = items_of(end_token, renormalised)
     counts, beams, groups = list[int](), 1, list[tuple[int, int]]()

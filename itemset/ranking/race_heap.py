@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.ranking.clocks import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
+from itemset.ranking.random_times import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.trie.jit import compiled
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet
 from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answers, Pass, ScoredTree
 
-_PROOF_SHARE = 8  # a round of a proof takes one pass for so many before it
+_PROOF_SHARE = 8  # a round of a proof takes one pass for each eight before it
 
 
 class Ranked(NamedTuple):
@@ -160,7 +160,7 @@ class Search(Rounds[Best]):
         end_token: if given, the end of an item counts in its score.
         renormalised: score each token by its share among those that may stand there, as sampling inside the set does.
         The tokens of a tail then cost nothing, neither a score nor a pass.
-        max_passes: end after so many, unproven. proof_passes: the same, but the beam ends first.
+        max_passes: end after this many passes, unproven. proof_passes: the same, but the beam ends first.
         """
         check_positive(k=k, width=width, max_passes=max_passes, proof_passes=proof_passes)
         super().__init__(ScoredTree(item_set, end_token=end_token, renormalised=renormalised, forced=False), max_passes)

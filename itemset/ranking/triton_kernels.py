@@ -23,7 +23,7 @@ from itemset.ranking import triton_reads as reads
 from itemset.ranking.beam_state import OPEN, Items, Pass, Rows
 from itemset.ranking.triton_merge import follow_kernel, merge_kernel
 
-SUM_LANES, SUM_EACH = 512, 8  # logits that one program reads at once: so many lanes, so many each
+SUM_LANES, SUM_EACH = 512, 8  # logits that one program reads at once: lanes, and logits of each
 CHILDREN = 512  # children that one program looks at, or at once; in races half as many
 LANES = 256  # beams of a list among which a child's is looked for at once
 ITEMS, OTHERS = 16, 128  # items that one program places, and how many others it compares them with at once

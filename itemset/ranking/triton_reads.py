@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 
 from itemset.masking import triton_tables as tables
-from itemset.ranking import beam_state, clocks
+from itemset.ranking import beam_state, random_times
 
 STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE = (tl.constexpr(column) for column in range(beam_state.COLUMNS))
 END_LOG = tl.constexpr(beam_state.END_LOG)
 EARLIEST = tl.constexpr(beam_state.EARLIEST)
 NOTHING = tl.constexpr(beam_state.NOTHING)
 _LOW = tl.constexpr((1 << 32) - 1)
-_NOBODY = tl.constexpr(clocks.NOBODY)
-_TOKEN = tl.constexpr(clocks.TOKEN)
+_NOBODY = tl.constexpr(random_times.NOBODY)
+_TOKEN = tl.constexpr(random_times.TOKEN)
 # The constants of `clocks.mixed`, as int64.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))

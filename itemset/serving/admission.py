@@ -11,15 +11,15 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Found, Rounds
-from itemset.serving import lists
+from itemset.serving import list_runner
 from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, where
-from itemset.serving.chosen import Chosen
-from itemset.serving.compiling import compile_all
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import InlineTexts
 from itemset.serving.request import ItemRequest
+from itemset.serving.selections import Chosen
 from itemset.serving.startup import opening, seconds
 from itemset.serving.versions import Opened
+from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint
 
@@ -157,7 +157,7 @@ class Checks:
         reference = self.reference(asked)
         self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = self.catalogue[reference]
-        search = lists.search_for(item_set, options, end_token=end_token, config=self._config, words=self._words)
+        search = list_runner.search_for(item_set, options, end_token=end_token, config=self._config, words=self._words)
         if max_tokens is not None and max_tokens <= item_set.longest:
             raise RefusedError(
                 "beam search",

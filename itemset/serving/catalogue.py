@@ -16,13 +16,13 @@ from itemset import published
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
+from itemset.select.views import view, view_from_bytes
 from itemset.serving.config import StaticConfig
-from itemset.serving.held import delete_unused
+from itemset.serving.private_copies import delete_unused
 from itemset.serving.startup import opening
 from itemset.serving.versions import Opened, Versions
 from itemset.serving.wire import SetRef, part_of, version_of, whole_of
 from itemset.storage import is_uri
-from itemset.views import view, view_from_bytes
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
 
@@ -51,7 +51,7 @@ class InlineSet:
     filter: InlineSet | None = None
 
     @classmethod
-    def opened(
+    def from_index(
         cls, reference: str, index: bytes, base: ItemSet | None = None, *, token_ids: bool = False, **more: Any
     ) -> InlineSet:
         """base: the set or the view of which it is a part. token_ids: find them now, in a process that asks what occurs
@@ -121,7 +121,7 @@ class Catalogue:
             raise self.unknown(name)
         return opened.reference(name)
 
-    def told(self, reference: str) -> dict[str, str]:
+    def version_fields(self, reference: str) -> dict[str, str]:
         """Return what an answer says of its set: of one that is followed, its version."""
         version, name = version_of(reference)
         return {"item_set_version": version} if version and self.follows(self.versions.of(name)) else {}
@@ -263,18 +263,18 @@ def inline_ref(inline: InlineSet) -> SetRef:
 def receive(catalogue: Catalogue, ref: SetRef) -> InlineSet | None:
     """Return the set that came with a request, opened unless the catalogue has it; None for a registered one.
 
-    Raises ItemSetError as `InlineSet.opened` does.
+    Raises ItemSetError as `InlineSet.from_index` does.
     """
     below = None
     if ref.filter is not None:
         name = ref.reference if ref.index is None else part_of(ref.reference)
         below = catalogue.inline(name)
-        below = below or catalogue.keep(InlineSet.opened(name, ref.filter, catalogue[part_of(name)]))
+        below = below or catalogue.keep(InlineSet.from_index(name, ref.filter, catalogue[part_of(name)]))
     if ref.index is None:
         return below
     base = catalogue.versions.get(part_of(ref.reference)) if below is None else below.item_set
     return catalogue.inline(ref.reference) or catalogue.keep(
-        InlineSet.opened(ref.reference, ref.index, base, filter=below)
+        InlineSet.from_index(ref.reference, ref.index, base, filter=below)
     )
 
 
@@ -287,14 +287,14 @@ def receive_set(catalogue: Catalogue, ref: SetRef) -> ItemSet:
 def open_set(versions: Versions, ref: SetRef, below: ItemSet | None) -> ItemSet:
     """Return the set of a request, for a worker, which keeps none of those that came with requests.
 
-    below: the filter that the set stands on, if its bits came before. Raises ItemSetError as `InlineSet.opened` does,
-    and for a version of a set that is no longer loaded.
+    below: the filter that the set stands on, if its bits came before. Raises ItemSetError as `InlineSet.from_index`
+    does, and for a version of a set that is no longer loaded.
     """
     if ref.filter is not None:
         name = ref.reference if ref.index is None else part_of(ref.reference)
-        below = InlineSet.opened(name, ref.filter, versions[part_of(name)]).item_set
+        below = InlineSet.from_index(name, ref.filter, versions[part_of(name)]).item_set
         if ref.index is None:
             return below
     if ref.index is None:
         return versions[ref.reference]
-    return InlineSet.opened(ref.reference, ref.index, versions.get(part_of(ref.reference)) or below).item_set
+    return InlineSet.from_index(ref.reference, ref.index, versions.get(part_of(ref.reference)) or below).item_set

@@ -60,7 +60,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_refresh_seconds: between two looks for new versions of followed sets.
     item_set_headroom: bytes of each device for the next version of a followed set, while requests still have the
         present one; None for the room that the largest followed set takes now.
-    item_views: by name, ``"SET: {query}"``, a registered set and a filter (`itemset.trie.filters`).
+    item_views: by name, ``"SET: {query}"``, a registered set and a filter (`itemset.select.filters`).
     item_key_limit: keys that exclude_keys or only_keys of a request may have.
     inline_item_limit: items an inline set may have.
     inline_text_limit: characters that all items of an inline set may have together.

@@ -9,7 +9,7 @@ from typing import Any
 
 import xgrammar
 
-from itemset.inside.places import Place
+from itemset.embedded.placement import Place
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, InlineSet, set_ref
 from itemset.serving.wire import HolesSpec

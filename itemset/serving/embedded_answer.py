@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from itemset.inside.answer import items_of, json_paths, text_of
-from itemset.inside.composite import Composite, Found
-from itemset.inside.holes import Hole, Items
-from itemset.inside.vocabulary import Vocabulary
+from itemset.embedded.answer_items import items_of, json_paths, text_of
+from itemset.embedded.composite_grammar import Composite, Found
+from itemset.embedded.holes import Hole, Items
+from itemset.embedded.vocabulary import Vocabulary
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.constraint import JSON, Constraint, SetHole
 from itemset.serving.wire import INLINE, name_of
@@ -31,7 +31,7 @@ class ExpectedItems:
 
     weighed = False
 
-    def told(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
+    def answer_fields(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
         """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
         tokens = tokens if self.content is None else self.content(tokens)
         bridges = self.vocabulary.bridges
@@ -52,7 +52,7 @@ class ExpectedItems:
             shown = json.loads(f'"{shown}"', strict=False)
         where = {} if path is None else {"path": path}
         named = {} if hole.reference.startswith(INLINE) else {"set": name_of(hole.reference)}
-        told = self.catalogue.told(hole.reference)
+        told = self.catalogue.version_fields(hole.reference)
         return {**where, "text": shown, **named, "key": keys[0], "keys": keys, **told}
 
 

@@ -10,17 +10,17 @@ from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
 from itemset.serving import metrics
 from itemset.serving.admission import Checks
-from itemset.serving.answer import Expected
+from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError, set_ref
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import Constraint
 from itemset.serving.embedded_answer import ExpectedItems
-from itemset.serving.following import Follower
-from itemset.serving.inside import Constraints
-from itemset.serving.one_request import OneRequest
+from itemset.serving.embedded_sets import Constraints
 from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import WEIGHT
+from itemset.serving.single_request import OneRequest
+from itemset.serving.version_watcher import Follower
 from itemset.serving.wire import INLINE, EngineRequest
-from itemset.serving.words import WEIGHT
 
 Wanted = str | Constraint
 """What a request has: a set, by its reference, or a constraint with sets in it."""
@@ -88,7 +88,7 @@ class FrontEndBase:
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         spec = self.one_request.spec(asked, reference, search, end_token, **options)
         carried = None if spec is None else EngineRequest(set_ref(catalogue, reference), spec)
-        return ListJob(item_set, search, catalogue.told(reference), carried)
+        return ListJob(item_set, search, catalogue.version_fields(reference), carried)
 
     def expected(
         self,
@@ -101,7 +101,7 @@ class FrontEndBase:
         """Return what names the items of a request's answers. content: takes off reasoning, see `Expected`."""
         catalogue = self.checks.catalogue
         if isinstance(wanted, str):
-            return Expected(catalogue[wanted], stop_tokens, content, catalogue.told(wanted), weighed)
+            return Expected(catalogue[wanted], stop_tokens, content, catalogue.version_fields(wanted), weighed)
         return ExpectedItems(wanted, self.constraints.vocabulary, catalogue, stop_tokens, content)
 
     @staticmethod

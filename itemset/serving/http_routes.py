@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.following import Follower
+from itemset.serving.version_watcher import Follower
 
 PATH = "/v1/item_sets"
 

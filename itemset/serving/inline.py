@@ -15,7 +15,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import build
 from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.encoding import Encoder, Steps
+from itemset.serving.encode_queue import Encoder, Steps
 from itemset.serving.wire import INLINE
 from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
@@ -140,7 +140,7 @@ class InlineTexts:
             self._check(start, part, ids, offsets)
             yield sum(map(len, part)) + TEXT_COST * len(part)
         item_set = build(Rows(np.concatenate(tokens), np.cumsum(np.concatenate(lengths))))
-        return InlineSet.opened(reference, item_set.to_bytes(), token_ids=True)
+        return InlineSet.from_index(reference, item_set.to_bytes(), token_ids=True)
 
     def _check(self, start: int, texts: list[str], tokens: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
         """Raises ItemSetError where an item cannot be an answer of this model."""

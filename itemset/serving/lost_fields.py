@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from itemset.inside.places import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
+from itemset.embedded.placement import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.words import (
+from itemset.serving.request_fields import (
     CHOICE,
     COMPARED,
     EXTRAS,

@@ -8,11 +8,10 @@ from itertools import islice
 from typing import Any
 
 from itemset.errors import shown
-from itemset.serving import drawing
+from itemset.serving import draw_options
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.drawing import DrawOptions, check_fields
-from itemset.serving.wire import WIRE
-from itemset.serving.words import (
+from itemset.serving.draw_options import DrawOptions, check_fields
+from itemset.serving.request_fields import (
     BEAMS,
     CANDIDATES,
     COMPARED,
@@ -28,6 +27,7 @@ from itemset.serving.words import (
     nearest,
     wrong_type,
 )
+from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
 
@@ -118,7 +118,7 @@ class ItemRequest:
         if WIRE in given:
             raise wrong_type(f"{WIRE} is not for requests: name the set as item_set, or send a choice", WIRE)
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
-        drawn, has_set = drawing.wants_draws(given), bool(named or choices)
+        drawn, has_set = draw_options.wants_draws(given), bool(named or choices)
         weighed = given.get(WEIGHT)
         if weighed is not None and not isinstance(weighed, bool):
             raise wrong_type(f"{WEIGHT} must be true or false, not {shown(weighed)}", WEIGHT)
@@ -145,7 +145,7 @@ class ItemRequest:
             raise RefusedError(
                 "draws",
                 f"{DRAWS} would be ignored here: send it to /v1/completions or /v1/chat/completions; offline, vLLM "
-                "takes it in LLM.beam_search, with vllm_static.ranking.DrawParams",
+                "takes it in LLM.beam_search, with vllm_static.list_requests.DrawParams",
                 DRAWS,
             )
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
@@ -187,7 +187,7 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
     if other:
         message = "a slate and another item set or constraint exclude each other: give one; the slate names its set"
         raise RefusedError("two constraints", message, SLATE)
-    if ranked or drawing.wants_draws(given):
+    if ranked or draw_options.wants_draws(given):
         message = "a slate is one answer: a ranked list or draws exclude it, leave them out"
         raise RefusedError("beam search", message, SLATE)
     for word in SELECTION:
@@ -209,7 +209,7 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
         if word in DRAWN and given[key] is not None and not drawn:
             raise RefusedError("draws", f"{word} is for draws: add {DRAWS}, or leave it out", word)
-        if drawn and word in OPTIONS and word not in drawing.SHARED and given[key] not in (None, False):
+        if drawn and word in OPTIONS and word not in draw_options.SHARED and given[key] not in (None, False):
             raise RefusedError("draws", f"{word} is for ranked lists: draws are exact, leave it out", word)
         if word in OPTIONS and given[key] is not None and not ranked and not drawn:
             raise RefusedError(

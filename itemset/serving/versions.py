@@ -16,12 +16,12 @@ from weakref import WeakValueDictionary
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.select.filters import passing
+from itemset.select.views import view
 from itemset.serving.config import StaticConfig
-from itemset.serving.held import Seal, open_copy
+from itemset.serving.private_copies import Seal, open_copy
 from itemset.serving.rollout_messages import Prepare
 from itemset.serving.wire import VERSION, version_of, version_reference
-from itemset.trie.filters import passing
-from itemset.views import view
 
 ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open

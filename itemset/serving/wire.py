@@ -113,7 +113,7 @@ class NoList(Enum):
     scope: Literal["engine", "set", "request"]
 
     NO_BLOCKS = "the KV cache has no blocks for beams", "engine"
-    NO_ROOM = "so many beams do not fit their blocks", "request"
+    NO_ROOM = "the beams do not fit their blocks", "request"
     TOO_DEEP = "the set has too many levels", "set"
     TOO_LONG = "the set's tails are too long", "set"
     TOO_LARGE = "the logits of a pass are too large", "set"

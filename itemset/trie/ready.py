@@ -19,7 +19,7 @@ from itemset.trie.walk import is_alive
 WIDE = 128  # children of a node for which a mask pays
 HEADER = 3  # words before the rows: nodes with a row, the first word of all rows, and how many words a row has
 _LEAST = 1 << 15  # bytes that ready masks may always take: the root's, for any vocabulary
-_SHARE = 8  # a whole set's may take so many times less than its tables. A view is made while a request waits
+_SHARE = 8  # a whole set's may take eight times less than its tables. A view is made while a request waits
 
 
 def ready_masks(trie: Trie) -> NDArray[np.uint32]:

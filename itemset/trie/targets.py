@@ -144,7 +144,7 @@ def _counted_tail(tables, at, edge):  # type: ignore[no-untyped-def]
 
 @compiled
 def put_leaf(tables, edge, tail):  # type: ignore[no-untyped-def]
-    """Make an edge a leaf, with so many tokens in its tail, in targets that began as zeros: for `set_bases`."""
+    """Make an edge a leaf, with this many tokens in its tail, in targets that began as zeros: for `set_bases`."""
     if tables.target_bytes == 8:
         set_bit(tables.targets, edge)
     else:

@@ -18,7 +18,6 @@ from itemset.trie.jit import compiled
 from itemset.trie.numbering import items_at, numbers_of
 from itemset.trie.pointers import bit, bits_from, first_edge, label, put_bits, put_label, set_bit, store32
 from itemset.trie.rows import Distinct, Rows, sort_unique, token_dtype
-from itemset.trie.soundness import item_lengths
 from itemset.trie.tables import (
     EDGES,
     LEAVES,
@@ -34,6 +33,7 @@ from itemset.trie.tables import (
 )
 from itemset.trie.targets import is_leaf, put_leaf, tail_at, type_of_targets
 from itemset.trie.update_patches import patches_of
+from itemset.trie.validate import item_lengths
 from itemset.trie.walk import token_runs
 
 

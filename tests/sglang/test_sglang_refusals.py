@@ -9,7 +9,7 @@ from asking import answer, inline, named, prompts
 from request_fields import fields_of
 
 import itemset
-from itemset.serving.words import BEAMS, DRAWN, OPTIONS, nearest
+from itemset.serving.request_fields import BEAMS, DRAWN, OPTIONS, nearest
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ SLATES = {
 }
 
 
-def told(outputs: list[Any]) -> list[Any]:
+def answers_of(outputs: list[Any]) -> list[Any]:
     return [(one["output_ids"], one["meta_info"].get("items")) for one in outputs]
 
 
@@ -46,7 +46,7 @@ def test_the_same_answers_as_on_the_host_path(engines, tiny_model, options):
     for path in ("device", "host"):
         engine = engines(tiny_model, item_set_path=path, **options)
         before = engine.log().count(DELAYED)
-        found[path] = told(engine.generate(prompts, params))
+        found[path] = answers_of(engine.generate(prompts, params))
         assert (engine.log().count(DELAYED) > before) == (path == "host")
     for name, ours, theirs in zip(SLATES, *found.values(), strict=False):
         assert ours == theirs, name
@@ -61,7 +61,7 @@ def test_retracted_slates_begin_anew(engines, tiny_model, options):
     roomy = engines(tiny_model, item_set_path="device", **options)
     short = {"max_total_tokens": 450, "schedule_conservativeness": 0.01, "item_set_kernels": "triton"}
     tight = engines(tiny_model, item_set_path="device", **options, **short)
-    expected, found = (told(engine.generate(prompts, params)) for engine in (roomy, tight))
+    expected, found = (answers_of(engine.generate(prompts, params)) for engine in (roomy, tight))
     assert "Retract requests" in tight.log()
     assert found == expected
     for _, items in expected:

@@ -290,7 +290,7 @@ REPORTS: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.beam_search.coordinator": report_reclaimed,
     "sglang.srt.managers.scheduler": report_left,
     "sglang.srt.managers.tp_worker": report_delays,
-    "sglang_static.lists": report_reads,
+    "sglang_static.step_lists": report_reads,
     "sglang_static.processor": report_unnamed_reads,
     "sglang_static.turns": report_turns,
 }

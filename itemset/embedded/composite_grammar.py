@@ -1,0 +1,344 @@
+"""The grammar of one request with holes: xgrammar's matchers outside them, item sets inside.
+
+A reading of the tokens so far is a `_Thread`: outside of all holes, or in one at a state of its set. There are several
+if a text may be read in several ways: the item `Alien`, or the beginning of `Alien 3`. Each has a matcher of its own.
+A hole is entered where its matcher takes the hole's id, and left by giving it that id: in between it stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xgrammar
+from numpy.typing import NDArray
+
+from itemset.embedded.holes import Hole, Items
+from itemset.embedded.vocabulary import Vocabulary
+from itemset.trie.walk import DEAD, END
+
+THREADS = 32
+"""Readings that are kept. A grammar in which items follow one another without a border could have ever more. To drop
+some refuses tokens, and lets none in."""
+
+
+class Found(NamedTuple):
+    """An item in an answer: its hole, its tokens, and where its text begins and ends, in bytes."""
+
+    hole: int
+    tokens: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class _Matcher:
+    """An xgrammar matcher that knows its steps, so that an earlier state of it can be found again."""
+
+    __slots__ = ("depth", "matcher")
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, depth: int = 0) -> None:
+        self.matcher, self.depth = matcher, depth
+
+    def accept(self, token: int) -> bool:
+        if not self.matcher.accept_token(token):
+            return False
+        self.depth += 1
+        return True
+
+    def accept_text(self, text: bytes) -> bool:
+        if not self.matcher.accept_string(text):
+            return False
+        self.depth += 1
+        return True
+
+    def takes(self, token: int) -> bool:
+        """Whether this token may follow. The matcher stays."""
+        if not self.matcher.accept_token(token):
+            return False
+        self.matcher.rollback(1)
+        return True
+
+    def to(self, depth: int) -> None:
+        if depth != self.depth:
+            self.matcher.rollback(self.depth - depth)
+            self.depth = depth
+
+    def fork(self) -> _Matcher:
+        return _Matcher(self.matcher.fork(), self.depth)
+
+
+_Given = dict[int, Items]
+_Chain = tuple[Any, Found] | None  # items found, the last one first
+
+
+class _Thread:
+    """One reading. Immutable but for `open`, the holes that may begin here, which are found when they are asked for."""
+
+    __slots__ = ("begin", "depth", "found", "given", "hole", "items", "matcher", "open", "path", "state")
+
+    def __init__(
+        self,
+        matcher: _Matcher,
+        given: _Given,
+        found: _Chain,
+        hole: int = -1,
+        items: Items | None = None,
+        state: int = 0,
+        path: tuple[int, ...] = (),
+        begin: int = 0,
+    ) -> None:
+        self.matcher, self.depth, self.given, self.found = matcher, matcher.depth, given, found
+        self.hole, self.items, self.state, self.path, self.begin = hole, items, state, path, begin
+        self.open: list[tuple[int, Items]] | None = None
+
+
+class Composite:
+    """One request's place in a grammar with holes."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        compiled: xgrammar.CompiledGrammar,
+        holes: Sequence[Hole],
+        stop_token_ids: Iterable[int] = (),
+    ) -> None:
+        """stop_token_ids: the request's; by default those of the tokenizer."""
+        self._vocabulary, self._holes = vocabulary, holes
+        stops = sorted(stop_token_ids) or None
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        self._stops = frozenset(matcher.stop_token_ids)
+        self._history = [[_Thread(_Matcher(matcher), {}, None)]]
+        self._read = [0]  # bytes of the text so far, after each token
+        self._wide = torch.empty((1, vocabulary.words), dtype=torch.int32)
+        self._outside: NDArray[np.int32] = self._wide.numpy()[0, : vocabulary.model_words]
+        self._inside = np.zeros(vocabulary.model_words, np.int32)
+        self._end = np.zeros(vocabulary.model_words, np.uint32)
+        for token in self._stops:
+            self._end[token >> 5] |= np.uint32(1 << (token & 31))
+
+    # What happened
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether a stop token has ended the answer."""
+        return any(thread.hole < 0 and thread.matcher.matcher.is_terminated() for thread in self._history[-1])
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether a stop token may follow."""
+        return any(thread.hole < 0 and thread.matcher.matcher.is_completed() for thread in self._history[-1])
+
+    @property
+    def found(self) -> list[Found]:
+        """The items so far that every reading has found, in order."""
+        chains = list[list[Found]]()
+        for thread in self._history[-1]:
+            chain, items = thread.found, list[Found]()
+            while chain is not None:
+                chain, item = chain
+                items.append(item)
+            chains.append(items[::-1])
+        everywhere = set(chains[0]).intersection(*chains[1:])
+        return [item for item in chains[0] if item in everywhere]
+
+    # Moving
+
+    def accept(self, token: int) -> bool:
+        """Take a token; return False, and stay, if it is not allowed. After the end only stop tokens are."""
+        if not 0 <= token < self._vocabulary.size:
+            return False
+        before = self._history[-1]
+        after = self._after(before, token)
+        if not after:
+            for thread in before:
+                thread.matcher.to(thread.depth)
+            return False
+        self._history.append(after[:THREADS])
+        self._read.append(self._read[-1] + len(self._vocabulary.bytes[token]))
+        return True
+
+    def allowed_prefix(self, tokens: list[int]) -> list[int]:
+        """Return the longest start of `tokens` that `accept` would take, up to a stop token. The state stays."""
+        taken = 0
+        for token in tokens:
+            if self.is_terminated or not self.accept(token):
+                break
+            taken += 1
+        self.rollback(taken)
+        return tokens[:taken]
+
+    def rollback(self, tokens: int) -> None:
+        """Forget the last `tokens` accepted tokens. Raises ValueError if fewer were accepted."""
+        if not 0 <= tokens < len(self._history):
+            raise ValueError(f"cannot roll back {tokens} tokens, {len(self._history) - 1} were accepted")
+        if tokens:
+            del self._history[-tokens:], self._read[-tokens:]
+            for thread in self._history[-1]:
+                thread.matcher.to(thread.depth)
+
+    def reset(self) -> None:
+        self.rollback(len(self._history) - 1)
+
+    def _after(self, before: list[_Thread], token: int) -> list[_Thread]:
+        if token in self._stops and self.is_terminated:
+            return before
+        after = list[_Thread]()
+        for thread in before:
+            if thread.hole < 0 and not self._open(thread):
+                if thread.matcher.accept(token):
+                    after.append(_Thread(thread.matcher, thread.given, thread.found))
+            elif thread.hole < 0:
+                self._from_outside(thread, token, after)
+            else:
+                self._from_inside(thread, token, after)
+        return after
+
+    def _from_outside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
+        entered = []
+        for hole, items in self._open(thread):
+            bridges = self._holes[hole].bridges
+            if bridges is not None and token in bridges.by_token:
+                self._bridge(thread, hole, items, 0, (), self._read[-1], token, after)
+            if (state := items.step(0, token)) != DEAD:
+                entered.append((hole, items, state))
+        # The thread's own matcher goes to one reading. One that stays where it is, inside a hole, may share none that
+        # moves: then both have forks.
+        matcher: _Matcher | None = thread.matcher
+        if entered:
+            matcher = thread.matcher.fork() if thread.matcher.takes(token) else None
+        if matcher is not None and matcher.accept(token):
+            after.append(_Thread(matcher, thread.given, thread.found))
+        begin, stays = self._read[-1], thread.matcher
+        forks = [stays.fork() for _ in entered[1:]]
+        for hole, items, state in entered:
+            self._land(_Thread(stays, thread.given, thread.found, hole, items, state, (token,), begin), token, after)
+            stays = forks.pop() if forks else stays
+
+    def _from_inside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
+        items, bridges = thread.items, self._holes[thread.hole].bridges
+        assert items is not None
+        if bridges is not None and token in bridges.by_token:
+            self._bridge(thread, thread.hole, items, thread.state, thread.path, thread.begin, token, after)
+        if (state := items.step(thread.state, token)) != DEAD:
+            path = (*thread.path, token)
+            moved = _Thread(thread.matcher, thread.given, thread.found, thread.hole, items, state, path, thread.begin)
+            self._land(moved, token, after)
+
+    def _land(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
+        """Keep a thread inside its hole, and one outside if the item may end here."""
+        assert thread.items is not None
+        if thread.state != END:
+            after.append(thread)
+        if thread.items.ends(thread.state):
+            matcher = thread.matcher if thread.state == END else thread.matcher.fork()
+            if matcher.accept(self._vocabulary.first + thread.hole):
+                end = self._read[-1] + len(self._vocabulary.bytes[token])
+                after.append(self._left(matcher, thread, thread.hole, thread.items, thread.path, thread.begin, end))
+
+    def _bridge(
+        self,
+        thread: _Thread,
+        hole: int,
+        items: Items,
+        state: int,
+        path: tuple[int, ...],
+        begin: int,
+        token: int,
+        after: list[_Thread],
+    ) -> None:
+        """Leave the hole by a token that is the item's last one and what closes it."""
+        bridges = self._holes[hole].bridges
+        for last, rest in bridges.by_token.get(token, ()) if bridges is not None else ():
+            ended = items.step(state, last)
+            if ended == DEAD or not items.ends(ended):
+                continue
+            matcher = thread.matcher.fork()
+            if matcher.accept(self._vocabulary.first + hole) and matcher.accept_text(rest):
+                end = self._read[-1] + len(self._vocabulary.bytes[last])
+                after.append(self._left(matcher, thread, hole, items, (*path, last), begin, end))
+
+    def _left(
+        self, matcher: _Matcher, thread: _Thread, hole: int, items: Items, path: tuple[int, ...], begin: int, end: int
+    ) -> _Thread:
+        """Return the thread that has given an item."""
+        group, given = self._holes[hole].group, thread.given
+        if group is not None:
+            given = {**given, group: items.without(path)}
+        return _Thread(matcher, given, (thread.found, Found(hole, path, begin, end)))
+
+    def _open(self, thread: _Thread) -> list[tuple[int, Items]]:
+        """The holes that may begin here, and their items: those whose id the matcher takes, unless it takes any id."""
+        if thread.open is None:
+            first, matcher = self._vocabulary.first, thread.matcher
+            taken = [hole for hole in range(len(self._holes)) if matcher.takes(first + hole)]
+            if taken and matcher.takes(self._vocabulary.decoy):
+                taken = []
+            thread.open = [(hole, self._items(thread, hole)) for hole in taken]
+        return thread.open
+
+    def _items(self, thread: _Thread, number: int) -> Items:
+        hole = self._holes[number]
+        if hole.group is None or hole.begins:
+            return hole.items
+        return thread.given.get(hole.group, hole.items)
+
+    # The mask
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""
+        if len(row) == len(self._inside):
+            self._fill(row)
+            return
+        whole = np.empty_like(self._inside)
+        self._fill(whole)
+        row[len(whole) :] = 0
+        row[: len(whole)] = whole[: len(row)]
+
+    def _fill(self, row: NDArray[np.int32]) -> None:
+        empty = True  # the first reading sets the row, the others add to it
+        for thread in self._history[-1]:
+            if thread.hole >= 0:
+                assert thread.items is not None
+                self._fill_inside(thread, thread.hole, thread.items, thread.state, row, empty)
+                empty = False
+            elif not thread.matcher.matcher.is_terminated():
+                thread.matcher.matcher.fill_next_token_bitmask(self._wide)
+                if empty:
+                    np.copyto(row, self._outside)
+                else:
+                    np.bitwise_or(row, self._outside, out=row)
+                empty = False
+                for hole, items in self._open(thread):
+                    self._fill_inside(thread, hole, items, 0, row, empty)
+        if empty:
+            np.copyto(row, self._end.view(np.int32))
+
+    def _fill_inside(
+        self, thread: _Thread, hole: int, items: Items, state: int, row: NDArray[np.int32], empty: bool
+    ) -> None:
+        """empty: nothing of the row has been set."""
+        inside = row if empty else self._inside
+        items.fill(state, inside)
+        if inside is not row:
+            np.bitwise_or(row, inside, out=row)
+        bridges = self._holes[hole].bridges
+        closing = items.closing(state, bridges) if bridges is not None else None
+        matcher = thread.matcher.matcher
+        if closing is None or not matcher.accept_token(self._vocabulary.first + hole):
+            return
+        matcher.fill_next_token_bitmask(self._wide)
+        others = [token for last, token, rest in closing.others if self._takes(thread.matcher, rest, last, inside)]
+        closing.let_in(self._outside, inside, row)
+        matcher.rollback(1)
+        for token in others:
+            row.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+
+    @staticmethod
+    def _takes(matcher: _Matcher, rest: bytes, last: int, inside: NDArray[np.int32]) -> bool:
+        """Whether an item may end here with its last token, and this text come after it."""
+        if not inside[last >> 5] >> (last & 31) & 1 or not matcher.matcher.accept_string(rest):
+            return False
+        matcher.matcher.rollback(1)
+        return True

@@ -1,0 +1,352 @@
+"""Where item sets stand in a JSON schema, a structural tag or a grammar, and the grammar with holes in their places.
+
+Each place becomes a mark: a constant text that no other can be. xgrammar makes its grammar of the rest, and prints it.
+What it has dropped shows by a mark that is missing; the others become holes. A hole whose mark xgrammar has quoted is
+inside a JSON string, and its items must be escaped as such.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import xgrammar
+
+from itemset.embedded import slates
+from itemset.embedded.placement import NAMED, NO_SPACE, SELECTION, WORD, Marked, Place, means_set, says_set
+from itemset.embedded.survey import ANY, PLACES, REFERENCES, REFERRING, SETS, Survey, check_characters, objects, parse
+from itemset.embedded.vocabulary import HOLES
+from itemset.errors import ItemSetError, shown
+
+_ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
+_ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
+_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_IGNORED = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "dependentSchemas",
+    "dependencies",
+    "contentSchema",
+)
+# What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
+_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
+
+
+_SPACES = re.compile(r"\s*")
+GRAMMAR = 1 << 18
+"""Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
+
+
+def mentions(spec: Any) -> bool:
+    """Whether a constraint may hold item sets, rightly or not: cheap, and never wrong about one that does not."""
+    try:
+        text = spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
+    except RecursionError:
+        return True
+    return says_set(text) or (text is spec and "\\u" in text)
+
+
+class Marker:
+    """Finds and marks the places of one constraint. Raises ItemSetError for one where no item set would hold."""
+
+    def __init__(self, size_of: Callable[[Place], int]) -> None:
+        """size_of: how many items may come at a place; raises ItemSetError as it likes."""
+        self._size_of, self._places, self._groups = size_of, list[Place](), 0
+        self._nonce = secrets.token_hex(8)
+        self._seen = set[str]()  # paths of sets that stand where they hold
+        self._unheld = list[str]()  # paths of references where nothing holds
+        self._survey = Survey()
+
+    def finds(self, kind: str, given: Any) -> bool:
+        """Whether item sets stand in a schema, tag or grammar: without xgrammar. Raises as these do."""
+        if kind == "ebnf":
+            return any(True for _ in self._elements(given)) and bool(self._places)
+        parsed = self._parsed(given)
+        older = parsed.get("structures") if isinstance(parsed, dict) and kind == "tag" else None
+        for schema in [parsed] if kind == "schema" else [one["schema"] for one in older or () if "schema" in one]:
+            self._whole_schema(schema, "$")
+        if kind == "tag":
+            self._tag(parsed, "$")
+        return bool(self._places)
+
+    def schema(self, given: Any, **options: Any) -> Marked | None:
+        """Mark a JSON schema: an object, or its text. options: of `xgrammar.Grammar.from_json_schema`.
+
+        Returns None if no item set stands in it.
+        """
+        schema = self._parsed(given)
+        marked = self._whole_schema(schema, "$")
+        if not self._places:
+            return None
+        spec = json.dumps(marked)
+        return self._placed(spec, xgrammar.Grammar.from_json_schema(spec, **options), schema)
+
+    def tag(self, given: Any) -> Marked | None:
+        """Mark a structural tag, of the present form or of the older one with `structures`."""
+        tag = self._parsed(given)
+        if isinstance(tag, dict) and isinstance(tag.get("structures"), list):
+            items = [
+                xgrammar.StructuralTagItem(
+                    begin=one["begin"],
+                    schema=json.dumps(self._whole_schema(one.get("schema") or {}, f"$.structures[{i}].schema")),
+                    end=one["end"],
+                )
+                for i, one in enumerate(tag["structures"])
+            ]
+            if not self._places:
+                return None
+            new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
+            new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
+            return self._placed(new.model_dump_json(), xgrammar.Grammar.from_structural_tag(new), tag)
+        marked = self._tag(tag, "$")
+        if not self._places:
+            return None
+        spec = json.dumps(marked)
+        return self._placed(spec, xgrammar.Grammar.from_structural_tag(spec), tag)
+
+    def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
+        """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
+        check_characters(len(given))
+        marked = "".join(self._elements(given))
+        return self._placed(marked, parse(marked), None) if self._places else None
+
+    def slate(self, given: Any) -> Marked:
+        """Mark a slate, an object or its text: see `slates.read`."""
+        is_json = not isinstance(given, str) or given.lstrip().startswith("{")
+        slate, n, separator = slates.read(self._parsed(given) if is_json else given)
+        place = replace(self._place(slate, "slate"), closers=separator[:1], group=0)
+        if n > (size := self._size_of(place)):
+            raise ItemSetError(f"slate.n is {n:,}, but there are {size:,} distinct items: ask for fewer")
+        grammar = f'root ::= "{self._mark(replace(place, begins=True))}"'
+        if n > 1:
+            literal = json.dumps(separator, ensure_ascii=False)
+            grammar += f' ({literal if separator else ""} "{self._mark(place)}"){{{n - 1}}}'
+        marked = self._placed(grammar, xgrammar.Grammar.from_ebnf(grammar), None)
+        assert marked is not None
+        return replace(marked, slate=(n, separator))
+
+    def _parsed(self, given: Any) -> Any:
+        parsed = parse(given)
+        self._survey.add(parsed)
+        return parsed
+
+    def _mark(self, place: Place) -> str:
+        if len(self._places) + self._survey.references >= PLACES:
+            raise ItemSetError(
+                f"item sets stand in more than {PLACES:,} places of the constraint, each $ref counted: state fewer"
+            )
+        self._places.append(place)
+        return f"ITEMSET{self._nonce}N{len(self._places) - 1}E"
+
+    def _place(self, node: Mapping[str, Any], path: str, word: str = WORD) -> Place:
+        named = node[word]
+        if not isinstance(named, str) and not (isinstance(named, list) and set(map(type, named)) == {str}):
+            given = "an empty one" if named == [] else shown(named)
+            raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {given}")
+        selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
+        for key, value in selection.items():
+            if not isinstance(value, dict if key == "item_filter" else list):
+                example = "an object of conditions" if key == "item_filter" else "a list of keys"
+                raise ItemSetError(f"{path}.{key} must be {example}, not {shown(value)}")
+        if selection and not isinstance(named, str):
+            raise ItemSetError(f"{path}: {min(selection)} chooses among the items of a registered set: name one")
+        return Place(path, named, selection)
+
+    # JSON schemas
+
+    def _schema(self, node: Any, path: str) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if WORD in node:
+            return self._string(node, path)
+        for key in node:
+            if key in SELECTION or means_set(key):
+                raise ItemSetError(f"{path} has {key}, but no {WORD}: name a set as {WORD}, or omit it")
+        for key in _IGNORED:
+            self._unheld += [f"{path}.{key}"] if self._survey.holds(node.get(key), REFERRING) else []
+        self._unheld += [f"{path}.{key}" for key in REFERENCES[1:] if key in node]
+        if isinstance(several := node.get("allOf"), list) and len(several) > 1 and self._survey.holds(several, ANY):
+            self._unheld.append(f"{path}.allOf")
+        out = dict(node)
+        distinct = self._distinct(node, path)
+        for key in _ONE:
+            if isinstance(node.get(key), dict) and not (key == "items" and distinct):
+                out[key] = self._schema(node[key], f"{path}.{key}")
+        for key in NAMED:
+            if isinstance(node.get(key), dict):
+                out[key] = {name: self._schema(one, f"{path}.{key}.{name}") for name, one in node[key].items()}
+        for key in _MANY:
+            if isinstance(node.get(key), list):
+                out[key] = [self._schema(one, f"{path}.{key}[{i}]") for i, one in enumerate(node[key])]
+        return self._slate(node, out, path) if distinct else out
+
+    def _whole_schema(self, given: Any, path: str) -> Any:
+        """Raises ItemSetError for sets that stand, or that references lead to, where xgrammar takes any text."""
+        marked = self._schema(given, path)
+        unheld = [
+            one
+            for one, node in objects(given, path)
+            if any(means_set(key) and isinstance(value, str | list) for key, value in node.items())
+        ]
+        unheld = [one for one in unheld if one not in self._seen] + (self._unheld if self._places else [])
+        if unheld:
+            raise ItemSetError(
+                f"{unheld[0]}: an item_set does not hold there: state it in properties, items, prefixItems or anyOf"
+            )
+        return marked
+
+    def _string(self, node: dict[str, Any], path: str) -> Any:
+        self._seen.add(path)
+        if others := sorted(set(node) - {WORD, "type", *SELECTION, *_ANNOTATIONS}):
+            raise ItemSetError(f"{path}: {others[0]} beside item_set would not hold: omit it")
+        types = node.get("type", "string")
+        if types not in ("string", ["string"], ["string", "null"], ["null", "string"]):
+            raise ItemSetError(f"{path}: an item_set is a string: its type cannot be {shown(types)}")
+        constant = {"const": self._mark(self._place(node, path))}
+        return {"anyOf": [constant, {"type": "null"}]} if isinstance(types, list) and len(types) > 1 else constant
+
+    def _distinct(self, node: dict[str, Any], path: str) -> bool:
+        """Whether this is an array of distinct items of a set."""
+        if node.get("uniqueItems") is not True or not self._survey.holds(node.get("items"), ANY):
+            return False
+        items = node["items"]
+        if "prefixItems" in node or not isinstance(items, dict) or WORD not in items or items.get("type") == "null":
+            if not self._survey.holds(node, SETS):
+                return False  # vLLM or SGLang will say that it knows no uniqueItems
+            raise ItemSetError(
+                f"{path}: uniqueItems holds for items that are an item_set, stated right there without a $ref, anyOf "
+                "or prefixItems: state it so, or omit uniqueItems"
+            )
+        return True
+
+    def _slate(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
+        place, (least, most) = self._place(node["items"], f"{path}.items"), _counts(node, path)
+        constant = self._string(dict(node["items"]), f"{path}.items")
+        if "const" not in constant:
+            raise ItemSetError(f"{path}: distinct items cannot be null: omit uniqueItems, or null")
+        size = self._size_of(replace(place, quoted=True))
+        if least > size:
+            raise ItemSetError(f"{path}: minItems={least:,}, but there are {size:,} distinct items: ask for fewer")
+        most = size if most is None else min(most, size)
+        self._groups += 1
+        del out["uniqueItems"]
+        self._places[-1] = replace(place, group=self._groups, begins=True)
+        out["maxItems"], out["prefixItems"], out["items"] = most, [constant], False
+        if most > 1:
+            out["items"] = {"const": self._mark(replace(place, group=self._groups))}
+        return out
+
+    # Structural tags
+
+    def _tag(self, node: Any, path: str, closers: str = "") -> Any:
+        """closers: with what the text after this format begins, if that is known."""
+        if isinstance(node, list):
+            return [self._tag(one, f"{path}[{i}]") for i, one in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        if node.get("type") == WORD:
+            if others := sorted(set(node) - {"type", WORD, *SELECTION}):
+                raise ItemSetError(f"{path}: {others[0]} beside item_set would not hold: omit it")
+            if WORD not in node:
+                raise ItemSetError(f'{path}: name the set, as {{"type": "item_set", "item_set": "films"}}')
+            return {"type": "const_string", "value": self._mark(replace(self._place(node, path), closers=closers))}
+        if node.get("excludes") and self._survey.holds(node.get("json_schema"), SETS):
+            raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
+        begin, ends = node.get("begin"), node.get("end")
+        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
+        if isinstance(begin, str) and begin.endswith(" ") and _begins_with_item(node.get("content")):
+            raise ItemSetError(f"{path}.begin {NO_SPACE}")
+        out: dict[str, Any] = {}
+        for key, value in node.items():
+            if key == "json_schema":
+                out[key] = self._whole_schema(value, f"{path}.{key}")
+            else:
+                out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
+        return out
+
+    # Grammars
+
+    def _elements(self, text: str) -> Iterator[str]:
+        at = 0
+        while (match := _EBNF.search(text, at)) is not None:
+            if not match[0].startswith("ItemSet"):
+                yield text[at : match.end()]
+                at = match.end()
+                continue
+            where = f"ItemSet at character {match.start()}"
+            begin = _SPACES.match(text, match.end()).end()  # type: ignore[union-attr]
+            try:
+                given, end = json.JSONDecoder().raw_decode(text, begin)
+            except ValueError as error:
+                raise ItemSetError(f'{where}: give it the name of a set, as ItemSet("films"): {error}') from error
+            close = re.compile(r"\s*\)").match(text, end)
+            node = given if isinstance(given, dict) else {WORD: given}
+            if close is None or WORD not in node:
+                raise ItemSetError(f'{where}: give it one argument, the name of a set, as ItemSet("films")')
+            if others := sorted(set(node) - {WORD, *SELECTION}):
+                raise ItemSetError(f"{where}: there is no {others[0]}")
+            before = text[at : match.start()]
+            if text[max(0, match.start() - 100) : match.start()].rstrip().endswith(' "'):
+                raise ItemSetError(f"the text before the {where} {NO_SPACE}")
+            yield before
+            yield f'"{self._mark(self._place(node, where))}"'
+            at = close.end()
+        yield text[at:]
+
+    # What xgrammar made of it
+
+    def _placed(self, spec: str, grammar: xgrammar.Grammar, given: Any) -> Marked | None:
+        """Return None if nothing refers to the definitions in which sets stand."""
+        text, mark, holes, hole_of = str(grammar), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
+        if len(text) > GRAMMAR:
+            raise ItemSetError(
+                f"xgrammar makes {len(text):,} characters of grammar of the constraint, the limit is {GRAMMAR:,}: "
+                "state fewer properties, references, tags or rules"
+            )
+        printed, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
+        named = {str(node.get("$ref")).rpartition("/")[2] for _, node in objects(given, "$")}
+        numbers: dict[Any, int] = {}
+        for number, place in enumerate(self._places):
+            if number not in printed:
+                *_, definition = re.split(r"\.(?:\$defs|definitions)\.", place.path)
+                if definition != place.path and definition.split(".")[0] not in named:
+                    continue  # a definition that nobody uses
+                raise ItemSetError(
+                    f"{place.path}: xgrammar drops what stands there, so the item_set would not hold: state it in "
+                    "properties, items or anyOf"
+                )
+            place = replace(place, quoted=number in quoted)
+            key = (*place.asks, place.group, place.begins)
+            if key not in numbers:
+                numbers[key] = len(holes)
+                holes.append(place)
+            hole_of[number] = numbers[key]
+        if len(holes) > HOLES:
+            raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
+        return Marked(spec, text, re.compile(mark), holes, hole_of) if holes else None
+
+
+def _begins_with_item(node: Any) -> bool:
+    """Whether a structural tag's format may begin with an item, and not with the quote before one."""
+    if not isinstance(node, dict):
+        return False
+    elements = node.get("elements") or [node.get("content")]
+    if node.get("type") == "or":
+        return any(map(_begins_with_item, elements))
+    return node.get("type") == WORD or (node.get("type") != "tag" and _begins_with_item(elements[0]))
+
+
+def _counts(node: Mapping[str, Any], path: str) -> tuple[int, int | None]:
+    least, most = node.get("minItems", 0), node.get("maxItems")
+    for name, value in (("minItems", least), ("maxItems", most)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
+    return least, most

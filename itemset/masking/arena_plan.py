@@ -1,0 +1,206 @@
+"""Which set has which piece of an arena's memory."""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.masking.batch import SET_BITS
+from itemset.masking.device_slate import Slate
+
+_ALIGNMENT = 128  # bytes: sections begin at a cache line
+
+
+class ArenaFullError(ItemSetError):
+    """No room for a set until one that is in use is released."""
+
+
+class Place(NamedTuple):
+    """Where a request's set lies in the arenas of its engine, and when its constraint begins.
+
+    number, digest, start, below: those of its Resident. begins_after: the token after which the constraint begins, or
+    -1.
+    """
+
+    number: int
+    start: int
+    digest: str
+    begins_after: int
+    below: Sequence[Sequence[int]] = ()
+
+
+@dataclass
+class Resident:
+    """One set in the arena.
+
+    number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
+    sent: whether the workers whose arenas are planned here have been given the tables. A set that comes back after it
+        was forgotten is another Resident. base: of a view, the set whose tables it reads: it stays while the view does.
+    once: whether it is one request's own, a slate, and is forgotten as soon as nobody uses it.
+    """
+
+    number: int
+    digest: str
+    start: int
+    nbytes: int
+    users: int = 0
+    sent: bool = False
+    base: Resident | None = None
+    once: bool = False
+
+    @property
+    def below(self) -> list[tuple[int, int]]:
+        """Number and start of each set that a view stands on, the whole set first."""
+        return [] if self.base is None else [*self.base.below, (self.base.number, self.base.start)]
+
+
+class Plan:
+    """Who has which piece of an arena: sets are added, shared by equal content, counted, and forgotten to make room.
+
+    A set in use is never moved or forgotten; one that nobody uses stays until another needs its place. A plan touches
+    no memory, so one process can plan the arenas of several devices. Safe for threads.
+    """
+
+    def __init__(self, nbytes: int, *, max_sets: int = 1024) -> None:
+        """Raise ItemSetError if max_sets is more than a state can name (4,096)."""
+        if not 1 <= max_sets <= 1 << SET_BITS:
+            raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
+        self.nbytes = aligned(max(nbytes, 1))
+        self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
+        self._free_numbers = list(range(max_sets - 1, -1, -1))
+        self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
+        self._by_number: dict[int, Resident] = {}
+        self._lock = threading.Lock()
+
+    def acquire(self, item_set: ItemSet) -> Resident:
+        """Return the place of this set, or of an equal one. Raises ArenaFullError, which says how much is missing."""
+        with self._lock:
+            return self._acquire(item_set)
+
+    def _acquire(self, item_set: ItemSet) -> Resident:
+        resident = self._residents.get(item_set.digest)
+        if resident is None:
+            base = None if item_set.base is None else self._acquire(item_set.base)
+            nbytes = piece_of(item_set)
+            try:
+                start = self._take(nbytes)
+            except ArenaFullError:
+                if base is not None:
+                    self._release(base)
+                raise
+            resident = Resident(self._free_numbers.pop(), item_set.digest, start, nbytes, base=base)
+            resident.once = isinstance(item_set, Slate)
+            self._residents[resident.digest] = self._by_number[resident.number] = resident
+        resident.users += 1
+        return resident
+
+    def release(self, number: int) -> None:
+        """Take back one `acquire`. Raises ValueError if there is none to take back."""
+        with self._lock:
+            resident = self._by_number.get(number)
+            if resident is None or not resident.users:
+                raise ValueError(f"set {number} of the arena is not in use")
+            self._release(resident)
+
+    def _release(self, resident: Resident) -> None:
+        resident.users -= 1
+        if not resident.users and resident.once:
+            self._forget(resident)
+        elif not resident.users:
+            self._residents[resident.digest] = self._residents.pop(resident.digest)
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """What is in the arena, in use or kept: for reports and metrics."""
+        with self._lock:
+            return tuple(self._residents.values())
+
+    def send_again(self, open_sets: Collection[str]) -> None:
+        """Of views whose whole sets are not among these digests, the workers have forgotten what they were given."""
+        with self._lock:
+            for resident in self._residents.values():
+                whole = resident
+                while whole.base is not None:
+                    whole = whole.base
+                resident.sent = resident.sent and (whole is resident or whole.digest in open_sets)
+
+    @property
+    def used(self) -> int:
+        """Bytes taken by sets that are in use."""
+        return sum(resident.nbytes for resident in self.residents if resident.users)
+
+    def _take(self, nbytes: int) -> int:
+        """Take a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
+        while True:
+            fitting = [hole for hole in self._holes if hole[1] >= nbytes]
+            if fitting and self._free_numbers:
+                start, size = min(fitting, key=lambda hole: hole[1])
+                self._holes.remove((start, size))
+                if size > nbytes:
+                    insort(self._holes, (start + nbytes, size - nbytes))
+                return start
+            unused = next((resident for resident in self._residents.values() if not resident.users), None)
+            if unused is None:
+                raise ArenaFullError(self._what_is_missing(nbytes))
+            self._forget(unused)
+
+    def _forget(self, resident: Resident) -> None:
+        del self._residents[resident.digest], self._by_number[resident.number]
+        if resident.base is not None:
+            self._release(resident.base)
+        self._free_numbers.append(resident.number)
+        insort(self._holes, (resident.start, resident.nbytes))
+        merged: list[tuple[int, int]] = []
+        for start, size in self._holes:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._holes = merged
+
+    def _what_is_missing(self, nbytes: int) -> str:
+        sets = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes"
+        if not self._free_numbers:
+            return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+        largest = max((size for _, size in self._holes), default=0)
+        free = sum(size for _, size in self._holes)
+        return (
+            f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
+            f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
+        )
+
+
+def room_for(item_set: ItemSet) -> int:
+    """Return the bytes that a set takes in an arena: `ItemSet.nbytes` and ready masks, each section at a cache line.
+
+    Of a view, what it takes with its base.
+    """
+    return arena_bytes([item_set], 0)
+
+
+def piece_of(item_set: ItemSet) -> int:
+    """Return the bytes of what an arena holds of a set and of no base."""
+    return max(_ALIGNMENT, sum(aligned(array.nbytes) for array in item_set.resident.values()))
+
+
+def arena_bytes(registered: Iterable[ItemSet], spare: int) -> int:
+    """Return the size of an arena for the registered sets and `spare` bytes for inline ones.
+
+    Processes with the same configuration give the registered sets the same places, if they acquire them in its order.
+    """
+    pieces = {}
+    for item_set in registered:
+        below: ItemSet | None = item_set
+        while below is not None:
+            pieces[below.digest], below = piece_of(below), below.base
+    return sum(pieces.values()) + spare
+
+
+def aligned(nbytes: int) -> int:
+    """Return how far the next section begins after one of this many bytes."""
+    return int(nbytes + -nbytes % _ALIGNMENT)

@@ -1,0 +1,242 @@
+"""Views: a set without some of its items, over the same tables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import compress
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet, build
+from itemset.opening import from_index
+from itemset.select.filters import leaves, passing
+from itemset.trie import file as index_file
+from itemset.trie.key_index import KeyIndex
+from itemset.trie.keys import Keys, in_item_order
+from itemset.trie.numbering import items_at
+from itemset.trie.rows import Rows, as_rows
+from itemset.trie.view import bits_of, dead_of, takes
+
+KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
+
+
+class View(ItemSet):
+    """A set without the items that a filter or a list omits. The others keep their numbers.
+
+    base: the set, or the view, whose tables these are. own: the arrays that replace some of them: `alive`, `terminal`
+    and `dead` of `trie.tables.Tables`. shortest, longest, level_plan and token_ids are the base's.
+    """
+
+    def __init__(
+        self,
+        base: ItemSet,
+        own: Mapping[str, NDArray[np.uint32]],
+        items: int,
+        *,
+        keys: Keys | None = None,
+        digest: str | None = None,
+    ) -> None:
+        """keys: those that pass; the base's if nobody asks this object for keys."""
+        super().__init__(
+            replace(base.trie, tables=replace(base.trie.tables, **own), items=items),  # type: ignore[arg-type]
+            keys or base._keys,
+            digest=digest,
+            vocab_size=base.vocab_size,
+            tokenizer=base.tokenizer,
+            prefix=base.prefix,
+            escape=base.escape,
+        )
+        self.base, self.own = base, own
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the base's tables and of the view's own arrays."""
+        if self._digest is None:
+            digest = hashlib.blake2b((self.base or self).digest.encode(), digest_size=16)
+            for name, array in self.own.items():
+                digest.update(name.encode() + array.data)
+            self._digest = digest.hexdigest()
+        return self._digest
+
+    @property
+    def attributes(self) -> pa.Table:
+        """Those of the whole set, a row for each of `keys`, omitted ones included."""
+        return self.whole.attributes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the view's own arrays."""
+        return sum(array.nbytes for array in self.own.values())
+
+    def items(self) -> list[list[int]]:
+        """Return the tokens of each of its items, in the set's own order."""
+        items = self.whole.items()
+        rows = as_rows(items)
+        taken = takes(self.trie.tables, rows.tokens, rows.offsets)
+        return list(compress(items, taken.tolist()))
+
+    def save(self, path: str | os.PathLike[str]) -> NoReturn:
+        raise ItemSetError("a view cannot be saved: save the set itself, and filter it again")
+
+    def to_bytes(self) -> bytes:
+        """Return the view's own arrays, for `view_from_bytes`."""
+        return index_file.to_bytes(self._header(), dict(self.own))
+
+    def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
+        numbers = self.whole._numbers_of(rows)
+        numbers[~takes(self.trie.tables, rows.tokens, rows.offsets)] = -1
+        return numbers
+
+
+class _Passing(Keys):
+    """The keys of a set of which some do not pass."""
+
+    _base: Keys
+    _test: Callable[[NDArray[Any]], NDArray[np.bool_]]
+
+    def __init__(self, base: Keys, test: Callable[[NDArray[Any]], NDArray[np.bool_]], own_bytes: int) -> None:
+        """test: of places, whether the key at each passes. own_bytes: what that keeps."""
+        super().__init__(base.values, base.starts)
+        vars(self).update(_base=base, _test=test, own_bytes=own_bytes)  # the class is frozen
+
+    @property
+    def index(self) -> KeyIndex:
+        return self._base.index
+
+    def passes(self, places: NDArray[Any]) -> NDArray[np.bool_]:
+        return self._test(places)
+
+    def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
+        keys = [keys[0] for keys in self.every(numbers)]
+        return np.array(keys, np.int64) if pa.types.is_integer(self.values.type) else [str(key) for key in keys]
+
+    def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
+        places, _ = in_item_order(numbers, self.starts)
+        each = iter(self.passes(places).tolist())
+        return [[key for key in keys if next(each)] for keys in super().every(numbers)]
+
+    def numbers_of(self, wanted: KeyList) -> NDArray[np.int64]:
+        first = []
+        for key in wanted:
+            if not len(places := self.places_of([key])):  # type: ignore[arg-type]
+                raise ItemSetError(f"no item of the view has the key {key!r}")
+            first.append(int(places[0]))
+        return self.owners(np.array(first, np.int64))
+
+    def places_of(self, wanted: KeyList) -> NDArray[np.int64]:
+        places = super().places_of(wanted)
+        return places[self.passes(places)]
+
+
+def view(
+    item_set: ItemSet,
+    item_filter: Mapping[str, Any] | None = None,
+    *,
+    exclude_keys: KeyList | None = None,
+    only_keys: KeyList | None = None,
+) -> ItemSet:
+    """Return the set without what does not pass. An item stays if one of its keys does, and has only those keys.
+
+    item_filter: a query over the set's attributes, in the language of `trie.filters`. exclude_keys, only_keys: keys
+        that do not pass, or that alone do. One that the set has not is ignored.
+    A filter costs one pass over the attributes and one over the edges, and a bit an edge. Exclusions cost what they
+    are long. `only_keys` gives a small set of its own, without attributes.
+    Raises ItemSetError: a malformed query, keys of another type, or no item is left, with what each condition leaves.
+    """
+    seen = item_set
+    if item_filter is not None:
+        seen = filtered(item_set, passing(item_filter, item_set.attributes), lambda: _leaves(item_filter, item_set))
+    if exclude_keys is not None:
+        seen = without(seen, seen._keys.places_of(exclude_keys))
+    if only_keys is not None:  # last: it gives another set, with other places
+        places = seen._keys.places_of(only_keys)
+        if not len(places):
+            raise _nothing_left(f"only_keys leaves 0 keys of the {len(seen):,} items")
+        seen = only(seen, places)
+    return seen
+
+
+def view_from_bytes(base: ItemSet, data: bytes, name: str = "the view", *, keys: Keys | None = None) -> ItemSet:
+    """Open what `to_bytes` of a part of this set wrote. Raises ItemSetError if the bytes are damaged.
+
+    base: the set or the view that it was made of. keys: those that pass; without them the view can be walked, and not
+    be asked for keys.
+    """
+    header, arrays = index_file.parse(data, name)
+    if "labels" in arrays:
+        return from_index(header, arrays, name=name, check=True)
+    index_file.check(header, arrays, name)
+    base = base.whole if "alive" in arrays else base  # a filter of a view has that view's bits in its own
+    return View(base, arrays, header.items, keys=keys, digest=header.digest)
+
+
+def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = lambda: "no key passes") -> View:
+    """Return the view of the keys that pass, [keys] bool. Raises ItemSetError, which says `why`, if there are none.
+
+    Of a view, it is one of the whole set: of the keys that pass both.
+    """
+    starts, whole = base.key_starts, base.whole
+    if base is not whole:
+        passes = passes & base._keys.passes(np.arange(len(passes)))
+    lives = passes if starts is None else np.logical_or.reduceat(passes, starts[:-1].astype(np.int64))
+    if not (items := int(np.count_nonzero(lives))):
+        raise _nothing_left(why())
+    alive, terminal = bits_of(whole.trie.tables, lives)
+    packed = np.packbits(passes, bitorder="little")
+
+    def test(places: NDArray[Any]) -> NDArray[np.bool_]:
+        bits: NDArray[np.bool_] = packed[places >> 3] >> (places & 7).astype(np.uint8) & 1 != 0
+        return bits
+
+    keys = _Passing(whole._keys, test, packed.nbytes)
+    return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
+
+
+def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
+    """Return the set without these keys, given by their places in `keys`: ascending and distinct, all of which pass.
+
+    It stands on the set or on a filter of it, never on other exclusions: a view is at most two above its whole set.
+    Raises ItemSetError if no item is left.
+    """
+    if not len(places):
+        return base
+    numbers, starts = places, base.key_starts
+    if starts is not None:  # an item stays while one of its keys does
+        numbers = np.unique(base._keys.owners(places))
+        theirs, begins = in_item_order(numbers, starts)
+        assert begins is not None
+        left = base._keys.passes(theirs) & ~np.isin(theirs, places)
+        numbers = numbers[~np.logical_or.reduceat(left, begins[:-1].astype(np.int64))]
+    if len(numbers) >= len(base):
+        raise _nothing_left(f"exclude_keys leaves 0 of the {len(base):,} items")
+    before = base._keys.passes
+    keys = _Passing(base._keys, lambda others: before(others) & ~np.isin(others, places), places.nbytes)
+    whole = base.whole
+    dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)
+    below = base.base if base.base is not None and base.own.keys() == {"dead"} else base
+    return View(below, {"dead": dead}, len(base) - len(numbers), keys=keys)
+
+
+def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
+    """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes."""
+    whole, numbers = base.whole, base._keys.owners(places)
+    rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
+    keys = base.keys.take(pa.array(places))
+    small = build(rows, keys=keys, vocab_size=base.vocab_size, prefix=base.prefix, escape=base.escape)
+    small.tokenizer = base.tokenizer
+    return small
+
+
+def _leaves(item_filter: Mapping[str, Any], base: ItemSet) -> str:
+    return leaves(item_filter, base.attributes.filter(pa.array(base._keys.passes(np.arange(len(base.keys))))))
+
+
+def _nothing_left(why: str) -> ItemSetError:
+    return ItemSetError(f"no item is left: {why}. Relax the filter, or exclude fewer keys")

@@ -1,0 +1,73 @@
+"""Which item an answer is: what a front end keeps of a request with a set, and reads the answer's tokens with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from itemset.item_set import ItemSet
+
+FIELDS = ("item", "items")
+"""What an answer says of items: which it is, or which it holds."""
+
+
+def told_of(output: Any) -> dict[str, Any]:
+    """Those of the fields that an engine's output has."""
+    return {name: getattr(output, name) for name in FIELDS if hasattr(output, name)}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One request's set.
+
+    stop_tokens: at which the request ends; none of them occurs in an item. content: what of the output comes after the
+    reasoning, None where there is none. of_set: `Catalogue.version_fields`. weighed: whether the item has `set_weight`.
+    """
+
+    item_set: ItemSet
+    stop_tokens: frozenset[int]
+    content: Callable[[Sequence[int]], Sequence[int]] | None = None
+    of_set: Mapping[str, str] = field(default_factory=dict)
+    weighed: bool = False
+
+    def answer_fields(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
+        """What an answer says: its item. cut: whether it ended before its end, by a stop string or aborted.
+
+        weight: of a weighed answer, the sum over its tokens of the logarithm of the legal mass: the model's probability
+        of all tokens that its item set allowed there. It is not finite if the engine could not tell.
+        """
+        item = None if cut else self.item(tokens)
+        if item is not None and self.weighed and weight is not None:
+            item["set_weight"] = weight if math.isfinite(weight) else None
+        return {"item": item}
+
+    def begun(self, tokens: Sequence[int]) -> bool:
+        """Whether the answer's item has begun: before it there may be reasoning."""
+        return self.content is None or len(self.content(tokens)) > 0
+
+    def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
+        """What an answer says of its item, {"key": ...} and more; None if it ended elsewhere.
+
+        tokens: the whole output. It ended at an item's end if a stop token follows, or if nothing else could: an item
+        that a limit cut might have become a longer one. One walk; with `ignore_eos` all stop tokens at the end go.
+        """
+        tokens = tokens if self.content is None else self.content(tokens)
+        end = len(tokens)
+        while end and tokens[end - 1] in self.stop_tokens:
+            end -= 1
+        found = self.item_set.find(tokens[:end]) if end else None
+        if found is None:
+            return None
+        key, is_prefix = found
+        return None if is_prefix and end == len(tokens) else {"key": key, **self.of_set}
+
+
+def after(mark: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens after the first occurrence of `mark`, none where it does not occur."""
+    mark, length = list(mark), len(mark)
+    for start in range(len(tokens) - length + 1):
+        if list(tokens[start : start + length]) == mark:
+            return tokens[start + length :]
+    return ()

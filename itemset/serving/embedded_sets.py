@@ -1,0 +1,250 @@
+"""Constraints with item sets in them, in one front end: sets are found, looked up and checked, grammars compiled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from itemset.embedded.placement import Marked, Place
+from itemset.embedded.rewrite import Marker
+from itemset.embedded.vocabulary import OverVocabulary, Vocabulary
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.serving.admission import Checks
+from itemset.serving.body_constraints import is_small, may_hold
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
+from itemset.serving.request import ItemRequest
+from itemset.text import Escape, continues, encode
+from itemset.trie.walk import NO_TOKEN
+
+_MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
+_THREADS = 2
+_PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
+
+
+def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) -> Marked | None:
+    if kind == JSON:
+        return marker.schema(spec, **options)
+    if kind == TAG:
+        return marker.tag(spec)
+    if kind == SLATE:
+        return marker.slate(spec)
+    return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
+
+
+def _characters(key: str, marked: Marked) -> int:
+    """What is kept of a constraint: its text with the lists of its places, twice, and its grammar."""
+    return 2 * len(key) + len(marked.spec) + len(marked.grammar)
+
+
+class Constraints(OverVocabulary):
+    """Those of one front end. Safe for threads."""
+
+    def __init__(
+        self,
+        checks: Checks,
+        tokenizer: Any,
+        vocabulary: Callable[[], Vocabulary],
+        *,
+        options: Mapping[str, Any],
+        validate: Callable[[str, str], None] = lambda kind, spec: None,
+    ) -> None:
+        """vocabulary: makes the model's, once it is asked for. options: of `xgrammar.Grammar.from_json_schema`.
+        validate: what the engine itself says of a constraint (its kind, and its text with constants in place of the
+        sets); raises what it likes."""
+        self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
+        super().__init__(vocabulary)
+        self._marked: OrderedDict[str, tuple[Marked, dict[str, int]]] = OrderedDict()
+        self._marked_characters = 0
+        self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
+        # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
+        self._large = ThreadPoolExecutor(1, "item-holes-large")
+        self._unsafe: NDArray[np.bool_] | None = None
+
+    def get(self, kind: str, spec: Any) -> Constraint | None:
+        """Return the constraint, None if no item set stands in it. Waits for all of it.
+
+        Raises RefusedError for what cannot hold, and as `Checks.reference` does.
+        """
+        if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
+            return None
+        return self._assembled(kind, marked, [self._checks.reference(self._asked(place)) for place in marked.holes])
+
+    async def prepare(self, kind: str, spec: Any) -> Constraint | None:
+        """Do `get` beside the event loop."""
+        if not may_hold(kind, spec):
+            return None
+        loop = asyncio.get_running_loop()
+        marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
+        if marked is None:
+            return None
+        held = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
+        references = [self._checks.reference(one) for one in held]
+        threads = self._threads if len(marked.grammar) <= SMALL else self._large
+        return await loop.run_in_executor(threads, self._assembled, kind, marked, references)
+
+    def _mark(self, kind: str, spec: Any) -> Marked | None:
+        """Find and mark the places, unless that was done not long ago and the sets' sizes are the same."""
+        key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
+        with self._lock:
+            marked, sizes = self._marked.get(key, (None, {}))
+        if marked is None or any(self._size(json.loads(asks)) != size for asks, size in sizes.items()):
+            sizes = {}
+            marked = self._marked_anew(kind, spec, sizes)
+            if marked is not None and key and _characters(key, marked) <= _LONGEST_KEPT:
+                with self._lock:
+                    self._forget(key)
+                    self._marked[key] = marked, sizes
+                    self._marked_characters += _characters(key, marked)
+                    while self._marked_characters > _MARKED:
+                        self._forget(next(iter(self._marked)))
+        return marked
+
+    def _forget(self, key: str) -> None:
+        if key in self._marked:
+            self._marked_characters -= _characters(key, self._marked.pop(key)[0])
+
+    def _marked_anew(self, kind: str, spec: Any, sizes: dict[str, int]) -> Marked | None:
+        def size_of(place: Place) -> int:
+            asks = json.dumps([place.named, dict(place.selection)])
+            sizes[asks] = self._size(json.loads(asks))
+            return sizes[asks]
+
+        try:
+            marked = _marked(Marker(size_of), kind, spec, self._options)
+            if marked is not None:
+                self._validate(kind, marked.spec)
+                xgrammar.Grammar.from_ebnf(marked.ebnf(0))
+        except RefusedError:
+            raise
+        except ItemSetError as error:
+            raise RefusedError("item set inside", str(error)) from error
+        except Exception as error:  # xgrammar's own, and the engine's
+            why = _PLACE_IN_XGRAMMAR.sub("", str(error)).strip()
+            raise RefusedError("item set inside", f"the constraint cannot be used: {why}") from error
+        return marked
+
+    def _size(self, asked: list[Any]) -> int:
+        named, selection = asked
+        if isinstance(named, list):
+            return len({str(text) for text in named})
+        return len(self._checks.catalogue[self._checks.reference(ItemRequest(named, **selection))])
+
+    def _asked(self, place: Place) -> ItemRequest:
+        if isinstance(place.named, str):
+            return ItemRequest(place.named, **place.selection)
+        escape: Escape = "json" if place.quoted else "text"
+        return ItemRequest(choice=list(place.named), escape=escape)
+
+    def _assembled(self, kind: str, marked: Marked, references: list[str]) -> Constraint:
+        catalogue, holes = self._checks.catalogue, list[SetHole]()
+        for place, closers, reference in zip(marked.holes, marked.closers(), references, strict=True):
+            item_set = catalogue[reference]
+            if isinstance(place.named, str):
+                self._check_texts(place, item_set)
+            if kind == SLATE and not place.closers and item_set.trie.tables.terminal.any():
+                raise RefusedError(
+                    "item set inside",
+                    "slate.separator is empty, but some items begin others, so that nothing would tell them apart: "
+                    "give a separator",
+                )
+            holes.append(SetHole(place, closers, reference, item_set, catalogue.inline(reference)))
+        vocabulary = self.vocabulary
+        grammar = marked.ebnf(vocabulary.first)
+        try:
+            compiled = vocabulary.compile(grammar)
+        except RuntimeError as error:  # what the engine would find, too late to refuse the request
+            raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
+        return Constraint(kind, grammar, holes, compiled, self._slate(marked, holes), self._least(marked, holes))
+
+    def _least(self, marked: Marked, holes: Sequence[SetHole]) -> int:
+        """Return `Constraint.least`: a separator adds a token, unless one may be an item's end and the separator."""
+        if marked.slate is None:
+            return 0
+        (n, separator), item_set = marked.slate, holes[0].item_set
+        closing = self.vocabulary.bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
+        bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
+        adds = bool(separator) and not item_set.occurring(bridged)
+        return n * item_set.shortest + (n - 1) * adds
+
+    def _slate(self, marked: Marked, holes: Sequence[SetHole]) -> tuple[int, int] | None:
+        """Return `Constraint.slate`: a separator must be one token of its own, which no item holds."""
+        if marked.slate is None:
+            return None
+        (n, separator), token = marked.slate, NO_TOKEN
+        if separator and n > 1:
+            try:
+                tokens = encode([separator], self._tokenizer, escape="text")[0].tolist()
+            except ItemSetError:
+                return None
+            token = tokens[0]
+            alone = len(tokens) == 1 and self.vocabulary.bytes[token] == separator.encode()
+            if not alone or holes[0].item_set.occurring([token]):
+                return None
+        return n - 1, token
+
+    def check(
+        self,
+        constraint: Constraint,
+        *,
+        prompt_tokens: int,
+        min_tokens: int,
+        max_tokens: int | None,
+        stop_tokens: Collection[int],
+    ) -> None:
+        """Raises RefusedError where a constraint and the rest of the request leave no way to its end."""
+        for reference in constraint.references:
+            self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
+        if constraint.kind == SLATE:
+            self._check_stops(constraint, stop_tokens)
+            self._checks.slate(
+                constraint.least, prompt_tokens=prompt_tokens, min_tokens=min_tokens, max_tokens=max_tokens
+            )
+
+    def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
+        """Raises RefusedError for a stop token at which a slate would end after its first item."""
+        texts, begins = self.vocabulary.bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
+        for token in stop_tokens:
+            if begins and 0 <= token < len(texts) and texts[token].startswith(begins):
+                raise RefusedError(
+                    "stop token inside",
+                    f"the stop token {token} begins as the slate's separator does, so the slate would end after an "
+                    "item: leave it out, or give another separator",
+                    "stop_token_ids",
+                )
+
+    def _check_texts(self, place: Place, item_set: ItemSet) -> None:
+        """Raises RefusedError for a set whose texts are not as they must be where it stands."""
+        unsafe = self._to_be_escaped(item_set.whole)
+        how = "json" if place.quoted else "text"
+        if place.quoted and unsafe and item_set.whole.escape != "json":
+            why = "has items with a quote, a backslash or a control character, which a JSON string must escape"
+        elif not place.quoted and unsafe and item_set.whole.escape == "json":
+            why = "has items that are escaped for JSON strings, and stands in none"
+        elif item_set.whole.escape is None and item_set.tokenizer is not None and not self._continues:
+            why = "has items as the model's tokenizer encodes them at the beginning of a text, after a space"
+        else:
+            return
+        raise RefusedError(
+            "item set inside", f"{place.path}: the item set {place.named!r} {why}: build it with --escape {how}"
+        )
+
+    def _to_be_escaped(self, item_set: ItemSet) -> bool:
+        if self._unsafe is None:
+            harmful = {*range(32), ord('"'), ord("\\")}
+            self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.bytes])
+        return bool(self._unsafe[item_set.token_ids[item_set.token_ids < len(self._unsafe)]].any())
+
+    @property
+    def _continues(self) -> bool:
+        return continues(self._tokenizer)

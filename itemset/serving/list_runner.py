@@ -1,0 +1,238 @@
+"""Ranked lists and draws in a front end: within which limits, run offline or beside a server's other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+from itemset.item_set import ItemSet
+from itemset.ranking.exact_sampling import CutOffError, Drawing
+from itemset.ranking.importance import Importance
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Found, FoundT, Item, Rounds, Search, described
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.config import StaticConfig, Words
+from itemset.serving.draw_options import IMPORTANCE, DrawOptions
+from itemset.serving.request import ListOptions
+from itemset.serving.request_fields import APPROXIMATE, DRAWS, REPLACE
+
+SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
+SLICE = 32  # items of an answer that are written out in one turn of the event loop
+OTHERS_STAY = 1.0  # seconds for which lists make room after they have met another request
+PATIENCE = 0.1  # seconds that another request waits at most for what lists have in the engine
+_KEPT = 256  # refusals that are remembered
+DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
+
+Result = TypeVar("Result")
+
+
+def search_for(
+    item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words
+) -> Rounds[Found]:
+    """The search for a request's list, or its draws. Raises RefusedError for what passes the server's limits."""
+    most, limit = config.ranked_list_passes, config.ranked_list_limit
+    reason, width = "beam search", options.width or 1
+    if isinstance(options, DrawOptions):
+        reason, sizes = "draws", [(options.n, f"request for {options.n:,} draws", DRAWS)]
+        sizes.append((width, f"round of {width:,} passes", "width"))
+    else:
+        sizes = [(options.k, f"ranked list of {options.k:,}", "n"), (width, f"beam of width {width:,}", "width")]
+    for size, what, param in sizes:
+        if size > limit:
+            raise RefusedError(
+                reason,
+                f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
+                f"{words.option('ranked_list_limit')}",
+                param,
+            )
+    if (options.max_passes or 0) > most:
+        raise RefusedError(
+            reason,
+            f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
+            f"{words.option('ranked_list_passes')}",
+            "max_passes",
+        )
+    most = max(1, most)
+    if isinstance(options, ListOptions):
+        of_search = {name: value for name, value in asdict(options).items() if name != "without_end"}
+        return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **of_search)
+    n, passes = options.n, options.max_passes or most
+    if options.draw == IMPORTANCE:
+        of_draw = {"seed": options.seed, "max_passes": passes}
+        return Importance(item_set, n, end_token=end_token, candidates=options.candidates or 1, **of_draw)
+    names = (REPLACE, APPROXIMATE, "seed", "temperature", "width")
+    exact = {name: getattr(options, name) for name in names}
+    return Drawing(item_set, n, end_token=end_token, max_passes=passes, **exact)
+
+
+def run_together(
+    searches: Sequence[Rounds[FoundT]], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]
+) -> list[FoundT]:
+    """Run searches to their ends, round by round together.
+
+    score: runs passes, each with the index of its search. Raises RefusedError if nothing was found for one of them.
+    """
+    while asked := [(i, one) for i, search in enumerate(searches) for one in search.passes]:
+        answers = iter(score(asked))
+        for search in searches:
+            if search.passes:
+                search.take([next(answers) for _ in search.passes])
+    return [found_by(search) for search in searches]
+
+
+def found_by(search: Rounds[FoundT]) -> FoundT:
+    """What a search has found at its end. Raises RefusedError if draws were cut off, or nothing was found."""
+    try:
+        found = search.result
+    except CutOffError as error:
+        raise RefusedError(
+            "draws",
+            f"{error}, their limit: raise max_passes, or add {APPROXIMATE}: true for the best that is known by then. "
+            "Fewer draws, or a smaller set, take fewer passes",
+            "max_passes",
+        ) from error
+    if not found.items:
+        raise RefusedError("beam search", "no item was found before the limit: raise max_passes", "max_passes")
+    return found
+
+
+class Refusals:
+    """Why an engine lets rounds of requests make some lists, or all: remembered, and each reason logged once.
+
+    always: why it lets them make all lists; None if it may make some itself.
+    """
+
+    def __init__(self, warn: Callable[[str, str], None], always: str | None = None) -> None:
+        """warn: of a logger. always: it is known, and logged, already."""
+        self.always = always
+        self._warn, self._of, self._logged = warn, dict[tuple[str, int], str](), set[str]()
+
+    def why(self, reference: str, width: int) -> str | None:
+        """Why rounds must make a list of this set and width, as far as it is known."""
+        return self.always or self._of.get((reference, width))
+
+    def refused(
+        self, reason: str, *, detail: str = "", of: tuple[str, int] | None = None, always: bool = False
+    ) -> None:
+        """Note that the engine did not make a list. detail: what the log says. of: this set and width will not be made
+        either."""
+        if always:
+            self.always = reason
+        if of is not None:
+            if len(self._of) >= _KEPT:
+                self._of.clear()
+            self._of[of] = reason
+        detail = detail or reason
+        if detail not in self._logged and len(self._logged) < _KEPT:
+            self._logged.add(detail)
+            self._warn("A ranked list takes rounds of requests: %s", detail)
+
+
+class Pace:
+    """How much of lists an engine may have at a time, so that whoever comes next waits no longer than PATIENCE for it.
+
+    The unit is what makes its steps longer: requests, or beams.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        """least, most: units, whatever they take."""
+        self._least, self.most = least, most
+        self._each: float | None = None  # seconds that a unit takes; not known at first
+
+    @property
+    def limit(self) -> int:
+        """How many units the engine may have."""
+        if self._each is None:
+            return self._least
+        return min(self.most, max(self._least, int(PATIENCE / self._each)))
+
+    def took(self, units: int, seconds: float) -> None:
+        """Note how long the engine took while it had this many units."""
+        each = max(seconds, 1e-6) / max(1, units)
+        self._each = each if self._each is None else 0.9 * self._each + 0.1 * each
+
+
+class Lists:
+    """Runs the ranked lists of a front end, all on one event loop, so that other requests hardly notice.
+
+    The searches' own work is done on one thread of their own. Engine requests are made one in a turn of the loop, list
+    by list, and only a few are under way at a time: few beside other requests, whose steps they would make longer;
+    while the lists have the engine to themselves up to half of what it takes, as its `Pace` allows.
+    """
+
+    def __init__(self, seats: int, unfinished: Callable[[], int]) -> None:
+        """seats: requests that the engine runs at a time. unfinished: how many it has now, those of lists included."""
+        self._beside = max(1, seats // SHARE_BESIDE)
+        self._alone = Pace(self._beside, max(1, seats // 2))
+        self._unfinished = unfinished
+        self._under_way, self._others_at = 0, -OTHERS_STAY
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "ranked-lists")
+
+    async def run(
+        self, search: Rounds[FoundT], ask: Callable[[Pass], Awaitable[Any]], read: Callable[[Pass, Any], Answer]
+    ) -> FoundT:
+        """Run a search to its end. Cancelled, it cancels what it has asked.
+
+        ask: makes the engine's request for a pass. read: what its output says, called on the thread.
+        Raises RefusedError if nothing was found, and what `ask` raises.
+        """
+
+        def take(outputs: list[Any]) -> None:
+            search.take([read(one, output) for one, output in zip(search.passes, outputs, strict=True)])
+
+        await self._on_thread(lambda: search.passes)  # the first round may have to be made
+        while search.passes:
+            await self._on_thread(take, await self._round(search.passes, ask))
+        return await self._on_thread(found_by, search)
+
+    async def entries(
+        self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any]
+    ) -> AsyncGenerator[list[tuple[Item, dict[str, Any]]], None]:
+        """The items found, SLICE at a time, each with what an answer says of it: `described`. Between the slices others
+        get their turn."""
+        (entries,) = await self._on_thread(described, [best], item_set, of_set)
+        found = list(zip(best.items, entries, strict=True))
+        for first in range(0, len(found), SLICE):
+            await asyncio.sleep(0)
+            yield found[first : first + SLICE]
+
+    async def _on_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def _round(self, passes: Sequence[Pass], ask: Callable[[Pass], Awaitable[Any]]) -> list[Any]:
+        tasks: list[asyncio.Future[Any]] = []
+        try:
+            for one in passes:
+                async with self._turn:  # lists take turns, one request each
+                    await self._seat()
+                    tasks.append(asyncio.ensure_future(ask(one)))
+                    self._under_way += 1
+                    tasks[-1].add_done_callback(partial(self._leave, self._under_way, time.monotonic()))
+                    await asyncio.sleep(0)
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _seat(self) -> None:
+        while self._under_way >= self._limit():
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _leave(self, among: int, began: float, task: asyncio.Future[Any]) -> None:
+        if not task.cancelled():
+            self._alone.took(max(among, self._under_way), time.monotonic() - began)
+        self._under_way -= 1
+        self._freed.set()
+
+    def _limit(self) -> int:
+        now = time.monotonic()
+        if self._unfinished() > self._under_way:
+            self._others_at = now
+        return self._beside if now - self._others_at < OTHERS_STAY else self._alone.limit

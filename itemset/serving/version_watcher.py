@@ -1,0 +1,274 @@
+"""Version roll-outs in a front end: it follows published sets, and serves a new version once every engine has it.
+
+A look reads each set's pointer. A new version is opened and checked here, then in the engines (`preparing`), beside
+requests and steps; only then do requests get it. A version that cannot be served is refused once, and the one before
+it stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from itemset import published
+from itemset.errors import ItemSetError
+from itemset.serving import metrics
+from itemset.serving.admission import Checks
+from itemset.serving.catalogue import RefusedError, where
+from itemset.serving.config import StaticConfig
+from itemset.serving.private_copies import delete_unused, seal
+from itemset.serving.rollout_messages import Answer, Drop, Message, Prepare, Serves, Stage
+
+AGAIN = 0.01  # seconds between two messages to engines that are not ready
+PATIENCE = 60.0  # seconds that `refresh` waits for the other front ends
+
+Send = Callable[[Any], list[Any]]
+"""Sends a message, as plain values, to every engine of this front end, and returns their answers. For any thread."""
+
+
+@dataclass
+class Followed:
+    """What is known of one set.
+
+    sequence: of the served version in its folder; 0 until the first look. since: when requests began to get it. path:
+    where its masks are made, "device" or "host", as the engines say. refused: sequence and name of the version that is
+    not served, and why. missed: what was wrong with the folder at the last look, logged once.
+    """
+
+    folder: Path
+    path: str
+    sequence: int = 0
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
+    refused: tuple[int, str, str] | None = None
+    missed: str = ""
+
+
+class Follower:
+    """Follows the sets of one front end. Safe for threads.
+
+    Looks are made on a thread of its own once `start` was called, and by `look` and `refresh`.
+    """
+
+    def __init__(
+        self,
+        checks: Checks,
+        config: StaticConfig,
+        send: Send,
+        *,
+        path: str,
+        front: int = 0,
+        fronts: int = 1,
+        logger: logging.Logger,
+    ) -> None:
+        """path: where masks are made. front, fronts: the number of this front end of its engines, and how many there
+        are."""
+        self._checks, self._config, self._send = checks, config, send
+        self._path, self._front, self._fronts, self._log = path, front, fronts, logger
+        self._sets: dict[str, Followed] = {}
+        self._superseded: set[str] = set()
+        self._missed = ""  # what was wrong with the last look at `item_set_dir`
+        self._lock = threading.RLock()  # one look at a time
+        self._started = threading.Event()
+        for opened in checks.catalogue.versions.serving:
+            self._sets[opened.name] = Followed(Path(where(config, opened.name)), path)
+            if checks.catalogue.follows(opened.name):
+                metrics.served(opened.name, opened.version)
+        self.follows = config.item_set_dir is not None or any(map(checks.catalogue.follows, self._sets))
+
+    def _ask(self, message: Message) -> list[Answer]:
+        return msgspec.convert(self._send(msgspec.to_builtins(message)), list[Answer])
+
+    def start(self) -> None:
+        """Look every `item_set_refresh_seconds` from now on. Does nothing if no set is followed."""
+        if self.follows and not self._started.is_set():
+            self._started.set()
+            threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._config.item_set_refresh_seconds)
+            try:
+                self.look()
+            except Exception:  # the engine may be ending; a follower that ends would be noticed by nobody
+                self._log.exception("Item sets could not be looked at; the next look follows")
+
+    def look(self) -> None:
+        """Look at every set once, and take up what is new."""
+        with self._lock:
+            self._look_at_folder()
+            for name in list(self._sets):
+                self._look_at(name)
+
+    def refresh(self, name: str) -> dict[str, Any]:
+        """Look at one set, and return its entry of `listed` when what is current serves in every front end.
+
+        Raises RefusedError: no such set, a version that is not served, or front ends that have not followed.
+        """
+        with self._lock:
+            self._look_at_folder()
+            if (followed := self._sets.get(name)) is None:
+                raise self._unfollowed(name)
+            followed.refused = None  # what was wrong may have been mended
+            self._look_at(name)
+            if followed.missed or followed.refused:
+                raise RefusedError("refused version", followed.missed or (followed.refused or (0, "", ""))[2])
+            sequence, entry = followed.sequence, self._entry(name, followed)
+        until = time.monotonic() + PATIENCE
+        while not self._serves_everywhere(name, sequence):
+            if time.monotonic() > until:
+                raise RefusedError(
+                    "refused version",
+                    f"another API server of this engine has not taken up version {entry['version']} of {name!r} in "
+                    f"{PATIENCE:.0f} s: see its log",
+                )
+            time.sleep(AGAIN)
+        return entry
+
+    def _unfollowed(self, name: str) -> RefusedError:
+        for opened in self._checks.catalogue.versions.serving:
+            if name in opened.sets:  # a view is refreshed with its set
+                what = f"{name!r} is a view of {opened.name!r}, and refreshed with it: name {opened.name!r}"
+                return RefusedError("unknown set", what)
+        return self._checks.catalogue.unknown(name)
+
+    def refreshed(self, name: str | None) -> list[dict[str, Any]]:
+        """Do `refresh` for one set, or for all."""
+        return [self.refresh(one) for one in ([*self._sets] if name is None else [name])]
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return what is served, a mapping for each set: for `GET /v1/item_sets`."""
+        return [self._entry(name, followed) for name, followed in list(self._sets.items())]
+
+    def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
+        catalogue = self._checks.catalogue
+        refused = followed.refused and {"version": followed.refused[1], "reason": followed.refused[2]}
+        entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
+        if (opened := catalogue.versions.current(name)) is None:  # it has none that can be served
+            return entry
+        try:
+            kept = published.versions(followed.folder) if entry["followed"] else []
+        except ItemSetError:
+            kept = []
+        return entry | {
+            "version": opened.version,
+            "items": len(opened.sets[name]),
+            "bytes": opened.sets[name].nbytes,
+            "serving_since": followed.since.isoformat(timespec="milliseconds"),
+            "path": followed.path,
+            "views": [called for called in opened.sets if called != name],
+            "previous_versions": [one.name for one in kept if one.name != opened.version],
+        }
+
+    def _look_at_folder(self) -> None:
+        """See which sets are in `item_set_dir`."""
+        if self._config.item_set_dir is None:
+            return
+        try:
+            names, self._missed = published.sets_in(self._config.item_set_dir), ""
+        except ItemSetError as error:
+            if str(error) != self._missed:
+                self._missed = str(error)
+                self._log.warning("Item sets stay as they are: %s", error)
+            return
+        for name in names - self._sets.keys() - self._config.item_views.keys():
+            self._sets[name] = Followed(Path(where(self._config, name)), self._path)
+        for name in self._sets.keys() - names - self._config.item_sets.keys():
+            del self._sets[name]
+            closed = self._checks.catalogue.drop(name)
+            self._ask(Drop(name))
+            self._delete_copies(closed)
+            self._log.info("Item set %r is no longer there, and no longer served", name)
+
+    def _look_at(self, name: str) -> None:
+        """Take up the current version of a set, unless it is served or was refused."""
+        followed = self._sets[name]
+        if not self._checks.catalogue.follows(name):
+            return
+        failed: tuple[published.Version, ItemSetError] | None = None
+        while True:
+            try:
+                version = published.current(followed.folder)
+            except ItemSetError as error:  # of a folder that is away: when it is back, its version is tried again
+                if str(error) != followed.missed:
+                    followed.missed = str(error)
+                    self._log.warning("Item set %r stays as it is: %s", name, error)
+                return
+            followed.missed = ""
+            if version.sequence in (followed.sequence, (followed.refused or (0,))[0]):
+                return
+            if failed is not None and failed[0] == version:  # else another one became current meanwhile
+                followed.refused = (version.sequence, version.name, str(failed[1]))
+                self._delete_copies([version.name])
+                metrics.refused_version(name)
+                self._log.error("Version %s of the item set %r is not served: %s", version.name, name, failed[1])
+                return
+            try:
+                self._take_up(name, version)
+            except ItemSetError as error:
+                failed = version, error
+                continue
+            followed.sequence, followed.refused = version.sequence, None
+            self._serves_everywhere(name, version.sequence)
+            return
+
+    def _take_up(self, name: str, version: published.Version) -> None:
+        """Have the version opened here and in the engines, and let requests get it, unless they do.
+
+        Raises ItemSetError if it cannot be had, or if another became current meanwhile: several front ends must not ask
+        the engines for several versions.
+        """
+        catalogue, followed, began = self._checks.catalogue, self._sets[name], time.monotonic()
+        current = catalogue.versions.current(name)
+        if current is not None and current.version == version.name:
+            return
+        message = Prepare(name, version.name, str(version.path))
+
+        def prepare_ahead() -> None:  # the engines open it while it is checked here
+            nonlocal message
+            message = msgspec.structs.replace(message, seal=seal(version.name, self._config.item_set_cache))
+            self._ask(msgspec.structs.replace(message, ahead=True))
+
+        opened = self._checks.open(name, version.name, version.path, prepare_ahead)
+        while True:
+            answers = self._ask(message)
+            if refused := next((answer.refused for answer in answers if answer.refused), None):
+                raise ItemSetError(refused)
+            stages = {answer.stage for answer in answers}
+            if all(stage.is_ready for stage in stages):
+                break
+            if Stage.OPENING in stages:
+                time.sleep(AGAIN)
+            sequence = version.sequence
+            with suppress(ItemSetError):
+                sequence = published.current(followed.folder).sequence
+            if sequence != version.sequence:
+                raise ItemSetError("another version became current")
+        self._superseded.discard(version.name)
+        self._delete_copies(catalogue.serve(opened))
+        followed.since, followed.path = datetime.now(UTC), "host" if Stage.HOST in stages else "device"
+        metrics.served(name, version.name)
+        self._log.info(
+            "Version %s of the item set %r is served: %s items, %.2f s after it was noticed",
+            version.name,
+            name,
+            f"{len(opened.sets[name]):,}",
+            time.monotonic() - began,
+        )
+
+    def _delete_copies(self, versions: Iterable[str]) -> None:
+        """Delete this machine's copies of these versions, and of earlier ones, once nobody has them open."""
+        self._superseded.update(versions)
+        self._superseded -= delete_unused(self._config.item_set_cache, self._superseded)
+
+    def _serves_everywhere(self, name: str, sequence: int) -> bool:
+        """Say which version this front end serves; return whether all serve it, or a later one."""
+        return all(one.everywhere for one in self._ask(Serves(name, sequence, self._front, self._fronts)))

@@ -1,0 +1,145 @@
+"""Ranked lists and draws: the best items of a set, or some that are drawn, in place of SGLang's beam search where a
+request has one.
+
+SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists and draws are one
+request, whose candidates come from the set (`one_request`). For the others, and to end what that leaves undecided, each
+round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`):
+the children of a prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from fastapi.responses import ORJSONResponse
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.serving.answer_fields import FIELDS
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.http_bodies import body, no_body, while_connected
+from itemset.serving.request_fields import BEAMS, REFERENCE
+from itemset.serving.wire import Tokens
+
+AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
+_OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
+IN_ITEM = ("rank", "key", "keys", "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
+Generate = Callable[..., AsyncGenerator[Any, None]]
+
+
+async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> Any:
+    """What `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one prompt,
+    a list for several."""
+    prompts = request.text if request.input_ids is None else request.input_ids
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+    async def one(i: int, prompt: str | list[int]) -> dict[str, Any]:
+        params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
+        tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
+        return await _one(generate, manager, lora, request, params, tokens)
+
+    async def each() -> list[dict[str, Any]]:
+        tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # one that fails ends the others
+            for task in tasks:
+                task.cancel()
+
+    # SGLang looks for the client only every four seconds of a request that was tokenized (_wait_one_response).
+    answers = await while_connected(each(), http_request)
+    if (body().fields or {}).get(BEAMS):  # an OpenAI endpoint, which wants an answer a choice
+        return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
+    return answers[0] if single else answers
+
+
+def with_items(response: Any, results: Sequence[Any]) -> Any:
+    """An OpenAI response with each answer's item in its choice: its key, in a ranked list also all its keys, its rank
+    and score, and what the list took. Responses to requests without a set stay as they are."""
+    infos = [result["meta_info"] for result in results or ()]
+    if not any(info.keys() & {*FIELDS, "rank", "draw"} for info in infos) or not hasattr(response, "choices"):
+        return response
+    body = response.model_dump(mode="json")
+    for choice, info in zip(body["choices"], infos, strict=True):
+        if "rank" in info or "draw" in info:
+            score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
+            choice["item"] = score | {name: info[name] for name in IN_ITEM if name in info}
+        else:
+            choice.update({name: info[name] for name in FIELDS if name in info})
+    return ORJSONResponse(body)
+
+
+async def _one(
+    generate: Generate, manager: Any, lora: str | None, request: Any, params: dict[str, Any], prompt: list[int]
+) -> dict[str, Any]:
+    front_end, tokenizer = manager.static_front_end, manager.tokenizer
+    asked = params[REFERENCE]
+    if request.stream or request.return_logprob:
+        what = "a ranked list has" if asked.ranked else "draws have"
+        raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
+    end = tokenizer.eos_token_id
+    limits = {"prompt_tokens": len(prompt), "max_tokens": params.get("max_new_tokens", 128), "after": AFTER}
+    reasons = {"LoRA adapter": lora is not None}
+    begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
+    job = await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
+    said, texts, skip = dict[str, Any](), dict[Tokens, str](), params.get("skip_special_tokens", True)
+
+    def read(one: Pass, output: dict[str, Any]) -> Answer:
+        said.update(output["meta_info"])
+        return _answer(one, output["meta_info"])
+
+    best: Any = None
+    if job.carried is not None:
+        result, texts, info = await front_end.one_request.ask(generate, manager, prompt, job.carried, skip)
+        said |= info
+        best = front_end.one_request.found(job.carried, result, job.search)
+    if best is None:
+        best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
+    results: list[dict[str, Any]] = []
+    async for part in front_end.lists.entries(best, job.item_set, job.of_set):
+        for item, entry in part:
+            ids = [*item.tokens, end]
+            # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
+            said_of_item = {name: value for name, value in said.items() if "logprob" not in name} | {
+                "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(ids),
+                "finish_reason": {"type": "stop", "matched": end},
+                "sequence_score": item.score,
+                **{name: value for name, value in entry.items() if name not in ("score", "logprob")},
+            }
+            text = texts.get(item.tokens) or tokenizer.decode(item.tokens, skip_special_tokens=skip)
+            results.append({"output_ids": ids, "text": text, "meta_info": said_of_item})
+    first = results[0]
+    counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
+    return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}
+
+
+async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
+    asked = GenerateReqInput(
+        input_ids=[*prompt, *one.tokens],
+        sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=len(prompt) + one.known - 1,
+        token_ids_logprob=one.after.tolist() or [0],
+        lora_path=lora,
+        log_metrics=False,
+    )
+    output: dict[str, Any] = {}
+    with no_body():
+        async for part in generate(obj=asked, request=None):
+            output = part
+    return output
+
+
+def _answer(one: Pass, info: Mapping[str, Any]) -> Answer:
+    entries = info["input_token_logprobs"]
+    run = [entry[0] for entry in entries[len(entries) - len(one.tokens) + one.known :]]
+    (after,) = info["output_token_ids_logprobs"]
+    return np.array(run), np.array([entry[0] for entry in after[: len(one.after)]])

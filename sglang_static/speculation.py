@@ -1,0 +1,162 @@
+"""Speculation inside item sets: draft models are masked step by step, draft trees are verified in one walk.
+
+All of it reads the same cells, and walks from there: a draft has no state of its own that could go wrong, and nothing
+has to be rolled back. What drafts may be recorded in SGLang's CUDA graphs, so it never looks at values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_static import legal_mass, processor
+from sglang_static.compat import hook
+from sglang_static.processor import ItemSetSampler
+
+logger = logging.getLogger(__name__)
+
+MASKED = -1e30
+"""What masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens."""
+
+_INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lower() in ("1", "true")
+"""SGLang's debugging switch, by which draft logits must be finite (utils/async_probe.py)."""
+
+
+@hook("sglang.srt.speculative.eagle_utils:eagle_sample")
+def eagle_sample(
+    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any
+) -> Any:
+    """Verification of draft trees, in EAGLE, STANDALONE, NGRAM and their kin."""
+    sampler = processor.current()
+    if sampler is None or batch.forward_mode.is_idle() or not sampler.numbers(batch):
+        with legal_mass.verified(batch, logits_output.next_token_logits):
+            return original()
+    mask = sampler.tree_mask(verify_input, batch, grammar_mask)
+    with legal_mass.verified(batch, logits_output.next_token_logits):
+        predict, lengths, indices = original(grammar_mask=mask)
+    sampler.accept(batch, predict[indices.long()], lengths, walked=1)
+    return predict, lengths, indices
+
+
+@hook("sglang.srt.speculative.eagle_utils:_verify_coins", why="a coin of zero would accept an illegal draft")
+def verify_coins(original: Callable[..., Any]) -> Any:
+    """A draft is accepted where its coin is not above its probability: for one outside the set that is zero, and so
+    may be a coin, once in 2^24 times."""
+    coins, final = original()
+    return coins.clamp(min=1e-9), final
+
+
+class _Drafting:
+    """One phase of a draft model: which requests it drafts for, and where each of them stands in its set."""
+
+    def __init__(self, sampler: ItemSetSampler, worker: Any, slots: Tensor, *, steps: bool) -> None:
+        """steps: whether each pass drafts one token more, after what the pass before it has drafted."""
+        self._sampler, self._steps, self._hot = sampler, steps, worker.hot_token_id
+        self._slots = slots.long()
+        self._states = sampler.committed(self._slots)
+
+    def mask(self, logits: Tensor, fed: Tensor | None) -> None:
+        """Mask draft logits, [rows, draft vocabulary], in place.
+
+        fed: [rows], with steps, the drafts that led to these rows; else a request's rows continue its committed tokens.
+        """
+        rows, requests = len(logits), len(self._slots)
+        if not rows or rows % requests:
+            return
+        if self._steps and fed is not None:
+            self._states = self._sampler.advance(self._states, fed, self._slots)
+        states, slots = (part.repeat_interleave(rows // requests) for part in (self._states, self._slots))
+        if self._hot is None:
+            self._sampler.slots.mask(states, slots, logits)
+            if _INFINITIES_END_THE_ENGINE:
+                logits.clamp_(min=MASKED)
+        elif len(self._hot) == logits.shape[1]:
+            whole = torch.zeros(rows, self._sampler.vocab_size, dtype=logits.dtype, device=logits.device)
+            self._sampler.slots.mask(states, slots, whole)
+            logits.add_(whole.clamp_(min=MASKED)[:, self._hot])
+
+
+_phase: list[_Drafting] = []
+
+
+@contextlib.contextmanager
+def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
+    sampler = processor.current()
+    if sampler is None or worker.topk != 1:
+        yield
+        return
+    _phase[:] = [_Drafting(sampler, worker, slots, steps=steps)]
+    try:
+        yield
+    finally:
+        _phase.clear()
+
+
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker.draft_forward")
+def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
+    """The drafts of EAGLE and STANDALONE but the first. Recorded in a CUDA graph, or run as it is."""
+    if forward_batch.forward_mode.is_idle():
+        return original()
+    with _drafting(self, forward_batch.req_pool_indices, steps=True):
+        return original()
+
+
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill")
+def extend_after_prefill(original: Callable[..., Any], self: Any, batch: Any, next_token_ids: Tensor) -> Any:
+    """The first draft after a prompt; the token that was sampled there is taken first."""
+    sampler = processor.current()
+    if sampler is not None and len(batch.reqs):
+        sampler.accept(batch, next_token_ids[:, None], torch.ones_like(next_token_ids), walked=0)
+    with _drafting(self, batch.req_pool_indices, steps=False):
+        return original()
+
+
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode")
+def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+    """The first draft after accepted ones."""
+    with _drafting(self, batch.req_pool_indices, steps=False):
+        return original()
+
+
+@hook("sglang.srt.model_executor.model_runner:ModelRunner.forward")
+def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
+    """A draft model's logits are masked, in one of the phases above."""
+    if not _phase or not self.is_draft_worker:
+        return original()
+    fed = forward_batch.input_ids  # SGLang may pad them
+    result = original()
+    _phase[0].mask(result.logits_output.next_token_logits, fed)
+    return result
+
+
+@hook("sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute")
+def replayed_extend(original: Callable[..., Any]) -> Any:
+    """A draft model's logits are masked where they come from a CUDA graph, one row for each request."""
+    output = original()
+    if _phase:
+        _phase[0].mask(output.next_token_logits, None)
+    return output
+
+
+def warn_of_unmasked(given: Any) -> None:
+    """Warn of drafts that item sets do not mask. given: the server's resolved arguments."""
+    algorithm = given.speculative_algorithm
+    reasons = {
+        "they come from a table of n-grams": algorithm == "NGRAM",
+        "it drafts in a way of its own": given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP",
+        "--speculative-eagle-topk above 1 selects its branches anew at each step": (
+            given.speculative_eagle_topk not in (None, 1)
+        ),
+    }
+    if algorithm is not None and (reason := next((reason for reason, holds in reasons.items() if holds), None)):
+        logger.warning(
+            "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
+            algorithm,
+            reason,
+        )

@@ -1,0 +1,139 @@
+"""Version roll-outs in SGLang: what its front end sends to the schedulers, and what these do between their steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.masking.arena import ArenaFullError, check_tables
+from itemset.serving.rollout_messages import Prepare, Stage
+from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
+from itemset.serving.versions import Opened
+from sglang_static import compat
+from sglang_static.compat import hook
+
+if TYPE_CHECKING:
+    from itemset.serving.version_watcher import Follower  # which imports the metrics: see there
+
+logger = logging.getLogger(__name__)
+
+METHOD = "item_sets"
+"""Of a DumperControlReqInput that is a message of ours: the one request of SGLang's that brings plain values to every
+scheduler, and others back."""
+
+
+@hook(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
+    why="published sets are followed once the event loop is known",
+)
+def _auto_create_handle_loop(original: Callable[..., Any], self: Any) -> None:
+    original()
+    front = getattr(self, "static_front_end", None)
+    if front is not None and front.follower is None:
+        front.follower = _follower(self, front)
+        front.follower.start()
+
+
+def follower_of(manager: Any) -> Follower | None:
+    """Return what follows the sets of a TokenizerManager; None if it has none. Call it on the event loop."""
+    if getattr(manager, "static_front_end", None) is None:
+        return None
+    manager.auto_create_handle_loop()
+    follower: Follower = manager.static_front_end.follower
+    return follower
+
+
+def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
+    """Take up what is current of the published sets of an `sglang.Engine`, or of one of them, before the next request.
+
+    Returns the entry of each in `GET /v1/item_sets`. Raises ItemSetError: no such set, or a version that cannot be
+    served.
+    """
+
+    async def refreshed() -> list[dict[str, Any]]:
+        follower = follower_of(engine.tokenizer_manager)
+        if follower is None:
+            raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
+        return await asyncio.to_thread(follower.refreshed, name)
+
+    entries: list[dict[str, Any]] = engine.loop.run_until_complete(refreshed())
+    return entries
+
+
+def _follower(manager: Any, front: Any) -> Follower:
+    from itemset.serving.version_watcher import Follower
+
+    loop = manager.event_loop
+
+    async def send_to_all(message: Any) -> list[Any]:
+        from sglang.srt.managers.io_struct import DumperControlReqInput
+
+        outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=message))
+        if failed := [output.error for output in outputs if not output.success]:
+            raise ItemSetError(failed[0])
+        return [output.response[0] for output in outputs]
+
+    def send(message: Any) -> list[Any]:
+        return asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()
+
+    path = "host" if front.host_path else "device"
+    return Follower(front.checks, front.config, send, path=path, logger=logger)
+
+
+@hook("sglang.srt.managers.scheduler:Scheduler.handle_dumper_control", why="new versions of followed sets are taken up")
+def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: Any) -> None:
+    if recv_req.method != METHOD:
+        original()
+        return
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    answer = self.grammar_manager.grammar_backend.static_backend.preparer.answer(recv_req.body, self)
+    output = DumperControlReqOutput(success=True, response=[answer])
+    self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+
+
+class RankDevices(Devices):
+    """The devices of tensor-parallel ranks. `engine` is this rank's scheduler. Called by its loop, between steps.
+
+    All ranks get the same messages in the same step and do the same: they agree on each stage.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        """sampler: the ItemSetSampler; None on the host path."""
+        self._sampler = sampler
+
+    def check(self, item_set: ItemSet) -> None:
+        if self._sampler is not None:
+            check_tables(item_set)
+
+    def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
+        each = compat.of_all_ranks(engine, opened if isinstance(opened, str) else opened is not None)
+        if not all(one is True for one in each):
+            return [one if isinstance(one, str) else Stage.OPENING for one in each]
+        if self._sampler is None:
+            return [Stage.HOST]
+        stages: list[Stage | str] = compat.of_all_ranks(engine, or_reason(lambda: self._copy(engine, opened), logger))
+        if Stage.HOST in stages:
+            self._sampler.holdings.give_up(message.name)
+        return stages
+
+    def _copy(self, scheduler: Any, opened: Any) -> Stage:
+        """Copy a piece of a version."""
+        holdings, arrivals = self._sampler.holdings, self._sampler.arrivals
+        try:
+            pieces = holdings.hold(opened.name, opened.sets)
+        except ArenaFullError as error:
+            warn_of_no_room(opened, error, "of the plugin's options", logger)
+            return Stage.HOST
+        with compat.forward_stream(scheduler):  # whose steps may read what is overwritten
+            return Stage.DEVICE if arrivals.advance(opened.name, opened.sets, pieces) else Stage.COPYING
+
+    def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
+        if self._sampler is not None:
+            holdings = self._sampler.holdings
+            holdings.drop(name) if version is None else holdings.settle(name)
+            self._sampler.arena.forget_views(open_sets)

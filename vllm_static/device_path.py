@@ -1,0 +1,125 @@
+"""The device path as the engine core sees it: which requests take it, and where their sets lie in the workers' arenas.
+
+The engine core decides, because only here one decision holds for every worker, and a request that cannot go this way
+can still take the host path. Workers do what they are told and refuse nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from itemset import ItemSet, ItemSetError
+from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
+from itemset.masking.arena_reservations import Holdings
+from itemset.masking.device_slate import Slate
+from itemset.masking.slots import MAX_STOP_TOKENS
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import StaticConfig
+from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
+from vllm_static import compat
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+RESIDENT = "item_set_resident"
+"""Attribute of a request in the engine core: the Resident that it holds, until it ends."""
+
+
+class DevicePath:
+    """Admits requests to the device path. Called by vLLM's input thread and by its engine loop."""
+
+    def __init__(self, config: StaticConfig, catalogue: Catalogue, *, drafts: bool) -> None:
+        """drafts: whether the engine speculates, in which case slates take the host path."""
+        self._drafts = drafts
+        spare = config.inline_set_memory + catalogue.headroom()
+        self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
+        self.holdings = Holdings(self.plan)
+        for opened in catalogue.versions.serving:
+            self.holdings.hold(opened.name, opened.sets)
+            self.holdings.settle(opened.name)
+
+    def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
+        """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
+
+        carried: what the workers get of it, beside the place.
+
+        False, and nothing done, if it must take the host path: the arena is full, it has too many stop tokens, or
+        the end of its reasoning is more than one token.
+        """
+        params = request.sampling_params
+        start = compat.reasoning_end_token(manager, request)
+        if start is None or len(params.all_stop_token_ids) > MAX_STOP_TOKENS:
+            return False
+        try:
+            resident = self.plan.acquire(item_set)
+        except ArenaFullError as error:
+            logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
+            return False
+        setattr(request, RESIDENT, resident)
+        place = Place(resident.number, resident.start, resident.digest, start, resident.below)
+        compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
+        return True
+
+    def claim_slate(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
+        """Do `claim` for a slate of the set, with a list of its own."""
+        assert carried.slate is not None
+        more, separator = carried.slate
+        if self._drafts or separator in request.sampling_params.all_stop_token_ids:
+            return False
+        return self.claim(manager, request, Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator), carried)
+
+    def release(self, request: Request) -> None:
+        """The request has ended; its set may go when another needs the room."""
+        resident = vars(request).pop(RESIDENT, None)
+        if resident is not None:
+            self.plan.release(resident.number)
+
+
+def send_index_once(request: Request, data: Any) -> None:
+    """Take out of what is about to be sent to the workers what they have been given before: an inline set's index, a
+    filter's bits.
+
+    data: the NewRequestData of a request that is being scheduled (v1/core/sched/output.py). All workers get all of them
+    in order, and keep a set where it lies for as long as it is this Resident: only another set that the plan puts into
+    its place, after it has forgotten this one, overwrites it. A request that ends before it is scheduled sends nothing.
+    """
+    resident: Resident | None = getattr(request, RESIDENT, None)
+    if resident is None or resident.once:  # a slate's workers have its set from other requests, or open it for this one
+        return
+    extra = data.sampling_params.extra_args
+    carried = read(extra)
+    assert carried is not None
+    assert carried.item_set is not None
+    ref = carried.item_set
+    if resident.sent:
+        ref = SetRef(ref.reference)
+    elif resident.base is not None and resident.base.sent and ref.index is not None:
+        ref = SetRef(ref.reference, ref.index)
+    if resident.base is not None:
+        resident.base.sent = True
+    resident.sent = True
+    if ref != carried.item_set:
+        data.sampling_params = copy.copy(data.sampling_params)
+        data.sampling_params.extra_args = {**extra, WIRE: carried.but(item_set=ref)}
+
+
+def refuse_speculation(vllm_config: Any) -> None:
+    """Raises ItemSetError if vLLM accepts drafts by a fixed rate, whatever the mask says, or could not start."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method == "ngram_gpu" and not compat.can_draft_on_device(vllm_config):
+        raise ItemSetError(
+            "the speculative method ngram_gpu needs model runner V2 or a GPU, and this is V1 on a CPU: choose ngram"
+        )
+    if speculative.rejection_sample_method == "synthetic":
+        raise ItemSetError(
+            "rejection_sample_method=synthetic accepts drafts without looking at them, so no item set can hold: "
+            "leave it out"
+        )

@@ -1,0 +1,307 @@
+"""Ranked lists and draws: the best items of a set, or some that are drawn, in place of vLLM's beam search where a
+request has one.
+
+vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
+Here a list is one request, whose beams run inside a step of model runner V2 (`wide_lists`), and so are draws. Where
+that cannot be, or leaves draws undecided, each round is a batch of ordinary requests that score chosen tokens: the
+children of a prefix, or a whole tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from vllm import CompletionOutput, RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.utils import random_uuid
+
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Found, Item, described
+from itemset.serving.list_runner import run_together
+from itemset.serving.request import ItemRequest
+from vllm_static import compat
+from vllm_static.single_request import list_params
+
+_OF_DRAW = {"exact", "weight", "accepted", "candidates"}
+_NEAR = 8  # tokens before an item that its text may depend on
+
+
+class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
+    """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
+    `itemset.serving.request_fields.OPTIONS`."""
+
+    extra_args: dict[str, Any] | None = None
+
+
+class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
+    """The same of draws, for `LLM.beam_search`: extra_args={"item_set": NAME, "draws": N}, and beside them
+    `itemset.serving.draw_options.OPTIONS`."""
+
+    beam_width: int = 1
+
+
+class ScoringParams(SamplingParams):
+    """Of a request that scores tokens for a ranked list: as many as a node has children, whatever --max-logprobs is."""
+
+    def _validate_logprobs(self, model_config: Any) -> None:
+        pass
+
+
+class RankedList:
+    """One ranked list, or the draws of one prompt, that are being made: the set, the prompt, and the search."""
+
+    def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
+        """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
+        limits = {"prompt_tokens": len(prompt), "max_tokens": params.max_tokens}
+        self.job, placeholders = front_end.list_job(asked, end_token, **limits)
+        self.search = self.job.search
+        self.prompt, self._end, self._v2 = prompt, end_token, front_end.v2
+        self.whole_prompt = [*prompt, *placeholders]
+        """The prompt of the one request by which the engine makes the list or draws."""
+
+    def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
+        """The prompt and the parameters of the request that scores a pass.
+
+        cached: whether it may use the prefix cache. Where the row of a wanted token lies in a cached block, the answer
+        is missing, and it has to be asked again without.
+        """
+        common: dict[str, Any] = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "detokenize": False,
+            "flat_logprobs": True,  # columns, not an object a token
+            "skip_clone": True,  # no other request has these parameters
+        }
+        tokens, run = [*self.prompt, *one.tokens], one.tokens[one.known :]
+        if not self._v2:
+            # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
+            after = one.after.tolist()
+            own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
+            # Without `logprobs`: vLLM would look for as many most likely tokens besides.
+            chosen = {"logprob_token_ids": after} if after else {"logprobs": 0}
+            return tokens, ScoringParams(**chosen, **common, **own)
+        wanted = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
+        wanted[: len(run), 0] = run
+        wanted[-1, : len(one.after)] = one.after
+        params = ScoringParams(
+            prompt_logprob_token_ids=wanted,
+            prompt_logprob_start=len(self.prompt) + one.known - 1,
+            skip_reading_prefix_cache=not cached,
+            **common,
+        )
+        # The last row scores what would follow; a prompt's rows end one before its last token.
+        return [*tokens, self._end], params
+
+    def missing(self, one: Pass, output: Any) -> bool:
+        """Whether the output lacks what was asked, so that it has to be asked again."""
+        if self._v2:
+            return output.prompt_token_id_logprobs is None
+        # V1 fills in rows that it has computed, and leaves what was in memory for the others.
+        return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= len(self.prompt) + one.known
+
+    def answer(self, one: Pass, output: Any) -> Answer:
+        """What vLLM has scored."""
+        run = one.tokens[one.known :]
+        if self._v2:
+            table = np.asarray(output.prompt_token_id_logprobs, np.float64)
+            return table[: len(run), 0], table[len(run), : len(one.after)]
+        own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
+        first = len(self.prompt) + one.known
+        scores = [own.logprobs[own.start_indices[i]] for i in range(first, first + len(run))]
+        return np.array(scores), np.array(after.logprobs[1:])  # the first is the sampled token's
+
+
+def offline(
+    llm: Any,
+    inputs: Sequence[Any],
+    asked: ItemRequest,
+    params: Any,
+    lora_requests: Sequence[Any],
+    priorities: Sequence[int] | None = None,
+) -> list[Any]:
+    """`LLM.beam_search` of prompts that vLLM has tokenized, all of them together."""
+    from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
+
+    end_token, tokenizer = llm.get_tokenizer().eos_token_id, llm.get_tokenizer()
+    front_end = llm.llm_engine.input_processor.static_front_end
+    asked = front_end.checks.pinned(asked)  # all lists are of one version
+    made = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
+    found = _found(llm, front_end, made, lora_requests, priorities)
+    # All that is written out goes through the tokenizer and the set together.
+    after = [[[*item.tokens, end_token] for item in best.items] for best in found]
+    texts = _texts(tokenizer, [one.prompt for one in made], after, skip_special_tokens=params.skip_special_tokens)
+    entries = described(found, made[0].job.item_set, made[0].job.of_set) if made else []
+    outputs = []
+    for i, best in enumerate(found):
+        sequences, prompt = [], made[i].prompt
+        for item, tokens, text, entry in zip(best.items, after[i], texts[i], entries[i], strict=True):
+            sequence = BeamSearchSequence(
+                inputs[i],
+                tokens=prompt + tokens,
+                logprobs=[],
+                lora_request=lora_requests[i],
+                cum_logprob=item.score,
+                text=text,
+                finish_reason="stop",
+                stop_reason=end_token,
+            )
+            sequence.key, sequence.keys = entry["key"], entry["keys"]
+            sequence.item_set_version = entry.get("item_set_version")
+            for name in _OF_DRAW & entry.keys():
+                setattr(sequence, name, entry[name])
+            sequences.append(sequence)
+        output = BeamSearchOutput(sequences=sequences)
+        for name, value in best.took.items():
+            setattr(output, name, value)
+        outputs.append(output)
+    return outputs
+
+
+def _texts(
+    tokenizer: Any, prompts: Sequence[list[int]], continuations: Sequence[list[list[int]]], **options: Any
+) -> list[list[str]]:
+    """Return the text of each prompt with each of its continuations. A prompt of any length is decoded once, but for
+    its last tokens, on which the text that follows may depend. options: of `decode`."""
+    befores, rows = [], list[list[int]]()
+    for prompt, after in zip(prompts, continuations, strict=True):
+        near = prompt[-_NEAR:]
+        whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
+        if not whole.endswith(end):  # these tokens begin inside a character
+            near, end = prompt, whole
+        befores.append(whole[: len(whole) - len(end)])
+        rows += [near + tokens for tokens in after]
+    texts = iter(_decoded(tokenizer, rows, **options))
+    return [
+        [before + text for text in islice(texts, len(after))]
+        for before, after in zip(befores, continuations, strict=True)
+    ]
+
+
+def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
+    """Return the text of each row of tokens, in one call of a tokenizer that takes many rows: half the time or less.
+
+    options: of `decode`.
+    """
+    together = getattr(tokenizer, "batch_decode", None)
+    if together is None or not rows:  # vLLM's own protocol has `decode` alone
+        return [tokenizer.decode(list(row), **options) for row in rows]
+    # Of an array no value's type is looked at.
+    alike = len({len(row) for row in rows}) == 1
+    texts: list[str] = together(np.array(rows) if alike else [list(row) for row in rows], **options)
+    return texts
+
+
+def _found(
+    llm: Any,
+    front_end: Any,
+    made: Sequence[RankedList],
+    lora_requests: Sequence[Any],
+    priorities: Sequence[int] | None,
+) -> list[Found]:
+    """The lists: each in one request if it can be, the others round by round together."""
+
+    def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
+        """The outputs of requests, each with the index of its list."""
+        outputs: list[Any] = llm.generate(
+            [{"prompt_token_ids": tokens} for _, tokens, _ in requests],
+            [params for *_, params in requests],
+            use_tqdm=False,
+            lora_request=[lora_requests[i] for i, *_ in requests] if any(lora_requests) else None,
+            priority=None if priorities is None else [priorities[i] for i, *_ in requests],
+        )
+        return outputs
+
+    carried = [(i, one.job.carried) for i, one in enumerate(made) if one.job.carried is not None]
+    whole = [(i, made[i].whole_prompt, list_params(one)) for i, one in carried]
+    found: dict[int, Found | None] = {}
+    for (i, one), output in zip(carried, generate(whole) if whole else [], strict=True):
+        found[i] = front_end.one_request.read(one, output.prompt_token_id_logprobs, made[i].search)
+    others = [i for i in range(len(made)) if found.get(i) is None]
+
+    def score(passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        for cached in (True, False):
+            left = [n for n in range(len(passes)) if n not in answers]
+            if not left:
+                break
+            asked = [(others[passes[n][0]], *made[others[passes[n][0]]].ask(passes[n][1], cached=cached)) for n in left]
+            for n, (i, *_), output in zip(left, asked, generate(asked), strict=True):
+                if not made[i].missing(passes[n][1], output):
+                    answers[n] = made[i].answer(passes[n][1], output)
+        return [answers[n] for n in range(len(passes))]
+
+    if others:
+        found |= zip(others, run_together([made[i].search for i in others], score), strict=True)
+    return [best for _, best in sorted(found.items()) if best is not None]
+
+
+async def online(
+    asked: ItemRequest,
+    serving: Any,
+    prompt: Any,
+    request_id: str,
+    params: Any,
+    lora_request: Any = None,
+    **options: Any,
+) -> AsyncGenerator[RequestOutput, None]:
+    """The beam search of vLLM's server. When the client goes, all its requests are aborted."""
+    tokenizer = serving.renderer.get_tokenizer()
+    client = serving.engine_client
+    tokens = list(prompt["prompt_token_ids"])
+    front_end = client.input_processor.static_front_end
+    asked = await front_end.checks.prepare(asked)
+    made = RankedList(front_end, asked, params, tokens, tokenizer.eos_token_id)
+    lists = front_end.lists(client)
+
+    async def generate(prompt: list[int], params: SamplingParams) -> Any:
+        output, name = None, f"{request_id}-{random_uuid()}"
+        given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
+        async for part in client.generate(given, params, name, lora_request=lora_request, **options):
+            output = part
+        return output
+
+    async def ask(one: Pass) -> Any:
+        for cached in (True, False):
+            output = await generate(*made.ask(one, cached=cached))
+            if not made.missing(one, output):
+                return output
+        raise RuntimeError("vLLM gave no scores")
+
+    best = None
+    if (carried := made.job.carried) is not None:
+        async with front_end.one_request.room(carried.ranked, lambda: compat.unfinished(client)):
+            output = await generate(made.whole_prompt, list_params(carried))
+        best = front_end.one_request.read(carried, output.prompt_token_id_logprobs, made.search)
+    if best is None:
+        best = await lists.run(made.search, ask, made.answer)
+    outputs: list[CompletionOutput] = []
+    async for part in lists.entries(best, made.job.item_set, made.job.of_set):
+        rows = [item.tokens for item, _ in part]
+        texts = _decoded(tokenizer, rows, skip_special_tokens=params.skip_special_tokens)
+        for (item, entry), text in zip(part, texts, strict=True):
+            outputs.append(_choice(len(outputs), item, tokenizer.eos_token_id, text, entry))
+    yield RequestOutput(
+        request_id=request_id,
+        prompt=prompt.get("prompt"),
+        outputs=outputs,
+        finished=True,
+        prompt_token_ids=tokens,
+        prompt_logprobs=None,
+    )
+
+
+def _choice(index: int, item: Item, end_token: int, text: str, entry: dict[str, Any]) -> CompletionOutput:
+    output = CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=[*item.tokens, end_token],
+        cumulative_logprob=item.score,
+        logprobs=None,
+        finish_reason="stop",
+        stop_reason=None,
+    )
+    output.item = entry
+    return output

@@ -1,0 +1,234 @@
+"""Ranked lists in the worker: a request for one is answered in the step that completes its prompt.
+
+All rounds of a list run there, after the step's sampling, so that nothing of it is left when the step ends: neither
+blocks of the KV cache nor anything that an abort would have to free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from itemset.ranking.beams import Beams, LevelPlan, table_of, warm_up
+from itemset.ranking.lockstep import Lockstep, rows_of_passes
+from itemset.serving.wire import GRAPHS, HEAD, REASONS, NoList, read
+from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
+from vllm_static.draft_head_lists import Asked, DraftedLists
+from vllm_static.kv_branches import Branches, Prompt, scratch_needed, to_device
+from vllm_static.processor import item_sets
+from vllm_static.step_list_hooks import Room
+
+MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
+MOST_STEPS = 4  # full steps that a list may take
+
+
+class WideLists:
+    """The lists of a worker's steps.
+
+    asked: those whose prompts are not complete, by request.
+    drafted: the lists that a draft head makes; None without one.
+    narrow: whether a pass has only the rows that can lead to something better. The host must read how many they are: on
+    a CPU it waits for nothing, and a pass reads tails whole. On an accelerator shapes stay as the set's levels bound
+    them, and nothing is read. There a row has one token a pass, as in the engine's own decoding, whose CUDA graphs it
+    takes; but of items so long that these would be more than MOST_ROUNDS passes, and of draws, tails are read whole.
+    """
+
+    def __init__(self, runner: Any, room: Room) -> None:
+        """room: its blocks are the KV cache's last ones."""
+        self._runner, self._room, count = runner, room, runner.kv_cache_config.num_blocks
+        self._scratch = range(count - room.blocks, count)
+        self._block = runner.block_tables.block_sizes[0]
+        self._sets = item_sets(runner)
+        self.asked: dict[str, Asked] = {}
+        self.narrow = runner.device.type == "cpu"
+        self.drafted = None if self._sets.head is None else DraftedLists(runner, self._sets)
+        if room.blocks:
+            self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run what passes run: for want of memory it fails here, on all ranks alike, and not in a step."""
+        most = min(self._room.tokens, 2 * self._room.beams) if self.narrow else self._room.tokens
+        logits = run_logits(self._runner, most)[:1, None]
+        warm_up(self._sets.arena, logits, kernels=self._sets.kernels)
+
+    def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
+        """Note that a request asks for a list. On the host path it has no place in the arena, and gets none."""
+        carried = read(extra)
+        self.remove(request)
+        if carried is not None and carried.ranked is not None and carried.place is not None:
+            prompt = Prompt(request, slot, int(self._runner.req_states.prompt_len.np[slot]))
+            one = Asked(carried.place[0], prompt, carried.ranked)
+            if one.spec.placeholders:
+                assert self.drafted is not None  # the front end has the same configuration
+                self.drafted.add(one)
+            else:
+                self.asked[request] = one
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any list is still to be made."""
+        return bool(self.asked) or (self.drafted is not None and bool(self.drafted.asked))
+
+    def remove(self, request: str) -> None:
+        """Forget a request that has ended, or was aborted."""
+        self.asked.pop(request, None)
+        if self.drafted is not None:
+            self.drafted.asked.pop(request, None)
+
+    def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Make the lists whose prompts this step completes: of each request a table, as `ListResult.of_table` reads."""
+        drafted = {} if self.drafted is None else self.drafted.answer(hidden_states, batch)
+        if not self.asked:
+            return drafted
+        complete = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
+        rows = [i for i, request in enumerate(batch.req_ids) if complete[i] and request in self.asked]
+        ready = [self.asked.pop(batch.req_ids[i]) for i in rows]
+        reasons = [self._reason(one) for one in ready]
+        tables = {
+            one.prompt.request: torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
+            for one, reason in zip(ready, reasons, strict=True)
+            if reason is not None
+        }
+        kept = [(i, one) for i, one, reason in zip(rows, ready, reasons, strict=True) if reason is None]
+        tables |= drafted
+        if not kept:
+            return tables
+        kept.sort(key=lambda pair: pair[1].kind)
+        self._sets.arena.use([one.number for _, one in kept])
+        at = batch.logits_indices[to_device([i for i, _ in kept], hidden_states.device)]
+        lists = [one for _, one in kept]
+        use_adapters(self._runner, [one.prompt.request for one in lists], np.array([one.prompt.slot for one in lists]))
+        logits = self._runner.model.compute_logits(hidden_states[at])
+        parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
+        with borrowed(self._runner):
+            for group in self._groups([(row, each) for row, one in enumerate(lists) for each in one.apart]):
+                first = logits[to_device([row for row, _ in group], logits.device)]
+                for (_, one), table in zip(group, self._make([one for _, one in group], first), strict=True):
+                    parts[one.prompt.request].append(table)
+        return tables | {request: _joined(some) for request, some in parts.items()}
+
+    def _reason(self, one: Asked) -> NoList | None:
+        """Why a list cannot be made here."""
+        if not self._scratch:
+            return NoList.NO_BLOCKS
+        plan, most = self._sets.arena.level_plan(one.number), self._runner.max_num_tokens
+        if plan.levels > MOST_ROUNDS:
+            return NoList.TOO_DEEP
+        shapes = self._shapes(plan, one)
+        tokens = len(one.apart) * sum(rows * more for rows, more in shapes)
+        if max(more for _, more in shapes) > most or tokens > MOST_STEPS * most:
+            return NoList.TOO_LONG
+        if self._largest([one]) > self._room.tokens:
+            return NoList.TOO_LARGE
+        return None if self._fit([one]) else NoList.NO_ROOM
+
+    def _largest(self, lists: Sequence[Asked]) -> int:
+        """Tokens of these lists' largest pass, each of which has a row of logits."""
+        shapes = self._shapes(self._sets.arena.level_plan(lists[0].number), lists[0])
+        return len(lists) * max(rows * more for rows, more in shapes)
+
+    def _fit(self, lists: Sequence[Asked]) -> bool:
+        """Whether there is room for these lists, which are of one set and as wide: blocks and logits."""
+        plan = self._sets.arena.level_plan(lists[0].number)
+        rows = max(rows for rows, _ in self._shapes(plan, lists[0]))
+        needed = scratch_needed([one.prompt for one in lists], rows, plan.longest, self._block)
+        return needed <= len(self._scratch) and self._largest(lists) <= self._room.tokens
+
+    def _groups(self, lists: Sequence[tuple[int, Asked]]) -> Iterator[list[tuple[int, Asked]]]:
+        """Lists that go through their passes together, each with a number: of one set, as wide, and no more than have
+        room."""
+        for _, alike in groupby(lists, key=lambda pair: pair[1].kind):
+            group: list[tuple[int, Asked]] = []
+            for pair in alike:
+                if not self._fit([one for _, one in [*group, pair]]):
+                    yield group
+                    group = []
+                group.append(pair)
+            yield group
+
+    def _shapes(self, plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:
+        """Of each pass of a list, or of a race: how many rows it has, and how many tokens each of them."""
+        if self._stepwise(plan, one):
+            return [(rows, 1) for rows in _rows_of_tokens(plan, one)]
+        shapes, rows = [], 1
+        for level, tail in enumerate(plan.tails):
+            rows = min(one.spec.width, plan.children(level, rows))
+            shapes.append((rows, 1 if one.spec.renormalised else 1 + tail))
+        return shapes
+
+    def _stepwise(self, plan: LevelPlan, one: Asked) -> bool:
+        """Whether tails take a token a pass, too: if these are not many, and there are blocks for their rows. Not those
+        of draws: on its way through a tail an item would compete with beams, and fewer draws would be decided."""
+        if self.narrow or one.spec.races or (plan.levels if one.spec.renormalised else plan.longest) > MOST_ROUNDS:
+            return False
+        needed = scratch_needed([one.prompt], max(_rows_of_tokens(plan, one)), plan.longest, self._block)
+        return needed <= len(self._scratch)
+
+    def _beams(self, group: list[Asked], plan: LevelPlan) -> Beams:
+        """The beams of some lists that have the same kind, or of some races."""
+        one, arena = group[0], self._sets.arena
+        options: dict[str, Any] = {"width": one.spec.width, "k": one.spec.k, "end_token": one.spec.scored_end}
+        options["kernels"] = self._sets.kernels
+        if one.spec.races:
+            options["temperature"] = one.spec.temperature
+            options["keys"] = to_device([key for race in group for key in race.spec.races], arena.device)
+        kind = Lockstep if self._stepwise(plan, one) else Beams
+        return kind(arena, [one.number] * len(group), plan, renormalised=one.spec.renormalised, **options)
+
+    def _make(self, group: list[Asked], logits: Tensor) -> Tensor:
+        """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest or more]."""
+        one, runner, before = group[0], self._runner, Counter(ran)
+        plan = self._sets.arena.level_plan(one.number)
+        beams = self._beams(group, plan)
+        rows = max(rows for rows, _ in self._shapes(plan, one))
+        prompts = [other.prompt for other in group]
+        branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._room.apart)
+        beams.round(logits[:, None])
+        while self._go_on(beams):
+            known, count = beams.taken - 1, beams.row_count
+            if known == 0:
+                branches.begin()
+            else:
+                branches.fork(beams.parents.view(len(group), -1)[:, :count], known)
+            tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count]
+            beams.round(logits_after(runner, branches, tokens.flatten(0, 1), known))
+        result = table_of(beams.decided)
+        result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
+        head = torch.zeros_like(result[:, :1])
+        head[:, 0, 0] = beams.proven
+        head[:, 0, 1:3] = beams.took
+        for column, graph in enumerate(GRAPHS, 3):
+            head[0, 0, column] = ran[graph] - before[graph]
+        head[:, 0, 3 + len(GRAPHS)] = self._room.beams
+        return torch.cat((head, result), 1)
+
+    def _go_on(self, beams: Beams) -> bool:
+        """Whether another pass is needed, of the rows that can lead to something better if they can be counted."""
+        if self.narrow:
+            beams.narrow()
+        return beams.passes_left > 0
+
+
+def _rows_of_tokens(plan: LevelPlan, one: Asked) -> tuple[int, ...]:
+    """How many rows each pass of a list has with one token each."""
+    spec = one.spec
+    options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
+    return rows_of_passes(plan, spec.width, **options) or (1,)
+
+
+def _joined(tables: list[Tensor]) -> Tensor:
+    """One table of those of the races of a request, or of its list. All of them begin with the pass of the prompt."""
+    if len(tables) == 1:
+        return tables[0]
+    heads = torch.stack([table[0] for table in tables])
+    head = heads.amax(0)
+    head[0], head[1] = heads[:, 0].amin(), heads[:, 1].sum() - (len(tables) - 1)
+    head[3 : 3 + len(GRAPHS)] = heads[:, 3 : 3 + len(GRAPHS)].sum(0)
+    return torch.cat((head[None], *(table[1:] for table in tables)))

@@ -1,0 +1,85 @@
+"""Version roll-outs in vLLM's front ends, and the routes of /v1/item_sets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllm.logger import init_logger
+
+from itemset.errors import ItemSetError
+from itemset.serving.http_routes import add_routes
+from itemset.serving.version_watcher import Follower, Send
+from vllm_static import compat
+from vllm_static.metrics import ROLLOUT
+
+PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+
+def follow(client: Any) -> None:
+    """Let the front end of an AsyncLLM follow published sets, if it has item sets and its event loop runs."""
+    front = client.input_processor.static_front_end
+    if front is None or front.follower is not None:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+
+    async def send_to_all(message: Any) -> list[Any]:
+        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, ROLLOUT, message)))
+
+    def send(message: Any) -> list[Any]:
+        answers = asyncio.run_coroutine_threadsafe(send_to_all(message), loop)
+        while True:
+            try:
+                return answers.result(PATIENCE)
+            except TimeoutError:
+                if client.errored:  # vLLM answers nothing of an engine that has ended
+                    raise ItemSetError("the engine has ended") from None
+
+    front.follower = _follower(front, send)
+    front.follower.start()
+
+
+def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
+    """Take up what is current of the published sets of a vLLM `LLM`, or of one of them; nothing follows them offline.
+
+    Returns the entry of each in `GET /v1/item_sets`. Running requests go on with the version that they began with.
+    Raises ItemSetError: no such set, or a version that cannot be served.
+    """
+    front = llm.llm_engine.input_processor.static_front_end
+    if front is None:
+        raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
+    if front.follower is None:
+        core = llm.llm_engine.engine_core
+        front.follower = _follower(front, lambda message: [compat.ask(core, ROLLOUT, message)])
+    follower: Follower = front.follower
+    return follower.refreshed(name)
+
+
+def _follower(front: Any, send: Send) -> Follower:
+    number, count = compat.front_of(front.vllm_config)
+    path = "device" if compat.on_device_path(front.vllm_config) else "host"
+    return Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
+
+
+class Routes:
+    """vLLM's EndpointPlugin (plugins/endpoint_plugins/interface.py): /v1/item_sets."""
+
+    name = "static-backend"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes to those that vLLM's API key protects."""
+        add_routes(app, lambda state: getattr(_front(state), "follower", None))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Nothing: `follow` has begun with the engine's client."""
+
+
+def _front(state: Any) -> Any:
+    client = getattr(state, "engine_client", None)
+    return getattr(getattr(client, "input_processor", None), "static_front_end", None)

@@ -29,6 +29,7 @@ from itemset.serving.request_fields import (
     XARGS,
     wrong_type,
 )
+from vllm_static import compat
 from vllm_static.embedded_grammars import constraint_of
 from vllm_static.metrics import PATH, refresh
 from vllm_static.request import judge, put
@@ -188,7 +189,7 @@ def _judged(
     own, fields, body = getattr(request, STRUCTURED, None), request.model_extra or {}, http_bodies.body()
     if draws and draw_options.wants_draws(fields):  # fields that vLLM knows, and that mean something for draws
         fields = fields | {name: getattr(request, name) for name in ("seed", "temperature")}
-    brings = own is not None and own.choice is not None
+    brings = compat.hook.chosen and own is not None and own.choice is not None  # else it is for another backend
     if body.brings_choice and not brings:
         raise RefusedError(
             "two constraints",

@@ -22,6 +22,7 @@ from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, al
 from itemset.masking.device_slate import Slate
 from itemset.masking.table_copies import Copies, Parts
 from itemset.trie.levels import LevelPlan
+from itemset.trie.pointers import Pointers
 from itemset.trie.tables import SECTIONS
 from itemset.trie.walk import NO_TOKEN
 
@@ -40,9 +41,9 @@ ROOT_CHILDREN = READY + 1
 COLUMNS = ROOT_CHILDREN + 1
 NO_BITS = -1
 _COLUMNS = dict(zip((*SECTIONS, "alive", "dead", "ready"), (*range(TAILS + 1), ALIVE, DEAD_LIST, READY), strict=True))
+_ADDRESSES = {name: i for i, name in enumerate((*Pointers._fields, "ready")) if name in _COLUMNS}  # in a row of `rows`
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
 COUNTED = 1 << 10  # another: counted targets
-_ALWAYS_COPIED = True  # ranking's loops for CPUs read `words`
 FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
 
 Kernels = Literal["auto", "numba", "triton"]
@@ -75,10 +76,10 @@ class Arena:
     """The sets that a device's kernels read. Call it from one thread. `room_for` says how many bytes a set takes.
 
     kernels: `cpu_kernels` or `triton_kernels`.
-    words: [nbytes / 4 + 1] int32. All tables, if Triton reads them; the last word is nobody's.
+    words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
     sets: [max_sets + 1, COLUMNS] int64. Where each set's sections begin, in words, and their widths. The last row is
         nobody's.
-    rows: [max_sets + 1, cpu_kernels.ROW] int64, on a CPU: where the tables of each set lie, for compiled loops.
+    rows: [max_sets + 1, cpu_kernels.ROW] int64, on a CPU: where in `words` the tables of each set lie, as addresses.
     rows_at: the address of `rows`.
     """
 
@@ -97,8 +98,7 @@ class Arena:
         nbytes = self.plan.nbytes
         try:
             self.kernels = import_module(f"itemset.masking.{'cpu' if backend == 'numba' else backend}_kernels")
-            self._copied = backend == "triton" or _ALWAYS_COPIED
-            self.words = torch.zeros(nbytes // 4 + 1 if self._copied else 1, dtype=torch.int32, device=self.device)
+            self.words = torch.zeros(nbytes // 4 + 1, dtype=torch.int32, device=self.device)
         except ImportError as error:
             raise ItemSetError(f"item sets on {self.device} need Triton, which is missing: {error}") from error
         except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
@@ -110,7 +110,6 @@ class Arena:
         if self.device.type == "cpu":
             self.rows = np.tile(cpu_kernels.table_row(self._nothing), (max_sets + 1, 1))
             self.rows_at = self.rows.ctypes.data
-        self._read: dict[int, ItemSet] = {}  # the sets to whose tables `rows` lead, by number
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
         self._placed: dict[int, _Placed] = {}  # by number; what is placed last stands last
         self._copies = Copies(self.device, max_sets)
@@ -194,22 +193,35 @@ class Arena:
         overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
         for n in {*overwritten, number}:
             self._placed.pop(n, None)
-            self._lead_to(n, self._nothing)
+            if self.device.type == "cpu":
+                self.rows[n] = cpu_kernels.table_row(self._nothing)
         self._placed[number] = placed
-        for _ in self._copies.pieces(number, overwritten, parts if self._copied else parts[-1:]):
+        for _ in self._copies.pieces(number, overwritten, parts):
             yield
             if self._placed.get(number) is not placed:
                 return
-        self._lead_to(number, item_set)
+        if self.device.type == "cpu":
+            self.rows[number] = self._addresses(item_set, start, base)
         if base is not None and not isinstance(item_set, Slate):
             placed.view = item_set
         placed.there, self._placed[number] = True, self._placed.pop(number)
         self._bases[number] = number if base is None else base
 
-    def _lead_to(self, number: int, item_set: ItemSet) -> None:
-        """Let this number's entry of `rows` lead to a set's own tables."""
-        if self.device.type == "cpu":
-            self.rows[number], self._read[number] = cpu_kernels.table_row(item_set), item_set
+    def _addresses(self, item_set: ItemSet, start: int, base: int | None) -> NDArray[np.int64]:
+        """Return the entry of `rows` of a set that lies from `start` on: its own arrays there, the others the base's.
+
+        So nothing is read where a set came from, and the file of a version that nobody serves can go.
+        """
+        row, at = cpu_kernels.table_row(item_set), self.words.data_ptr() + start
+        if base is not None:
+            shared = [i for name, i in _ADDRESSES.items() if name not in item_set.resident and row[i]]
+            row[shared] = self.rows[base][shared]
+        for name, array in item_set.resident.items():
+            row[_ADDRESSES[name]] = at
+            at += aligned(array.nbytes)
+        if isinstance(item_set, Slate):
+            row[_ADDRESSES["dead"]] += item_set.trie.tables.dead.nbytes  # after the list as it is at first
+        return row
 
     def _parts(self, item_set: ItemSet, number: int, start: int, base: int | None) -> tuple[NDArray[np.int64], Parts]:
         """Return the row of `sets`, and what is to be copied where, the row last. base: the number of a view's base."""

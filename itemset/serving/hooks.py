@@ -78,6 +78,11 @@ class Hooks:
 
         return declare
 
+    @property
+    def chosen(self) -> bool:
+        """Whether an engine of this process has taken our backend."""
+        return self._chosen
+
     def choose(self, ours: bool) -> bool:
         """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does."""
         self._chosen = self._chosen or ours

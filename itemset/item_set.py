@@ -23,7 +23,7 @@ from itemset.trie.ready import ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
 from itemset.trie.tables import Trie, build_trie
 from itemset.trie.update import change
-from itemset.trie.validate import digest_of, item_lengths
+from itemset.trie.validate import digest_of, in_order
 
 
 class ItemSet:
@@ -99,7 +99,7 @@ class ItemSet:
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether the tables are a trie in the order of the items: an index file may hold anything."""
-        return item_lengths(self.trie, tails=True)[1] > 0
+        return in_order(self.trie, tails=True)
 
     @property
     def shared(self) -> int:

@@ -75,13 +75,28 @@ class _Growing:
         self.rows = self._all[: first + len(rows)]
 
 
-class _Scoring(NamedTuple):
-    """A prefix that a pass scores. edges: int32, to its children, SELF last. guess: the one by which the path goes on,
-    or -1."""
+class _Scored(NamedTuple):
+    """Prefixes that passes score, one of each: arrays of all are faster than an object each.
 
-    one: Pass
+    places: int64, ascending, which pass each is of. ones: how each would be asked for alone. edges: int32, to the
+    children of all, side by side; of each the last may be SELF. counts: how many. guesses: int32, the edge by which the
+    path goes on, or -1.
+    """
+
+    places: NDArray[np.int64]
+    ones: list[Pass]
     edges: NDArray[np.int32]
-    guess: int
+    counts: NDArray[np.int64]
+    guesses: NDArray[np.int32]
+
+    def of(self, places: NDArray[np.int64]) -> _Scored:
+        """Return those of some of the passes."""
+        chosen = np.isin(self.places, places)
+        if chosen.all():
+            return self
+        ones = [one for one, is_chosen in zip(self.ones, chosen.tolist(), strict=True) if is_chosen]
+        edges = self.edges[np.repeat(chosen, self.counts)]
+        return _Scored(self.places[chosen], ones, edges, self.counts[chosen], self.guesses[chosen])
 
 
 class ScoredTree:
@@ -112,7 +127,8 @@ class ScoredTree:
         self._nodes = _Growing(np.array([(0.0, SELF, 0, -1, UNSCORED)], NODE))
         self._expansions, self._runs = _Growing(np.zeros(1, EXPANSION)), _Growing(np.zeros(0, RUN))
         self._prefixes: list[tuple[int, ...]] = [()]  # the tokens of each expansion
-        self._asked: list[tuple[int, list[_Scoring]]] = []  # of each pass, its node and the prefixes of its path
+        self._asked = np.zeros(0, np.int64)  # the node of each pass
+        self._scored: list[_Scored] = []  # the prefixes of their paths: the first of each, the second, ...
 
     @property
     def nodes(self) -> NDArray[Any]:
@@ -126,47 +142,49 @@ class ScoredTree:
 
     def ask(self, nodes: Sequence[int] | NDArray[np.int64]) -> list[Pass]:
         """Return the passes that score these nodes, prefixes that are not scored."""
-        which = np.array(nodes, np.int64)
-        self.nodes["expansion"][which] = PENDING
-        edges = self.nodes["edge"][which]
-        prefixes = [self._prefixes[parent] for parent in self.nodes["parent"][which].tolist()]
-        self._asked = [(node, []) for node in which.tolist()]
-        going = [path for _, path in self._asked]
-        while going:
+        self._asked, self._scored = np.array(nodes, np.int64), []
+        self.nodes["expansion"][self._asked] = PENDING
+        edges, places = self.nodes["edge"][self._asked], np.arange(len(self._asked))
+        prefixes = [self._prefixes[parent] for parent in self.nodes["parent"][self._asked].tolist()]
+        while len(places):
             states, runs = self._read(edges, self._forced)
-            counts, flat, after = _children(self._tables.pointers, states, self._end)
+            counts, flat, sizes, after = _children(self._tables.pointers, states, self._end)
             guesses = np.full(len(states), -1, np.int32)
             if self._paths:
                 _guess(self._tables.pointers, flat, counts, guesses)
-            ends = np.cumsum(counts).tolist()
-            columns = zip(prefixes, runs, edges.tolist(), [0, *ends], ends, guesses.tolist(), strict=False)
-            for path, (prefix, run, edge, first, end, guess) in zip(going, columns, strict=True):
-                scored = after[first : end - 1] if end > first and after[end - 1] < 0 else after[first:end]
-                path.append(_Scoring(Pass(prefix + run, len(prefix) + (edge >= 0), scored), flat[first:end], guess))
-            going = [path for path in going if path[-1].guess >= 0]
-            prefixes, edges = [path[-1].one.tokens for path in going], guesses[guesses >= 0]
-        return [
-            path[0].one._replace(then=tuple(scoring.one for scoring in path[1:])) if len(path) > 1 else path[0].one
-            for _, path in self._asked
-        ]
+            ends = np.cumsum(sizes).tolist()
+            columns = zip(prefixes, runs, edges.tolist(), [0, *ends], ends, strict=False)
+            ones = [
+                Pass(prefix + run, len(prefix) + (edge >= 0), after[first:end])
+                for prefix, run, edge, first, end in columns
+            ]
+            self._scored.append(_Scored(places, ones, flat, counts, guesses))
+            going = np.flatnonzero(guesses >= 0)
+            places, edges, prefixes = places[going], guesses[going], [ones[i].tokens for i in going.tolist()]
+        passes = list(self._scored[0].ones) if self._scored else []
+        then: dict[int, list[Pass]] = {}
+        for scored in self._scored[1:]:
+            for place, one in zip(scored.places.tolist(), scored.ones, strict=True):
+                then.setdefault(place, []).append(one)
+        for place, more in then.items():
+            passes[place] = passes[place]._replace(then=tuple(more))
+        return passes
 
     def take(self, answers: Sequence[Answers], above: float = -np.inf) -> None:
         """Take the answers to the passes of `ask`, one each. above: omit children whose mass is not."""
-        paths = [one if isinstance(one, list) else [one] for one in answers]
-        going = [(node, path, given) for (node, path), given in zip(self._asked, paths, strict=True)]
-        while going:
-            nodes = np.array([node for node, _, _ in going])
-            new = self._expand(nodes, [path[0] for _, path, _ in going], [given[0] for _, _, given in going], above)
-            if not self._paths:
+        counts = [len(one) if isinstance(one, list) else 1 for one, _ in zip(answers, self._asked, strict=True)]
+        nodes, places, answered = self._asked, np.arange(len(self._asked)), np.array(counts)
+        for depth, scored in enumerate(self._scored):
+            scored = scored.of(places)
+            own = [one[depth] if isinstance(one, list) else one for one in map(answers.__getitem__, places.tolist())]
+            new = self._expand(nodes, scored, own, above)
+            going = (scored.guesses >= 0) & (answered[places] > depth + 1)
+            guessed = new + np.flatnonzero(np.isin(self.nodes["edge"][new:], scored.guesses[going]))
+            if not len(guessed):
                 break
-            guesses = [path[0].guess for _, path, given in going if given[1:] and path[1:]]
-            guessed = new + np.flatnonzero(np.isin(self.nodes["edge"][new:], guesses))
             node_of = dict(zip(self.nodes["edge"][guessed].tolist(), guessed.tolist(), strict=True))
-            going = [
-                (node_of[path[0].guess], path[1:], given[1:])
-                for _, path, given in going
-                if given[1:] and path[0].guess in node_of
-            ]
+            going &= np.isin(scored.guesses, list(node_of))
+            places, nodes = places[going], np.array([node_of[edge] for edge in scored.guesses[going].tolist()])
 
     def keep(self, first: int, nodes: NDArray[np.int64]) -> None:
         """Omit the nodes from `first` on but for these, which now stand there in this order."""
@@ -195,10 +213,9 @@ class ScoredTree:
         ends, tokens = np.cumsum(lengths).tolist(), flat.tolist()
         return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)]
 
-    def _expand(self, nodes: NDArray[np.int64], scored: list[_Scoring], answers: Sequence[Answer], above: float) -> int:
+    def _expand(self, nodes: NDArray[np.int64], scored: _Scored, answers: Sequence[Answer], above: float) -> int:
         """Add the children of these nodes; return the number of the first."""
-        edges = np.concatenate([one.edges for one in scored])
-        counts = np.array([len(one.edges) for one in scored])
+        edges, counts = scored.edges, scored.counts
         logs = self._power * np.concatenate([after for _, after in answers], dtype=np.float64)
         if self._renormalised:
             asked = np.array([len(after) for _, after in answers])
@@ -209,22 +226,20 @@ class ScoredTree:
             logs[edges != SELF] = of_edges
         own, first = len(self._expansions.rows), len(self.nodes)
         expansions = self._expansions.more(len(nodes))
-        expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, scored, answers)
+        expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, scored.ones, answers)
         masses = np.repeat(expansions["mass"], counts) + logs
         new = self._nodes.more(int(np.count_nonzero(masses > above)))
         rule = self._end, self._renormalised
         _add_children(self._tables.pointers, (own, first), expansions, masses, edges, counts, above, rule, new)
         self.nodes["expansion"][nodes] = np.arange(own, own + len(nodes))
-        self._prefixes += [one.one.tokens for one in scored]
+        self._prefixes += [one.tokens for one in scored.ones]
         return first
 
-    def _add_runs(
-        self, expansions: NDArray[Any], scored: list[_Scoring], answers: Sequence[Answer]
-    ) -> NDArray[np.float64]:
+    def _add_runs(self, expansions: NDArray[Any], ones: list[Pass], answers: Sequence[Answer]) -> NDArray[np.float64]:
         """Add the certain tokens of some expansions; return what those of each add to its mass."""
         lengths = [len(run) for run, _ in answers]
         new, ends = self._runs.more(sum(lengths)), np.cumsum(lengths)
-        new["token"] = [token for (one, _, _) in scored for token in one.tokens[one.known :]]
+        new["token"] = [token for one in ones for token in one.tokens[one.known :]]
         new["mass"] = masses = self._power * np.concatenate([run for run, _ in answers], dtype=np.float64)
         expansions["run"], expansions["length"] = len(self._runs.rows) - len(new) + ends - lengths, lengths
         return np.array([masses[end - n : end].sum() for end, n in zip(ends.tolist(), lengths, strict=True)])
@@ -276,24 +291,26 @@ def _certain(tables, state, forced):  # type: ignore[no-untyped-def]
 
 @compiled
 def _children(tables, states, end_token):  # type: ignore[no-untyped-def]
-    """Return how many children each state has, and of all, side by side, edges and tokens: if an item ends at a state,
-    the last are SELF and this token."""
+    """Return how many children each state has, and the edges of all, side by side: the last is SELF if an item ends
+    there. Then how many of these are scored, all but SELF if the end token is -1, and their tokens."""
     room = len(states)
     for state in states:
         if state < tables.nodes:
             room += first_edge(tables, state + 1) - first_edge(tables, state)
-    counts, edges, tokens, size = np.zeros(len(states), np.int64), np.empty(room, np.int32), np.empty(room, np.int64), 0
+    edges, tokens, size, scored = np.empty(room, np.int32), np.empty(room, np.int64), 0, 0
+    counts, sizes = np.zeros(len(states), np.int64), np.zeros(len(states), np.int64)
     for i, state in enumerate(states):
-        first = size
+        first, first_scored = size, scored
         if state < tables.nodes:
             for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
-                edges[size], tokens[size] = edge, label(tables, edge)
-                size += is_alive(tables, edge)
+                if is_alive(tables, edge):
+                    edges[size], tokens[scored] = edge, label(tables, edge)
+                    size, scored = size + 1, scored + 1
         if is_terminal(tables, state):
-            edges[size], tokens[size] = SELF, end_token
-            size += 1
-        counts[i] = size - first
-    return counts, edges[:size], tokens[:size]
+            edges[size], tokens[scored] = SELF, end_token
+            size, scored = size + 1, scored + (end_token >= 0)
+        counts[i], sizes[i] = size - first, scored - first_scored
+    return counts, edges[:size], sizes, tokens[:scored]
 
 
 @compiled

@@ -33,7 +33,7 @@ from itemset.trie.tables import (
 )
 from itemset.trie.targets import is_leaf, put_leaf, tail_at, type_of_targets
 from itemset.trie.update_patches import patches_of
-from itemset.trie.validate import item_lengths
+from itemset.trie.validate import in_order, lengths_in_order
 from itemset.trie.walk import token_runs
 
 
@@ -56,14 +56,14 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     Raises ValueError if the tables are not those of a trie: of a damaged file.
     """
     with ThreadPoolExecutor(1) as pool:
-        lengths = pool.submit(item_lengths, trie, tails=False)  # the loops below check no index again
+        consistent = pool.submit(in_order, trie, tails=False)  # the loops below check no index again
         same = numbers_of(trie.tables, terminal_rank, new.rows)  # this and the next walk safely whatever the tables are
         removed = gone.copy()
         removed[same[same >= 0]] = False
         numbers = np.flatnonzero(removed)
         fresh = np.flatnonzero(same < 0)
         before = items_at(trie.tables, terminal_rank, numbers, trie.longest)
-        if not lengths.result()[1]:
+        if not consistent.result():
             raise ValueError("its tables are no trie")
     added = new.rows.take(fresh)
     tokens = np.concatenate((before.tokens, added.tokens))
@@ -118,7 +118,7 @@ def _splice(
     members[inner] = patches.sources[members[inner] - trie.items]
     built, sizes = finish(tables, per_level, len(members), trie.shortest, trie.longest), np.diff(patches.offsets)
     if not trie.shortest == trie.longest == sizes.min(initial=trie.longest) == sizes.max(initial=trie.longest):
-        shortest, longest = item_lengths(built, tails=False)
+        shortest, longest = lengths_in_order(built)
         built = replace(built, shortest=shortest, longest=longest)
     return built, members
 

@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from itemset.trie.file import pieces
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import bit, first_edge, label, load32
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import Tables, Trie
-from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, set_levels, sizes, tails_of, type_of_targets
+from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, is_leaf, set_levels, sizes, tail_at, tails_of, type_of_targets
 from itemset.trie.walk import END, TAIL, follow, tail_entry
 
 
@@ -78,7 +79,7 @@ def _check_levels(trie: Trie) -> None:
 def check_items(trie: Trie) -> None:
     """Raise ValueError unless the tables are a trie as `build_trie` makes it, and its counts are theirs.
 
-    Reads every edge and every tail once. Each item then leads to its number, and back.
+    Reads every tail once, and every edge twice. Each item then leads to its number, and back.
     """
     shortest, longest = item_lengths(trie, tails=True)
     if not longest:
@@ -88,66 +89,102 @@ def check_items(trie: Trie) -> None:
 
 
 def item_lengths(trie: Trie, *, tails: bool) -> tuple[int, int]:
-    """Return the tokens of the shortest and of the longest item; 0, 0 unless the tables are a trie of these levels.
+    """Return the tokens of the shortest and of the longest item; 0, 0 unless the tables are a trie (`in_order`)."""
+    return lengths_in_order(trie) if in_order(trie, tails=tails) else (0, 0)
+
+
+def in_order(trie: Trie, *, tails: bool) -> bool:
+    """Return whether the tables are a trie as `build_trie` makes it, of these levels.
 
     tails: look into the tails, too, for where each ends. That takes five times as long.
     """
-    levels = np.array(trie.level_nodes), np.array(trie.level_edges)
-    shortest, longest = _item_lengths(trie.tables.pointers, trie.tail_tokens, *levels, tails)
+    return bool(_in_order(trie.tables.pointers, trie.tail_tokens, *_levels(trie), tails))
+
+
+def lengths_in_order(trie: Trie) -> tuple[int, int]:
+    """Return the tokens of the shortest and of the longest item of tables that are `in_order`."""
+    shortest, longest = _lengths(trie.tables.pointers, trie.tail_tokens, _levels(trie)[1])
     return int(shortest), int(longest)
 
 
+def _levels(trie: Trie) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the nodes and the edges of each level."""
+    return np.array(trie.level_nodes), np.array(trie.level_edges)
+
+
 @compiled
-def _item_lengths(tables, tail_tokens, level_nodes, level_edges, tails):  # type: ignore[no-untyped-def]
-    """As `item_lengths`.
+def _in_order(tables, tail_tokens, level_nodes, level_edges, tails):  # type: ignore[no-untyped-def]
+    """As `in_order`.
 
     Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
     follow without gaps, and each block's bases say how far both have come. Items end at nodes but the root alone.
     """
-    nothing = np.int64(0), np.int64(0)
     node, parent, edges, position = np.int64(1), np.int64(0), np.int64(0), np.int64(0)
-    shortest, longest = np.int64(1 << 62), np.int64(0)
-    tail, above = np.int64(-1), np.int64(0)  # where the last tail begins, and the tokens that lead there
     for depth in range(len(level_nodes)):
-        length = np.int64(depth + 1)
         for _ in range(level_nodes[depth]):
             first, end = first_edge(tables, parent), first_edge(tables, parent + 1)
             parent += 1
             if first == end:
-                return nothing
+                return False
             for edge in range(first, end):
                 if edge & 31 == 0:
                     begins = tails_of(tables, edge >> 5)
-                    if load32(tables.node_base, edge >> 5) != node or begins < position:
-                        return nothing
-                    if tails and begins > position:
-                        return nothing
+                    if (
+                        load32(tables.node_base, edge >> 5) != node
+                        or begins < position
+                        or (tails and begins != position)
+                    ):
+                        return False
                     position = begins
                 if edge > first and label(tables, edge) <= label(tables, edge - 1):
-                    return nothing
+                    return False
                 state = follow(tables, edge)
                 if state == node:
                     node += 1
-                    if not bit(tables.terminal, state):
-                        continue
-                elif state != END:
-                    begins = state - TAIL
-                    if begins < position or (tails and begins > position):
-                        return nothing
-                    if tail >= 0:
-                        shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
-                    tail, above, position = begins, length, begins + 1
-                    while tails and tail_entry(tables, position - 1) >> tables.token_bits == 0:
-                        position += 1
                     continue
-                shortest, longest = min(shortest, length), max(longest, length)
+                if state == END:
+                    continue
+                if tails:
+                    if state != TAIL + position:
+                        return False
+                    entry = np.int64(0)
+                    while entry >> tables.token_bits == 0:
+                        entry = tail_entry(tables, position)
+                        position += 1
+                else:
+                    if state < TAIL + position:
+                        return False
+                    position = state - TAIL + 1
         edges += level_edges[depth]
         below = level_nodes[depth + 1] if depth + 1 < len(level_nodes) else 0
         if node != parent + below or first_edge(tables, parent) != edges or position > tail_tokens:
-            return nothing
+            return False
     last = load32(tables.terminal, parent >> 5) >> (parent & 31) if parent & 31 else np.int64(0)
-    if last or bit(tables.terminal, 0) or (tails and position != tail_tokens):
-        return nothing
+    return last == 0 and bit(tables.terminal, 0) == 0 and (not tails or position == tail_tokens)
+
+
+@compiled
+def _lengths(tables, tail_tokens, level_edges):  # type: ignore[no-untyped-def]
+    """As `lengths_in_order`. A tail ends where the next one begins, so the tails themselves are not read."""
+    edge, node = np.int64(0), np.int64(1)
+    shortest, longest = np.int64(1 << 62), np.int64(0)
+    tail, above = np.int64(-1), np.int64(0)  # where the last tail begins, and the tokens that lead there
+    for depth in range(len(level_edges)):
+        length = np.int64(depth + 1)
+        for _ in range(level_edges[depth]):
+            leaf = is_leaf(tables, edge)
+            begins = tail_at(tables, edge) if leaf else np.int64(-1)
+            edge += 1
+            if begins >= 0:
+                if tail >= 0:
+                    shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
+                tail, above = begins, length
+                continue
+            if not leaf:
+                node += 1
+                if not bit(tables.terminal, node - 1):
+                    continue
+            shortest, longest = min(shortest, length), max(longest, length)
     if tail >= 0:
         shortest, longest = min(shortest, above + tail_tokens - tail), max(longest, above + tail_tokens - tail)
     return shortest, longest

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.version_watcher import Follower
+
+if TYPE_CHECKING:  # it imports metrics, which have to wait until the engine has started
+    from itemset.serving.version_watcher import Follower
 
 PATH = "/v1/item_sets"
 

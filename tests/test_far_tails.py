@@ -94,6 +94,7 @@ def far_arena(gap: int) -> Arena:
     all_words[bases:room] = tables.tail_base
     before = gap * (BITS + 1) // 32
     all_words[room + before :] = tables.tails[before:]
+    arena.kept = [arena.words]  # where `rows` lead
     arena.words = torch.from_numpy(all_words.view(np.int32)).to(DEVICE)
     row = arena.sets[number].clone()
     row[: TAILS + 1] += 2**31
@@ -101,7 +102,9 @@ def far_arena(gap: int) -> Arena:
     row[WIDTHS] = (row[WIDTHS] & ((1 << FAR_BLOCK) - 1)) | tables.far_block << FAR_BLOCK
     arena.sets[LAST_SET] = row
     if DEVICE == "cpu":
-        arena._lead_to(LAST_SET, ItemSet(replace(SMALL.trie, tables=tables), SMALL._keys))
+        far = ItemSet(replace(SMALL.trie, tables=tables), SMALL._keys)
+        arena.rows[LAST_SET] = cpu_kernels.table_row(far)
+        arena.kept.append(far)
     return arena
 
 

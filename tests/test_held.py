@@ -30,7 +30,7 @@ ITEMS, OTHERS = [[9], [5, 6, 7], [5, 8]], [[1, 2], [3, 4]]
 CHANGES = changes.IN_PLACE | {"delete": Path.unlink}
 
 
-OPEN = "import sys; from itemset.serving import held; print(held.open_copy(*sys.argv[1:])[1])"
+OPEN = "import sys; from itemset.serving import private_copies; print(private_copies.open_copy(*sys.argv[1:])[1])"
 
 
 @pytest.fixture

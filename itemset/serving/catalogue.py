@@ -56,7 +56,11 @@ class InlineSet:
     ) -> InlineSet:
         """base: the set or the view of which it is a part. token_ids: find them now, in a process that asks what occurs
         in the set. more: fields. Raises ItemSetError as `from_bytes` does."""
-        item_set = from_bytes(index, reference) if base is None else view_from_bytes(base, index, reference)
+        if base is None:
+            item_set = from_bytes(index, reference)
+            item_set.in_order = True  # a process of this server built it, and its checksums hold
+        else:
+            item_set = view_from_bytes(base, index, reference)
         nbytes = len(index) + OVERHEAD + (item_set.token_ids.nbytes if token_ids else 0)
         return cls(reference, index, item_set, nbytes, **more)
 

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from itemset.errors import ItemSetError
+from itemset.masking.backends import Kernels
 
 BACKEND = "static"
 Paths = Literal["auto", "device", "host"]
-Kernels = Literal["auto", "numba", "triton"]
 Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]

@@ -94,7 +94,7 @@ def publish(
     folder = Path(folder)
     if keep < 1:
         raise ItemSetError(f"{keep} versions cannot be kept: keep 1 or more")
-    name = index_file.named(index)  # before anything is made: many bad files end here
+    name = index_file.version(index, checked=False)  # before anything is made: many bad files end here
     with _publishing(folder, make=True):
         before = _versions(folder)
         if not _sound(file_of(folder, name), name):
@@ -285,7 +285,7 @@ def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object])
             written = other.submit(os.fsync, descriptor)
             verify(incoming, name=str(index), progress=progress)
             written.result()
-        name = index_file.named(incoming, str(index))
+        name = index_file.version(incoming, str(index), checked=False)
         incoming.rename(file_of(folder, name))
     os.close(descriptor)
     _sync(folder)

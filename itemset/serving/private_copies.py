@@ -53,7 +53,7 @@ def open_copy(
     """
     copies, name = _folder(folder), version
     if name is None:  # a file under a URI is checked when it has been fetched, and that only if there is no copy
-        name = index_file.named(path or "") if is_uri(path or "") else index_file.version(path or "")
+        name = index_file.version(path or "", checked=not is_uri(path or ""))
     lock = copies / "lock"
     try:
         with locked(lock, fcntl.LOCK_SH, 0o600):
@@ -116,7 +116,7 @@ def _open(copy: Path, sealed: Seal | None) -> ItemSet | None:
     with suppress(OSError):
         unchanged = sealed is not None and sealed == _seal(os.fstat(descriptor))
     try:
-        if (index_file.named(copy) if unchanged else index_file.version(copy)) != copy.name:
+        if index_file.version(copy, checked=not unchanged) != copy.name:
             raise ItemSetError(f"{copy} is another file")
         item_set = from_index(*index_file.read(copy), name=str(copy), check=False)
     except ItemSetError:

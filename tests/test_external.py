@@ -33,7 +33,6 @@ from itemset.building.progress import build_bar
 from itemset.building.scratch import outcome, scratch_folder, state_of
 from itemset.building.spill_files import Zeros
 from itemset.cli import options
-from itemset.cli import report_page as page
 from itemset.storage import files_at
 from itemset.trie import attributes
 
@@ -350,9 +349,6 @@ def test_the_bars_of_other_commands_end_at_their_whole(tmp_path: Path) -> None:
         told: list[tuple[int, int]] = []
         work(path, progress=lambda nbytes, total, told=told: told.append((nbytes, total)))
         assert {total for _, total in told} == {sum(nbytes for nbytes, _ in told)}
-    parts: list[int] = []
-    page.page_of(item_set, "a", on_part=lambda: parts.append(1))
-    assert len(parts) == page.PARTS
 
 
 @pytest.mark.parametrize(("text", "size"), [("4GB", 4 * 10**9), ("1.5g", 1_500_000_000), ("2 GiB", 2**31), ("7", 7)])

@@ -35,22 +35,3 @@ def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def state_of(output: str | os.PathLike[str]) -> os.stat_result | None:
-    """Return what file is at `output`, for `outcome`; None if there is none."""
-    try:
-        return os.stat(output)
-    except OSError:
-        return None
-
-
-def outcome(output: str | os.PathLike[str], before: os.stat_result | None) -> str:
-    """Say whether an interrupted build put its file at `output`, or else how to go on.
-
-    before: what `state_of` returned at its start. Files are put in place at once: one that is there is whole.
-    """
-    now = state_of(output)
-    if now is not None and (before is None or not os.path.samestat(now, before)):
-        return f"{output} was written whole"
-    return "nothing was written: run the same command again"

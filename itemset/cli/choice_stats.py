@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,42 +13,14 @@ from itemset.trie.pointers import first_edge, label
 from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 
-@dataclass(frozen=True)
-class Step:
-    """What happens after a number of tokens, counted over all items.
-
-    shared: items whose prefix of each length others share. chosen: those of them after whose prefix more than one
-    token, or an end and a token, may come. alone: items that nothing follows but their own tokens, from here on.
-    widest: tokens that may follow one prefix, at most.
-    """
-
-    shared: int
-    chosen: int
-    alone: int
-    widest: int
-
-
-@dataclass(frozen=True)
-class Shape:
-    """steps: after 0, 1, ... tokens, for as long as items share prefixes. prefixes: items that others begin with.
-
-    by_first: items below each first token, most first: int64.
-    """
-
-    steps: list[Step]
-    prefixes: int
-    by_first: NDArray[np.int64]
-
-    @property
-    def choices(self) -> float:
-        """Tokens of an item that a model chooses, on average; all others are forced."""
-        return sum(step.chosen for step in self.steps) / (self.steps[0].shared + self.steps[0].alone)
-
-
 class Counts(NamedTuple):
-    """All int64. [levels]: shared, chosen and widest as in `Step`, and the tokens of the tails after a level's edges.
+    """Counts over all items, int64; the first four by how many tokens came before.
+
+    shared: items whose prefix others share. chosen: those of them after whose prefix more than one token, or an end and
+    a token, may come. widest: tokens that may follow one prefix, at most. tail_tokens: in the tails after these edges.
     lengths: items of each length. tokens: of all items, by their place in `token_ids`. by_first: items below each edge
-    of the root. ends: [1], items that others begin with."""
+    of the root. ends: [1], items that others begin with.
+    """
 
     shared: NDArray[np.int64]
     chosen: NDArray[np.int64]
@@ -59,14 +30,6 @@ class Counts(NamedTuple):
     tokens: NDArray[np.int64]
     by_first: NDArray[np.int64]
     ends: NDArray[np.int64]
-
-
-def shape_of(s: ItemSet) -> Shape:
-    """Count over all items, in one pass over the nodes: 8 bytes a node of memory."""
-    counts = count(s, tails=False)
-    columns = (counts.shared, counts.chosen, len(s) - counts.shared, counts.widest)
-    steps = [Step(*step) for step in zip(*(column.tolist() for column in columns), strict=True)]
-    return Shape(steps, int(counts.ends[0]), np.sort(counts.by_first)[::-1])
 
 
 def count(s: ItemSet, *, tails: bool) -> Counts:

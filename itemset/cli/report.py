@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,50 +14,39 @@ from itemset.trie.attributes import kind_of
 _SHOWN_LEVELS = 24
 
 
-@dataclass(frozen=True)
-class Level:
-    """One level of the trie.
-
-    nodes: prefixes of this many tokens that two or more items share. edges: tokens that follow them.
-    tail_tokens: tokens in the tails after these edges.
-    """
-
-    nodes: int
-    edges: int
-    tail_tokens: int
-
-
 def describe(s: ItemSet) -> list[str]:
     """Return lines for people: the levels, then the index's bytes an item beside STATIC's and the least possible."""
     every = levels(s)
-    shown = every if len(every) <= _SHOWN_LEVELS else every[: _SHOWN_LEVELS - 1]
+    shown = len(every) if len(every) <= _SHOWN_LEVELS else _SHOWN_LEVELS - 1
+    rows = [(f"{i}", level) for i, level in enumerate(every[:shown])]
+    if shown < len(every):
+        rows.append((f"{shown} to {len(every) - 1}", every[shown:].sum(0)))
     lines = [f"{'level':<12} {'nodes':>16} {'edges':>16} {'tail tokens':>16}"]
-    lines += [f"{i:<12} {x.nodes:>16,} {x.edges:>16,} {x.tail_tokens:>16,}" for i, x in enumerate(shown)]
-    if rest := every[len(shown) :]:
-        sums = [sum(column) for column in zip(*((x.nodes, x.edges, x.tail_tokens) for x in rest), strict=True)]
-        lines.append(f"{f'{len(shown)} to {len(every) - 1}':<12} " + " ".join(f"{total:>16,}" for total in sums))
-    static, least = static_bytes(s), least_bytes(s)
-    exact = "number of such sets" if s.shortest == s.longest else "estimate from its tokens and lengths"
-    costs = [
-        ("this index", s.nbytes, "keys not counted"),
-        ("STATIC", static, "published layout" if static else "no layout: it takes items of one length, 2 or more"),
-        ("information", least, f"log2 of the {exact}"),
-    ]
+    lines += [f"{name:<12} {nodes:>16,} {edges:>16,} {tails:>16,}" for name, (nodes, edges, tails) in rows]
     lines += ["", f"{'compared':<12} {'bytes':>16} {'bytes/item':>11}"]
-    for name, size, what in costs:
+    for name, size, what in costs(s):
         figures = f"{'-':>16} {'-':>11}" if size is None else f"{size:>16,.0f} {size / len(s):>11.2f}"
         lines.append(f"{name:<12} {figures}  {what}")
     return lines
 
 
-def levels(s: ItemSet) -> list[Level]:
-    """Return the nodes, edges and tail tokens of each level, root first."""
-    trie = s.trie
-    if s.shortest == s.longest:
-        tails = [count * (s.longest - 1 - depth) for depth, count in enumerate(_lone_items(s))]
-    else:
-        tails = count(s, tails=True).tail_tokens.tolist()
-    return [Level(*level) for level in zip(trie.level_nodes, trie.level_edges, tails, strict=True)]
+def costs(s: ItemSet) -> list[tuple[str, float | None, str]]:
+    """Return names, bytes and remarks: of this index, of STATIC's layout (None if it has none), of the least."""
+    static = static_bytes(s)
+    exact = "number of such sets" if s.shortest == s.longest else "estimate from its tokens and lengths"
+    return [
+        ("this index", s.nbytes, "keys not counted"),
+        ("STATIC", static, "published layout" if static else "no layout: it takes items of one length, 2 or more"),
+        ("information", least_bytes(s), f"log2 of the {exact}"),
+    ]
+
+
+def levels(s: ItemSet) -> NDArray[np.int64]:
+    """Return of each level, root first, [levels, 3]: its nodes, its edges, and the tokens in the tails after these."""
+    tails = _lone_items(s) * np.arange(s.longest - 1, s.longest - 1 - len(s.trie.level_nodes), -1)
+    if s.shortest != s.longest:
+        tails = count(s, tails=True).tail_tokens
+    return np.column_stack((s.trie.level_nodes, s.trie.level_edges, tails))
 
 
 def static_bytes(s: ItemSet) -> int | None:
@@ -74,20 +62,15 @@ def static_bytes(s: ItemSet) -> int | None:
         start_mask               V
         dense_mask, dense_states 5 V^d
     """
-    length = s.longest
-    if s.shortest != length or length < 2:
+    if s.shortest != s.longest or s.longest < 2:
         return None
     # A prefix of k tokens is an edge at level k - 1, or in the tail of an item that stood alone before.
-    alone = np.cumsum([0, *_lone_items(s)])
-    prefixes = [0] * (length + 1)
-    for k in range(1, length + 1):
-        edges = s.trie.level_edges[k - 1] if k <= len(s.trie.level_edges) else 0
-        prefixes[k] = edges + int(alone[min(k - 1, len(alone) - 1)])
-    vocab = len(s.token_ids)
-    csr = 8 * (sum(prefixes[2:]) + vocab)
-    indptr = 4 * (sum(prefixes[2:length]) + vocab + 3)
-    dense = vocab**2 if length > 2 else vocab
-    return csr + indptr + vocab + 5 * dense
+    below = s.longest - len(s.trie.level_edges)
+    alone = np.pad(np.cumsum([0, *_lone_items(s)]), (0, below), "edge")[:-1]
+    prefixes, vocab = np.pad(s.trie.level_edges, (0, below)) + alone, len(s.token_ids)
+    csr = 8 * (int(prefixes[1:].sum()) + vocab)
+    indptr = 4 * (int(prefixes[1:-1].sum()) + vocab + 3)
+    return csr + indptr + vocab + 5 * vocab ** min(2, s.longest - 1)
 
 
 def least_bytes(s: ItemSet) -> float:
@@ -106,10 +89,9 @@ def least_bytes(s: ItemSet) -> float:
     return max(0.0, _entropy_bits(counts.lengths) + _entropy_bits(counts.tokens) - order_is_free) / 8
 
 
-def _lone_items(s: ItemSet) -> list[int]:
+def _lone_items(s: ItemSet) -> NDArray[np.int64]:
     """Count the edges of each level after which an item stands alone."""
-    nodes, edges = s.trie.level_nodes, s.trie.level_edges
-    return [count - below for count, below in zip(edges, [*nodes[1:], 0], strict=True)]
+    return np.subtract(s.trie.level_edges, [*s.trie.level_nodes[1:], 0])
 
 
 def _log2_choose(universe: int, chosen: int) -> float:

@@ -29,7 +29,6 @@ from ray.exceptions import RayError
 from itemset import storage
 from itemset.building import sources
 from itemset.building.item_codecs import Codec, codec_of
-from itemset.building.options import Encoding
 from itemset.errors import ItemSetError
 from itemset.trie.rows import MAX_ITEMS, Rows, as_rows
 
@@ -48,7 +47,7 @@ class _Source:
     files: Sequence[storage.SourceFile]
     named: dict[str, Any]  # column, key, attributes
     first: sources.Items
-    encoding: Encoding
+    encoding: sources.Encoding
 
     def read(self, numbers: dict[str, NDArray[np.int64]]) -> Iterator[pa.Table]:
         """Read the files of these numbers: items, each with its file and its row there."""
@@ -136,7 +135,7 @@ class _Shards(Datasink[str]):
 
 
 def write_shards(
-    path: str | os.PathLike[str], folder: str, named: dict[str, Any], encoding: Encoding
+    path: str | os.PathLike[str], folder: str, named: dict[str, Any], encoding: sources.Encoding
 ) -> Callable[[], Generator[sources.Items]]:
     """Sort an input on a cluster, into shards in a new folder. Return what reads these in batches, as ascending items.
 

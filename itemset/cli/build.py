@@ -15,7 +15,6 @@ import itemset
 from itemset.building import sources
 from itemset.building.external import build_external
 from itemset.building.memory import available_memory, needed_memory
-from itemset.building.options import Encoding
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
 from itemset.cli.options import Command, output_file, positive, size, tokenizer_of, unwritable
@@ -124,7 +123,7 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemS
 
 def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
     source = sources.read(args.source, column=args.column, key=args.key, attributes=args.attribute)
-    encoding = Encoding(args.tokenizer, args.prefix, args.escape, args.vocab_size)
+    encoding = sources.Encoding(args.tokenizer, args.prefix, args.escape, args.vocab_size)
     encoding.check(args.source, texts=source.texts is not None)
     tokenizer = tokenizer_of(args)
     given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
@@ -164,7 +163,7 @@ def _print_written(s: ItemSet, output: Path, start: float, how: tuple[str, str])
 
 def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:
     """Return what `updated` takes of the items to add."""
-    Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
+    sources.Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
     tokenizer = tokenizer_of(args, before)
     return {
         "add": source.tokens if source.texts is None else source.texts,

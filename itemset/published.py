@@ -9,8 +9,6 @@ that, at once. So a kill leaves the old version or the new one; what else it lea
 are shown and never compared: sequence numbers order the versions. All names are relative: a folder can be copied.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -5,8 +5,6 @@ each with the credentials that it finds by itself: environment variables, its co
 Files of this machine are read by `pathlib`: fsspec does not follow links when it lists a folder, and rounds times.
 """
 
-from __future__ import annotations
-
 import fcntl
 import fnmatch
 import io
@@ -70,11 +68,11 @@ class SourceFile:
         """Raise ItemSetError if another file stands there now: what was read may be of both."""
         self.check_is(self.now())
 
-    def now(self) -> SourceFile:
+    def now(self) -> "SourceFile":
         """Return the file that stands there now. Raises ItemSetError as `file_at` does."""
         return file_at(self.path if self.system is None else self.name)
 
-    def check_is(self, now: SourceFile) -> None:
+    def check_is(self, now: "SourceFile") -> None:
         """Raise ItemSetError if `now`, which stands there now, is another file."""
         if now.size != self.size or self.changed not in (None, now.changed):
             raise ItemSetError(f"{self.name} was changed while it was read: start again")
@@ -140,7 +138,7 @@ def fetched(path: PathLike) -> BinaryIO:
     return cast(BinaryIO, copy)
 
 
-def put(folder: PathLike, name: str, data: Buffer) -> None:
+def put(folder: PathLike, name: str, data: "Buffer") -> None:
     """Write a file into a folder, at once: until it is whole, nobody sees it. A folder of this machine must be there.
 
     Raises ItemSetError if it cannot be written.
@@ -300,7 +298,7 @@ class _RemoteReader(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
         return self._at
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: "Buffer") -> int:
         room = memoryview(buffer).cast("B")
         if (size := min(len(room), self._source.size - self._at)) <= 0:
             return 0

@@ -5,8 +5,6 @@ spill folder for a connection. Integers of 64 bits with as many tokens as fit so
 item, and spill a fifth.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -89,7 +87,7 @@ def build_external(
         ray_shards = _imported("itemset.building.ray_shards", "on a cluster needs Ray", "ray")
     elif not in_order:
         _duckdb()  # raises before the work
-    named = {"column": column, "key": key, "attributes": attributes}
+    named: dict[str, Any] = {"column": column, "key": key, "attributes": attributes}
     encoding = sources.Encoding(tokenizer, prefix, escape, vocab_size)
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))

@@ -1,7 +1,5 @@
 """Items as columns that sort as the items do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 

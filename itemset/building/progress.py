@@ -1,7 +1,5 @@
 """One progress bar for each long command, on a terminal alone: what is done, how fast, and the time left."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ of `codecs`, then by the row's number in the input: equal items keep their order
 is lost: a shard that is written twice has the same name and the same rows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The named columns of a CSV, TSV, JSON-lines or Parquet file, as Arrow reads them."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -107,10 +105,8 @@ def read_csv(source: SourceFile, column: str | None, key: str | None, attributes
 
 def _csv_options(source: SourceFile, *names: str | None) -> dict[str, Any]:
     """Return how Arrow reads these columns, all if none is named, as strings."""
-    columns, delimiter = (
-        [name for name in dict.fromkeys(names) if name is not None],
-        "\t" if source.suffix == ".tsv" else ",",
-    )
+    columns = [name for name in dict.fromkeys(names) if name is not None]
+    delimiter = "\t" if source.suffix == ".tsv" else ","
     return {
         "read_options": pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
         "parse_options": pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),

@@ -1,7 +1,5 @@
 """A build's temporary files: a folder beside its output, and numbers and columns in files without names."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

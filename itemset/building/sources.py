@@ -3,8 +3,6 @@
 A file is on this machine or under a URI (`storage`), and may be one of the parts of a folder or a glob.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager

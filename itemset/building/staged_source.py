@@ -1,7 +1,5 @@
 """What a build on disk has read and checked, to be taken once more: stored, or read again."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The `itemset` command: builds index files, looks into them and publishes them. One file a group of subcommands."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The subcommands `build` and `update`: what writes index files."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Counts over a set's items: what a model that walks it must choose, and what is forced."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What an item set costs: its levels, its size in the published STATIC layout, and the least that any index takes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -70,7 +68,7 @@ def static_bytes(s: ItemSet) -> int | None:
     prefixes, vocab = np.pad(s.trie.level_edges, (0, below)) + alone, len(s.token_ids)
     csr = 8 * (int(prefixes[1:].sum()) + vocab)
     indptr = 4 * (int(prefixes[1:-1].sum()) + vocab + 3)
-    return csr + indptr + vocab + 5 * vocab ** min(2, s.longest - 1)
+    return int(csr + indptr + vocab + 5 * vocab ** min(2, s.longest - 1))
 
 
 def least_bytes(s: ItemSet) -> float:

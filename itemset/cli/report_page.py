@@ -1,7 +1,5 @@
 """The subcommand `report`: a page about an index, one HTML file that stands alone, of what a model will walk."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The item sets of a process: registered ones by name, inline ones and parts of sets by a digest."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import threading
@@ -9,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from itemset import published
@@ -48,12 +46,12 @@ class InlineSet:
     index: bytes = field(repr=False)
     item_set: ItemSet
     nbytes: int
-    filter: InlineSet | None = None
+    filter: "InlineSet | None" = None
 
     @classmethod
     def from_index(
         cls, reference: str, index: bytes, base: ItemSet | None = None, *, token_ids: bool = False, **more: Any
-    ) -> InlineSet:
+    ) -> Self:
         """base: the set or the view of which it is a part. token_ids: find them now, in a process that asks what occurs
         in the set. more: fields. Raises ItemSetError as `from_bytes` does."""
         item_set = from_bytes(index, reference) if base is None else view_from_bytes(base, index, reference)
@@ -61,7 +59,7 @@ class InlineSet:
         return cls(reference, index, item_set, nbytes, **more)
 
     @classmethod
-    def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> InlineSet:
+    def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> Self:
         """Make a filter of a registered set or view. Raises ItemSetError as `views.view` does."""
         seen = view(base, query)
         index = seen.to_bytes()
@@ -69,7 +67,7 @@ class InlineSet:
         return cls(reference, index, item_set, len(index) + seen._keys.own_bytes + OVERHEAD)
 
     @property
-    def own_filter(self) -> InlineSet | None:
+    def own_filter(self) -> Self | None:
         """The filter that it is or stands on."""
         return self if "alive" in self.item_set.own else self.filter
 

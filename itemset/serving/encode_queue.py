@@ -1,7 +1,5 @@
 """Background thread that encodes inline sets: equal lists once, in slices that take turns, until nobody waits."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Generator

@@ -1,7 +1,5 @@
 """Inline sets: built from the texts of a request, within limits. Errors name the text."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ SGLang's processes share theirs through files, in a folder that must be known be
 import this module where the engine has started.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ for itself, whoever opens one shares it. Each process locks the copies that it h
 All of these locks end with their process, however it ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

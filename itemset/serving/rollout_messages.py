@@ -12,8 +12,6 @@ A version's life:
 Engines carry messages as plain values: `msgspec.to_builtins` at one end, `msgspec.convert` at the other.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import msgspec

@@ -4,8 +4,6 @@ The engine's half of `following`. A process with requests has a `Preparer`. Its 
 ranks; none of this waits, because it runs between two steps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar

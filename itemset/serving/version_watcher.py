@@ -5,8 +5,6 @@ requests and steps; only then do requests get it. A version that cannot be serve
 it stays.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ A version's life: `begin` opens it on a thread, `serve` makes it the current one
 its version in its reference, and what it holds lives for as long as it does.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -233,9 +233,7 @@ def _absolute(file: storage.SourceFile) -> storage.SourceFile:
 def _on_this_machine(file: storage.SourceFile) -> storage.SourceFile:
     """Return the file as this machine sees it. Raises ItemSetError if it does not, or if it is another file."""
     with _extended(after=_SHARED):
-        here = file.now()
-    file.check_is(here)
-    return replace(here, name=file.name)
+        return replace(file.check_unchanged(), name=file.name)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class InlineSet:
         return cls(reference, index, item_set, len(index) + seen._keys.own_bytes + OVERHEAD)
 
     @property
-    def own_filter(self) -> Self | None:
+    def own_filter(self) -> "InlineSet | None":
         """The filter that it is or stands on."""
         return self if "alive" in self.item_set.own else self.filter
 

@@ -246,8 +246,8 @@ class Follower:
         followed.since, followed.path = datetime.now(UTC), "host" if Stage.HOST in stages else "device"
         metrics.served(name, version.name)
         items, seconds = f"{len(opened.sets[name]):,}", time.monotonic() - began
-        message = "Version %s of the item set %r is served: %s items, %.2f s after it was noticed"
-        self._log.info(message, version.name, name, items, seconds)
+        text = "Version %s of the item set %r is served: %s items, %.2f s after it was noticed"
+        self._log.info(text, version.name, name, items, seconds)
 
     def _delete_copies(self, versions: Iterable[str]) -> None:
         """Delete this machine's copies of these versions, and of earlier ones, once nobody has them open."""

@@ -16,7 +16,7 @@ from strategies import item_sets
 import itemset
 from itemset import cli
 from itemset.cli import report_page as page
-from itemset.cli.choice_stats import count
+from itemset.cli.report import count
 
 
 class Balanced(HTMLParser):

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 import itemset
 from itemset.cli import report
-from itemset.cli.choice_stats import Counts, count
 from itemset.cli.options import Command, output_file, tokenizer_of, unwritable
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
@@ -69,7 +68,7 @@ def page_of(
     name: of the set. before: another set, to be compared with; name_before: its name. tokenizer: the one of the set, if
     samples are to be shown as text. Raises ItemSetError if the attributes are damaged.
     """
-    counts = count(s, tails=False)
+    counts = report.count(s, tails=False)
     sections: list[tuple[str, Callable[[], str]]] = [
         ("What it holds", lambda: _table(report.facts(s))),
         (f"Since {name_before}", lambda: "" if before is None else _compared(s, before, tokenizer)),
@@ -130,7 +129,7 @@ def _levels(s: ItemSet) -> str:
     return _table(rows, head) + _note(f"A tail is what is left of an item that stands alone.{rest}")
 
 
-def _choices(s: ItemSet, counts: Counts) -> str:
+def _choices(s: ItemSet, counts: report.Counts) -> str:
     lengths = f"{s.longest}" if s.shortest == s.longest else f"{s.shortest} to {s.longest}"
 
     def by_tokens(numbers: NDArray[Any], form: str, unit: str = "") -> str:
@@ -153,7 +152,7 @@ def _choices(s: ItemSet, counts: Counts) -> str:
     )
 
 
-def _spread(counts: Counts) -> str:
+def _spread(counts: report.Counts) -> str:
     share = np.cumsum(np.sort(counts.by_first)[::-1]) / counts.by_first.sum()
     places = np.unique(np.linspace(0, len(share) - 1, 101).astype(int))
     points = " ".join(f"{(place + 1) / len(share):.4f},{share[place]:.4f}" for place in places)

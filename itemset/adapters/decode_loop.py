@@ -5,8 +5,6 @@ the beams of ranked lists (`ranking.beams`), which go on by one token a step. `d
 draft head in place of the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

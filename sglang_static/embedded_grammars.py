@@ -7,14 +7,9 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-
 from itemset.embedded.rewrite import mentions
 from itemset.serving.body_constraints import holds_sets
 from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
-from itemset.serving.embedded_grammars import SharedGrammar
 from itemset.serving.request_fields import REFERENCE, SLATE
 from sglang_static.request import CONSTRAINT, places, without_words_anywhere
 
@@ -52,9 +47,8 @@ def _replaced(node: Any, other: Callable[[dict[str, Any]], dict[str, Any] | None
         return [_replaced(one, other) for one in node]
     if not isinstance(node, dict):
         return node
-    found = other(node)
-    if found is not None:
-        return found
+    if (replacement := other(node)) is not None:
+        return replacement
     return {key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()}
 
 
@@ -88,41 +82,3 @@ def validate(kind: str, spec: str) -> None:
         from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
         validate_xgrammar_json_schema(json.loads(spec))
-
-
-class HoleGrammar(BaseGrammarObject):
-    """One request's grammar with holes as SGLang's contract wants it (constrained/base_grammar_backend.py).
-
-    Its mask is xgrammar's bitmask: see `backend.StaticGrammar`.
-    """
-
-    allocate_vocab_mask = XGrammarGrammar.allocate_vocab_mask
-    move_vocab_mask = staticmethod(XGrammarGrammar.move_vocab_mask)
-    apply_vocab_mask = XGrammarGrammar.apply_vocab_mask
-
-    def __init__(self, shared: SharedGrammar, stop_token_ids: set[int]) -> None:
-        super().__init__()
-        self._shared, self._stops = shared, stop_token_ids
-        self._composite = shared.begin(stop_token_ids)
-
-    def accept_token(self, token: int) -> None:
-        """Raises ValueError for a token that leaves the grammar."""
-        if not self._composite.accept(token):
-            raise ValueError(f"the token {token} leaves the grammar")
-        self.current_token = token
-
-    def rollback(self, k: int) -> None:
-        self._composite.rollback(k)
-
-    def is_terminated(self) -> bool:
-        """Never: see `backend.StaticGrammar`."""
-        return False
-
-    def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
-        self._composite.fill_bitmask(vocab_mask[idx].numpy())
-
-    def copy(self) -> HoleGrammar:
-        return HoleGrammar(self._shared, self._stops)
-
-    def try_jump_forward(self, tokenizer: Any) -> None:
-        """SGLang 0.5 asks no grammar any more."""

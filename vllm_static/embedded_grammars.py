@@ -5,27 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from itemset.embedded.vocabulary import Vocabulary
 from itemset.serving import request_fields
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
-from itemset.serving.embedded_grammars import SharedGrammar
 from itemset.serving.request_fields import STRUCTURED
-from vllm_static import compat
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 def constraint_of(params: Any) -> tuple[str, Any] | None:
     """The kind and the text of a request's constraint, if item sets can stand in such; None if there is none."""
-    slate, structured = (
-        (getattr(params, "extra_args", None) or {}).get(request_fields.SLATE),
-        getattr(params, STRUCTURED, None),
-    )
+    slate = (getattr(params, "extra_args", None) or {}).get(request_fields.SLATE)
+    structured = getattr(params, STRUCTURED, None)
     if slate is not None and structured is None:
         return SLATE, slate
     if structured is None or isinstance(structured.grammar, Constraint):
@@ -61,11 +52,6 @@ def with_constraint(params: SamplingParams, constraint: Constraint) -> SamplingP
     return own
 
 
-def engine_constraint(constraint: Constraint) -> StructuredOutputsParams:
-    """What the engine core gets: `StaticBackend.compile_grammar` reads it."""
-    return compat.of_our_backend(StructuredOutputsParams(grammar=constraint.spec()))
-
-
 def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Vocabulary:
     """The model's vocabulary as vLLM's own backend has xgrammar see it."""
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
@@ -86,33 +72,3 @@ def validate(kind: str, spec: str) -> None:
 
     name = {JSON: "json", TAG: "structural_tag"}.get(kind, "grammar")
     validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(**{name: spec})))
-
-
-class HoleGrammar(StructuredOutputGrammar):
-    """One request's grammar with holes as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
-
-    def __init__(self, shared: SharedGrammar, stop_token_ids: set[int]) -> None:
-        self._shared, self._composite = shared, shared.begin(stop_token_ids)
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        for token in tokens:
-            if not self._composite.accept(token):
-                logger.error("Request %s: the token %s leaves its grammar.", request_id, token)
-                return False
-        return True
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return self._composite.allowed_prefix(tokens)
-
-    def rollback(self, num_tokens: int) -> None:
-        self._composite.rollback(num_tokens)
-
-    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        self._composite.fill_bitmask(bitmask[batch_index].numpy())
-
-    def is_terminated(self) -> bool:
-        """Never: see `backend.StaticGrammar`."""
-        return False
-
-    def reset(self) -> None:
-        self._composite.reset()

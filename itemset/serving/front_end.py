@@ -105,12 +105,9 @@ class FrontEndBase:
         after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if
         the list may not be so long, or some items could not be scored, and as `Checks.reference` does.
         """
-        list_or_draws, reference, catalogue = (
-            asked.ranked or asked.drawn,
-            self.checks.reference(asked),
-            self.checks.catalogue,
-        )
-        assert list_or_draws is not None
+        catalogue, reference = self.checks.catalogue, self.checks.reference(asked)
+        choices = asked.ranked or asked.drawn
+        assert choices is not None
         self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = catalogue[reference]
         search = search_for(item_set, choices, end_token=end_token, config=self.config, words=self.words)

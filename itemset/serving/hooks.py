@@ -164,7 +164,7 @@ def _call(
     **others: Any,
 ) -> Any:
     """Call a function with other values for some arguments. places: of those that can be given by position."""
-    values, kwargs = list(args), {**given, **others}
+    values, kwargs = list(args), {**kwargs, **others}
     for name in others:
         if (place := places.get(name, len(args))) < len(args):
             values[place] = kwargs.pop(name)

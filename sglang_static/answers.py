@@ -83,7 +83,9 @@ async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> A
 )
 def openai_response(original: Callable[..., Any], ret: Any) -> Any:
     """Each answer's item in its choice; a ranked list's says more of it."""
-    from sglang_static import http, list_requests
+    from itemset.serving.http_bodies import body
+    from sglang_static.list_requests import with_items
 
     response = original()
-    return response if http.is_translated() else list_requests.with_items(response, ret)
+    # The answer of /v1/messages is made of a chat's, which must stay SGLang's own object for it.
+    return response if body().path == "/v1/messages" else with_items(response, ret)

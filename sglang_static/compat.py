@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -75,6 +76,12 @@ def is_ours(server_args: Any) -> bool:
 def seats(server_args: Any) -> int:
     """Requests that SGLang runs at a time. Without --max-running-requests its scheduler alone knows: then a guess."""
     return int(resolved(server_args).max_running_requests or 256)
+
+
+def server_manager() -> Any:
+    """The TokenizerManager of this process's server, None where there is none (entrypoints/http_server.py)."""
+    state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
+    return getattr(state, "tokenizer_manager", None)
 
 
 def unfinished(manager: Any) -> int:

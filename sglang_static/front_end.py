@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
+
 from itemset.embedded.vocabulary import Vocabulary
 from itemset.serving.body_constraints import refuse_lost
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import Constraint
+from itemset.serving.constraint import JSON, Constraint
 from itemset.serving.front_end import FrontEndBase, Grammar
 from itemset.serving.http_bodies import body, while_connected
 from itemset.serving.list_runner import Lists
 from itemset.serving.request_fields import BEAMS, wrong_type
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass
-from sglang_static.embedded_grammars import constraint_of, validate, with_constraint
-from sglang_static.request import CONSTRAINT, OTHERS, asked, in_place, wants_list
+from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list, with_constraint
 from sglang_static.single_request import EngineLists
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,12 @@ class FrontEnd(FrontEndBase):
     """SGLang's."""
 
     words = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
-    validate = staticmethod(validate)
+
+    @staticmethod
+    def validate(kind: str, spec: str) -> None:
+        """Raises ValueError for what SGLang refuses with xgrammar (constrained/xgrammar_backend.py, dispatch_json)."""
+        if kind == JSON:
+            validate_xgrammar_json_schema(json.loads(spec))
 
     def __init__(self, manager: Any) -> None:
         config, model = StaticConfig.of(compat.options()), manager.model_config

@@ -35,7 +35,6 @@ from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.device_path import DevicePath
-from vllm_static.embedded_grammars import vocabulary_of
 from vllm_static.metrics import Figures
 from vllm_static.version_rollout import WorkerDevices
 
@@ -107,7 +106,7 @@ class StaticBackend(StructuredOutputBackend):
             self._device = DevicePath(config, self._catalogue, drafts=drafts)
         devices = None if self._device is None else WorkerDevices(self._device)
         self.preparer = Preparer(self._catalogue, logger, devices)
-        self._grammars = Grammars(partial(vocabulary_of, vllm_config, tokenizer))
+        self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()

@@ -64,6 +64,16 @@ def added_tokens(vllm_config: Any) -> list[str]:
     return [importlib.import_module("vllm.renderers.chat_utils").PROMPT_EMBEDS_PLACEHOLDER_TOKEN]
 
 
+def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
+    """The model's vocabulary as vLLM's own backend has xgrammar see it."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    from itemset.embedded.vocabulary import Vocabulary
+
+    backend = XgrammarBackend(vllm_config, tokenizer, vllm_config.model_config.get_vocab_size())
+    return Vocabulary(backend.compiler.compile_grammar('root ::= ""').tokenizer_info)  # which the compiler hides
+
+
 def beams_by_xgrammar(params: Any) -> Any:
     """BeamSearchParams without a set: vLLM's own beam search knows the built-in backends only (beam_search/offline.py,
     _init_beam_search_structured_output)."""
@@ -110,6 +120,12 @@ def compile_on(threads: Executor, manager: Any, request: Any) -> None:
 def unfinished(client: Any) -> int:
     """Requests that this front end has in the engine (v1/engine/output_processor.py)."""
     return int(client.output_processor.get_num_unfinished_requests())
+
+
+def front_end_of(state: Any) -> Any:
+    """A server's front end by its application's state, None if another backend is chosen."""
+    client = getattr(state, "engine_client", None)
+    return getattr(getattr(client, "input_processor", None), "static_front_end", None)
 
 
 def asked_of_each(core: Any, method: str, *args: Any) -> list[Any]:

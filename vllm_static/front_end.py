@@ -9,11 +9,12 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import Constraint
+from itemset.serving.constraint import JSON, TAG, Constraint
 from itemset.serving.embedded_answer import ExpectedItems
 from itemset.serving.front_end import FrontEndBase, Grammar, ListJob
 from itemset.serving.list_runner import Lists
@@ -22,7 +23,7 @@ from itemset.serving.request_fields import BEAMS, REFERENCE
 from itemset.serving.wire import WIRE
 from vllm_static import compat
 from vllm_static.draft_head_requests import drafting
-from vllm_static.embedded_grammars import constraint_of, json_options, validate, vocabulary_of
+from vllm_static.request import constraint_of
 from vllm_static.single_request import EngineLists
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -36,20 +37,27 @@ class FrontEnd(FrontEndBase):
     """vLLM's."""
 
     words = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
-    validate = staticmethod(validate)
+
+    @staticmethod
+    def validate(kind: str, spec: str) -> None:
+        """Raises VLLMValidationError for what vLLM refuses with xgrammar."""
+        name = {JSON: "json", TAG: "structural_tag"}.get(kind, "grammar")
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(**{name: spec})))
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any) -> None:
         config, model = StaticConfig.of(vllm_config.additional_config), vllm_config.model_config
         generation = model.try_get_generation_config() or {}
         ends = generation.get("eos_token_id")
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        tight = vllm_config.structured_outputs_config.disable_any_whitespace
         super().__init__(
             config,
             tokenizer,
             ModelLimits(model.get_vocab_size(), model.max_model_len, 0, ends),
-            partial(vocabulary_of, vllm_config, tokenizer),
+            partial(compat.vocabulary_of, vllm_config, tokenizer),
             EngineLists(vllm_config),
-            json_options=json_options(vllm_config),
+            # As vLLM has xgrammar read schemas (v1/structured_output/backend_xgrammar.py, compile_grammar).
+            json_options={"any_whitespace": not tight, "separators": (",", ":") if tight else None},
             added_tokens=compat.added_tokens(vllm_config),
         )
         self.vllm_config, self._tokenizer = vllm_config, tokenizer

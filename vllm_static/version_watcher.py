@@ -74,12 +74,7 @@ class Routes:
 
     def attach_router(self, app: Any) -> None:
         """Add the routes to those that vLLM's API key protects."""
-        add_routes(app, lambda state: getattr(_front(state), "follower", None))
+        add_routes(app, lambda state: getattr(compat.front_end_of(state), "follower", None))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Nothing: `follow` has begun with the engine's client."""
-
-
-def _front(state: Any) -> Any:
-    client = getattr(state, "engine_client", None)
-    return getattr(getattr(client, "input_processor", None), "static_front_end", None)

@@ -9,25 +9,15 @@ import itertools
 import json
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 
 from itemset.embedded.placement import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
+from itemset.serving import request_fields
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.request_fields import (
-    CHOICE,
-    COMPARED,
-    EXTRAS,
-    GUIDED,
-    REFERENCE,
-    STRUCTURED,
-    WORDS,
-    nearest,
-    objects,
-    wrong_type,
-)
+from itemset.serving.request_fields import CHOICE, COMPARED, EXTRAS, GUIDED, REFERENCE, STRUCTURED, nearest, objects
 
 Fields = Mapping[str, Any]
 """By name, what a field's type is."""
@@ -56,10 +46,10 @@ class Surface:
     """
 
     served: Mapping[str, Read]
-    elsewhere: Read
-    dropped: Collection[str]
     mends: Mapping[str, str]
     inside: str
+    elsewhere: Read = field(default_factory=dict)
+    dropped: Collection[str] = ()
 
     def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
         """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.
@@ -67,7 +57,7 @@ class Surface:
         fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone is
         looked for.
         """
-        watched = WORDS if ours else (REFERENCE,)
+        watched = request_fields.WORDS if ours else (REFERENCE,)
         fields = {name: inner for name, inner in fields.items() if name not in self.dropped}
         loose: dict[str, Any] = {}
         for number, (place, key, value, read) in enumerate(self._loose(self.served.get(path, {}), body, fields)):
@@ -96,18 +86,30 @@ class Surface:
                     yield from self._loose({**read, **self.elsewhere} if declared else read, value, inner, where)
             known = {*fields, *read.get(place, ())}
             if rest := {key: value for key, value in members if key not in known}:
-                yield from ((place, key, rest[key], ()) for key in rest.keys() & WORDS)
+                yield from ((place, key, rest[key], ()) for key in rest.keys() & request_fields.WORDS)
                 yield place, "", rest, ()
 
     def _lost(self, path: str, place: str, key: str, word: str) -> RefusedError:
         if path not in self.served and word not in self.elsewhere.get(place, ()):
             return RefusedError("wrong endpoint", f"{path:.60} takes no {key}: {self._send}")
         where = f" in {place}" if place else ""
-        return wrong_type(f"there is no field {key}{where}: {self.mends[word]}")
+        return request_fields.wrong_type(f"there is no field {key}{where}: {self.mends[word]}")
 
     @property
     def _send(self) -> str:
         return f"send it to one of {', '.join(sorted(self.served))}"
+
+
+def mends(choice: str, drawing: str) -> dict[str, str]:
+    """Return how each word is said right. choice: where the texts of an inline list belong. drawing: who draws."""
+    return {
+        REFERENCE: "name the item set in item_set, beside the other fields",
+        **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {choice}"),
+        request_fields.SLATE: "send slate beside the other fields",
+        **dict.fromkeys(request_fields.SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
+        **dict.fromkeys((request_fields.DRAWS, request_fields.DRAW), f"send draws beside item_set to {drawing}"),
+        request_fields.WEIGHT: f"send {request_fields.WEIGHT} beside item_set",
+    }
 
 
 def set_in(given: Mapping[str, Any]) -> str | None:

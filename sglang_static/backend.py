@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
 from itemset.embedded.vocabulary import Vocabulary
+from itemset.masking.arena import ArenaFullError, Place
 from itemset.masking.device_slate import Slate
 from itemset.masking.host import HostState, fill_bitmasks
+from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, receive_set
 from itemset.serving.config import StaticConfig
 from itemset.serving.embedded_grammars import Grammars, SharedGrammar
@@ -22,7 +25,6 @@ from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
 from sglang_static import compat, processor
-from sglang_static.device_path import claim
 from sglang_static.metrics import SchedulerFigures
 from sglang_static.request import receive_request
 from sglang_static.version_watcher import RankDevices
@@ -147,9 +149,24 @@ class StaticBackend:
         return False
 
     def _claim(self, manager: Any, request: Any, item_set: ItemSet, stops: set[int]) -> bool:
-        """Whether a request takes the device path."""
-        start, release = compat.reasoning_end_token(manager, request), self._figures.released
-        return self._plan is not None and claim(self._plan, release, request, item_set, start, stops)
+        """Claim a place for the request's set, held for as long as the request exists: it takes the device path.
+
+        False, and nothing done, if it must take the host path: a full arena, too many stop tokens, or an end of its
+        reasoning of more than one token.
+        """
+        start = compat.reasoning_end_token(manager, request)
+        if self._plan is None or start is None or len(stops) > MAX_STOP_TOKENS:
+            return False
+        try:
+            resident = self._plan.acquire(item_set)
+        except ArenaFullError as error:
+            logger.warning("An item set takes the host path: %s (inline_set_memory of the plugin's options)", error)
+            return False
+        # A request ends in many places of SGLang; that nothing holds on to it any more is the one sign of them all.
+        weakref.finalize(request, self._figures.released, resident.number)
+        place = Place(resident.number, resident.start, resident.digest, start, resident.below)
+        request.item_set = processor.Admitted(item_set, place, tuple(sorted(stops)))
+        return True
 
     def _admit_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
         spec, stops = holes.grammar, compat.stop_tokens(request)

@@ -19,10 +19,10 @@ from itemset.serving.front_end import FrontEndBase, Grammar
 from itemset.serving.http_bodies import body, while_connected
 from itemset.serving.list_runner import Lists
 from itemset.serving.request_fields import BEAMS, wrong_type
+from itemset.serving.single_request import OneRequest
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass
 from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list, with_constraint
-from sglang_static.single_request import EngineLists
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class FrontEnd(FrontEndBase):
             tokenizer,
             ModelLimits(model.vocab_size, model.context_len, RESERVED, self._ends),
             lambda: Vocabulary(compat.token_info(tokenizer, model.vocab_size, model.hf_eos_token_id)),
-            EngineLists(seats),
+            OneRequest(logger.warning, beams=seats, widest=None, too_many="more draws than the engine has seats for"),
             json_options=compat.json_options(),
         )
         self.lists = Lists(seats, lambda: compat.unfinished(manager))

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from itemset.masking.arena import Arena, arena_bytes
+from itemset.item_set import ItemSet
+from itemset.masking.arena import Arena, Place, arena_bytes
 from itemset.masking.arena_reservations import Arrivals, Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.device_slate import Slate
@@ -17,7 +18,6 @@ from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.trie.walk import DEAD, END
-from sglang_static.device_path import Admitted
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,14 @@ _current: list[ItemSetSampler] = []
 def current() -> ItemSetSampler | None:
     """This process's sampler of item sets; None on the host path, and where tokens are not sampled."""
     return _current[0] if _current else None
+
+
+class Admitted(NamedTuple):
+    """What the sampler must know of a request."""
+
+    item_set: ItemSet
+    place: Place
+    stop_tokens: tuple[int, ...]
 
 
 class Step(NamedTuple):

@@ -19,6 +19,8 @@ from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 
 CONSTRAINT = "item_set_constraint"
 """Where a prompt's sampling parameters have its Constraint, as an ItemRequest stands at `item_set`."""
+CARRIED = "item_set_list"
+"""Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
 _WORDS = (REFERENCE, CHOICE, CONSTRAINT, SLATE, WEIGHT, *SELECTION)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""

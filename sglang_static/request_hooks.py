@@ -11,7 +11,7 @@ from itemset.serving.request_fields import REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass, version_watcher
 from sglang_static.compat import hook
-from sglang_static.request import CONSTRAINT, names_sets, places, without_words
+from sglang_static.request import CARRIED, CONSTRAINT, names_sets, places, without_words
 
 
 @hook("sglang.srt.entrypoints.http_server:app", extends=True)
@@ -81,8 +81,6 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         if named or names_sets(given):  # ignored, or an unknown parameter
             raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original()
-    from sglang_static.single_request import CARRIED
-
     if (carried := getattr(obj, CARRIED, None)) is not None:
         tokenized = original()
         tokenized.sampling_params.custom_params = {WIRE: carried.json()}

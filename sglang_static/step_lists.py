@@ -23,9 +23,9 @@ from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import ListResult, ListSpec, ListTotals, NoList
 from sglang_static import processor
-from sglang_static.beam_hooks import WHOLE
 from sglang_static.processor import ItemSetSampler
 from sglang_static.request import receive_request
+from sglang_static.turns import WHOLE
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
 

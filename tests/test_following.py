@@ -213,7 +213,7 @@ def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes
     for _ in range(3):
         films.publish()
         processes.follower.look()
-    late = front._chosen.get(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}), first)
+    late = front._selections.get(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}), first)
     assert front.catalogue[late.reference] is late.item_set
     assert len(late.item_set) == len(held) - 3
     assert not front.catalogue._inline

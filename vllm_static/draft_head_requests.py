@@ -42,9 +42,8 @@ class Drafting(NamedTuple):
 def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str, ItemSet]) -> Drafting | None:
     """Open and check the configured head, before the engine starts; None without one.
 
-    fingerprint: of the model's tokenizer. sets: the registered ones.
-    Raises ItemSetError: the file is missing or damaged, of another model or tokenizer, or drafts none of the sets; or
-    if this engine makes no lists inside a step.
+    fingerprint: of the model's tokenizer. sets: the registered ones. Raises ItemSetError for a file that is missing or
+    damaged, of another model or tokenizer, or drafts none of the sets, and if no lists are made inside a step.
     """
     from itemset.ranking.draft_head import DraftHead
     from vllm_static.kv_branches import MOST_LOGITS

@@ -4,7 +4,7 @@ model's probability of all legal tokens.
 A processor that asks to change one request's logits makes model runner V2 copy those of the whole batch to float32, so
 ours does not ask. If a request asks for something else, vLLM makes its copy and calls `ItemSetProcessor.apply` on that.
 
-Weights leave the engine in the place of each sampled token's log-probability. So they take part in all that vLLM does with
+Weights leave the engine in the place of each sampled token's log-probability, and take part in all that vLLM does with
 these: asynchronous copies, accepted and rejected drafts, tokens cut after an end. The front end asks for no columns but
 this one, and their sum is the answer's `cumulative_logprob` (`answers`).
 """

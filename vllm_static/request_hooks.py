@@ -206,7 +206,8 @@ async def _beam_search_online(
     with _refusals(params):
         if self.engine_client.input_processor.static_front_end and (item_request := asked(params)) is not None:
             options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
-            way = partial(list_requests.online, item_request, self, prompt, request_id, params, lora_request, **options)
+            options["lora_request"] = lora_request
+            way = partial(list_requests.online, item_request, self, prompt, request_id, params, **options)
         async for output in way():
             yield output
 

@@ -25,7 +25,7 @@ LOOK = 0.002  # seconds between two looks whether other requests have had their 
 
 
 class EngineLists(OneRequest):
-    """Asks the engine for lists, as many at a time as `ranked_list_beams` says, or as a worker has room for.
+    """Asks the engine for as many lists at a time as `ranked_list_beams` says, or as a worker has room for.
 
     under_way: lists that the engine has now.
     """
@@ -66,10 +66,10 @@ class EngineLists(OneRequest):
     @asynccontextmanager
     async def room(self, spec: ListSpec, unfinished: Callable[[], int]) -> AsyncIterator[None]:
         """Wait until there are beams for a list, first come, first served, and hold them. Those of the draft head take
-        no blocks of the KV cache.
+        no blocks.
 
-        A list's step is a long one: only as many are under way as their `Pace` allows, and after one the engine's other
-        requests have as much time for themselves as it took. unfinished: how many requests there are, of lists too.
+        A list's step is long: only as many are under way as their `Pace` allows, and after one the engine's other
+        requests have as much time for themselves. unfinished: how many requests there are, of lists too.
         """
         width = 0 if spec.placeholders else spec.beams
         async with self._turn:

@@ -34,7 +34,7 @@ USUAL = 16  # the same, of an engine whose sets come with the requests
 
 class Trial(NamedTuple):
     """Why a worker cannot make lists, and why it cannot read their prompts once for all beams; None if it can. tokens:
-    for how many a pass may have logits, see `passes.logits_room`."""
+    see `branch_forward.logits_room`."""
 
     lists: str | None
     apart: str | None
@@ -78,10 +78,7 @@ def try_out(worker: Any, blocks: int, apart: bool) -> Trial:
 
 
 def install(worker: Any, room: Room) -> None:
-    """Let a worker make lists; without blocks it says so.
-
-    All workers get the same: one that made them in another way would use other CUDA graphs than its peers.
-    """
+    """Let a worker make lists; without blocks it says so. All get the same room, and so use the same CUDA graphs."""
     from vllm_static.step_lists import WideLists
 
     compat.install(LISTS)
@@ -128,10 +125,8 @@ def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, inp
     always=True,
 )
 def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
-    """Keep the last blocks from the scheduler, and give them to the workers.
-
-    Blocks of the scheduler's own pool would count as used, and `reset_prefix_cache` fails while any block is.
-    """
+    """Keep the last blocks from the scheduler, and give them to the workers. In its own pool they would count as used,
+    and `reset_prefix_cache` fails while any block is."""
     cache: KVCacheConfig = original()
     if not compat.is_ours(vllm_config):
         return cache
@@ -192,11 +187,11 @@ def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vll
     block: int = cache.kv_cache_groups[0].kv_cache_spec.block_size
     each = 2 * own_blocks(block - 1, min(LONGEST, longest or USUAL), block)
     context = -(-vllm_config.model_config.max_model_len // block)
-    wanted = config.ranked_list_beams
-    share = SHARE_UNASKED if wanted is None else SHARE
+    most = config.ranked_list_beams
+    share = SHARE_UNASKED if most is None else SHARE
     left: int = min(cache.num_blocks // share, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
     beams = max(0, left) // each
-    beams = beams if wanted is None else min(wanted, beams)
+    beams = beams if most is None else min(most, beams)
     return each * beams, beams
 
 

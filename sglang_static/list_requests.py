@@ -101,7 +101,7 @@ async def _one(
     if job.carried is not None:
         result, texts, info = await _in_one_request(generate, manager, prompt, job.carried, skip)
         said |= info
-        best = front_end.one_request.found(job.carried, result, job.search)
+        best = front_end.one_request.outcome(job.carried, result, job.search)
     if best is None:
         best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
     results: list[dict[str, Any]] = []

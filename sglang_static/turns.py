@@ -154,7 +154,7 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
 def rows_in_memory(rows: int, each: int, reserve: Callable[[int], Any]) -> int:
     """Return how many of `rows` a pass of lists has memory for: all, or a half as often as needed. 0 if none.
 
-    each: bytes of a row. reserve: takes this many bytes of the device. Raises RuntimeError if these are not free.
+    each: bytes of a row. reserve: takes bytes of the device; raises RuntimeError if these are not free.
     """
     while rows:
         try:
@@ -206,8 +206,8 @@ class Turns:
 
 
 def _can_part(batch: Any) -> bool:
-    """Whether some requests of a batch may run alone: penalties count in tensors of the whole batch, and where memory
-    is short SGLang decides who goes."""
+    """Whether some requests of a batch may run alone: penalties count in tensors of it all, and short memory is for
+    SGLang to deal with."""
     return not batch.sampling_info.penalizer_orchestrator.is_required and batch.check_decode_mem()
 
 
@@ -223,8 +223,8 @@ def _parted(batch: Any, which: Sequence[int]) -> Any:
 
 
 def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
-    """Return the queue's lists that wait for others to end, first come first served. rows, slots: what lists may have
-    together of the requests' rows and of the KV cache."""
+    """Return the queue's lists that wait for others to end. rows, slots: what lists may have together of the requests'
+    rows and of the KV cache."""
     queued = [request for request in queue if is_list(request.beam_group)]
     away = {id(request.beam_group) for request in queued}  # one that gave way to others was admitted before
     admitted, late = [group for group in admitted_lists() if id(group) not in away], list[Any]()
@@ -241,9 +241,9 @@ def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str 
     """A ranked list is a beam search inside its set, not a refused constraint."""
     carried = read(req.sampling_params.custom_params)
     if carried is not None and carried.ranked is not None:
-        from sglang_static import step_lists
+        from sglang_static.step_lists import give_group
 
-        return step_lists.give_group(self, req, original)
+        return give_group(self, req, original)
     error: str | None = original()
     return error
 

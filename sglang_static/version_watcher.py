@@ -48,11 +48,7 @@ def follower_of(manager: Any) -> Follower | None:
 
 
 def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
-    """Take up what is current of the published sets of an `sglang.Engine`, or of one of them, before the next request.
-
-    Returns the entry of each in `GET /v1/item_sets`. Raises ItemSetError: no such set, or a version that cannot be
-    served.
-    """
+    """Do `sglang_static.refresh`."""
 
     async def refreshed() -> list[dict[str, Any]]:
         follower = follower_of(engine.tokenizer_manager)

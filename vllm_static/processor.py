@@ -83,8 +83,8 @@ class ItemSetProcessor(LogitsProcessor):
         if vllm_config.speculative_config is not None:
             speculation.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
         self._warm_up()
-        nbytes, used = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
-        logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", self.arena.device, nbytes, used)
+        sizes = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
+        logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", self.arena.device, *sizes)
 
     @property
     def registered(self) -> list[itemset.ItemSet]:

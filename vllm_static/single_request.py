@@ -33,7 +33,7 @@ class EngineLists(OneRequest):
     def __init__(self, vllm_config: Any) -> None:
         limit = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
         beams = _BEAMS if limit is None else limit
-        too_many, always = "more draws than ranked_list_beams has room for", compat.why_rounds(vllm_config)
+        too_many, always = "more draws than ranked_list_beams has room for", compat.why_rounds(vllm_config) or ""
         super().__init__(logger.warning, beams=beams, widest=beams, too_many=too_many, always=always)
         self._engines: int = vllm_config.parallel_config.data_parallel_size
         self._taken, self.under_way = 0, 0  # beams; lists that have some
@@ -52,7 +52,7 @@ class EngineLists(OneRequest):
         return super().spec(asked, reference, search, end_token, **more)
 
     def read(self, carried: EngineRequest, table: Any, search: Any) -> Any:
-        """Do `OneRequest.found` for a request whose prompt_token_id_logprobs are its table."""
+        """Do `OneRequest.outcome` for a request whose prompt_token_id_logprobs are its table."""
         assert carried.ranked is not None
         result = ListResult.of_table(table, len(carried.ranked.races))
         if carried.ranked.placeholders:
@@ -61,7 +61,7 @@ class EngineLists(OneRequest):
             self.beams = self.widest = result.beams
             self._pace.most = result.beams * self._engines
             self._freed.set()
-        return self.found(carried, result, search)
+        return self.outcome(carried, result, search)
 
     @asynccontextmanager
     async def room(self, spec: ListSpec, unfinished: Callable[[], int]) -> AsyncIterator[None]:

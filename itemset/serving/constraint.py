@@ -24,10 +24,7 @@ SMALL = 20_000
 
 @dataclass(frozen=True, eq=False)
 class SetHole:
-    """A hole and the set in it.
-
-    kept: the set that came with the request or was chosen for it, held as long as the request needs it.
-    """
+    """A hole and the set in it. kept: the set, if it came with the request or was chosen for it, held meanwhile."""
 
     place: Place
     closers: bytes
@@ -61,9 +58,9 @@ class Constraint:
         return list(dict.fromkeys(hole.reference for hole in self.holes))
 
     def spec(self) -> str:
-        """Return what `grammars.Grammars` reads in the engine."""
+        """Return what `embedded_grammars.Grammars` reads in the engine."""
         holes = [
-            [hole.reference, hole.closers.decode("latin-1"), hole.place.group, hole.place.begins] for hole in self.holes
+            [one.reference, one.closers.decode("latin-1"), one.place.group, one.place.begins] for one in self.holes
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
 

@@ -30,8 +30,7 @@ class Body:
     """What is known of the body of the HTTP request that is being served.
 
     stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
-    would drop. brings_choice: whether it has an inline list. made: what was made of it before
-    its answer begins, held until the engine asks for it.
+    would drop. brings_choice: whether it has an inline list. made: of it before its answer begins, held meanwhile.
     """
 
     path: str = ""
@@ -83,16 +82,12 @@ class BodyMiddleware:
         raise NotImplementedError
 
     async def make(self, request: Any, given: Any) -> None:
-        """Make the set that a body brings or selects. An engine itself would ask for it once a stream has begun, too
-        late to refuse the request."""
+        """Make the set that a body brings or selects: once a stream has begun, it is too late to refuse it."""
         raise NotImplementedError
 
 
 async def while_connected(work: Awaitable[Result], request: Any) -> Result:
-    """Await it, but cancel it when the client has left. Raises ValueError then.
-
-    request: Starlette's, or None if there is no client that may leave.
-    """
+    """Await it, but cancel it and raise ValueError when the client has left. request: Starlette's, None without one."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
@@ -104,10 +99,8 @@ async def while_connected(work: Awaitable[Result], request: Any) -> Result:
 
 
 async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
-    """Around `Request.json`, by which FastAPI and the engines parse a body, once a request.
-
-    Raises HTTPException 400 for what is refused, counted: the one error that FastAPI lets through here.
-    """
+    """Around `Request.json`, which parses a body, once a request. Raises HTTPException 400 for what is refused: the one
+    error that FastAPI lets through here. Counts it."""
     middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
     if middleware is None or hasattr(request, "_json"):
         return await parse()
@@ -132,10 +125,7 @@ def path_of(scope: Mapping[str, Any]) -> str:
 
 
 def with_items(event: str, items: Mapping[int, Any]) -> str:
-    """A server-sent event of an OpenAI stream, with what each of its choices that ends here says of items.
-
-    items: fields by choice index, of those that have ended. Events before the end are not parsed.
-    """
+    """A server-sent event of an OpenAI stream, with what each choice that ends here says of items. items: by choice."""
     head, _, data = event.partition("data: ")
     if not items or '"finish_reason":' not in data:
         return event

@@ -35,25 +35,18 @@ async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any
     expected = getattr(obj, EXPECTED, None)
     async with aclosing(original()) as parts:
         async for part in parts:
-            finish = part["meta_info"].get("finish_reason")
-            weight = legal_mass.taken(part["meta_info"], state) if expected is not None and expected.weighed else None
+            info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
+            weight = legal_mass.taken(info, state) if expected is not None and expected.weighed else None
             if expected is not None and finish:
+                from sglang_static.metrics import count_answer
+
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
                 told = expected.answer_fields(state.output_ids, cut=cut, weight=weight)
-                stopped = not cut and finish["type"] == "stop"
-                _count(obj, expected, state.output_ids, told, stopped=stopped)
-                part["meta_info"].update(told)
+                stopped, reference = not cut and finish["type"] == "stop", getattr(obj, CALLED, None)
+                if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
+                    logger.error("Request %s: %s", obj.rid, fault)
+                info.update(told)
             yield part
-
-
-def _count(request: Any, expected: Any, tokens: list[int], told: dict[str, Any], *, stopped: bool) -> None:
-    from itemset.serving.metrics import label
-    from sglang_static.metrics import count_answer
-
-    reference = getattr(request, CALLED, None)
-    called = "" if reference is None else label(reference)
-    if fault := count_answer(called, expected, tokens, told, stopped=stopped):
-        logger.error("Request %s: %s", request.rid, fault)
 
 
 def note(request: Any, part: Any) -> None:

@@ -141,7 +141,7 @@ class StaticBackend:
             if request.sampling_params.max_new_tokens > 0 and carried.ranked is None:
                 self._figures.admitted("device" if on_device else "host")
             if not on_device:
-                request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
+                request.grammar = compat.after_reasoning(manager, request, StaticGrammar(item_set, stops))
                 manager._apply_request_reasoning_config(request)
         except ItemSetError as error:
             self._figures.refused()
@@ -181,7 +181,7 @@ class StaticBackend:
                 return False
 
         def compiled() -> Any:
-            return compat.behind_reasoning(
+            return compat.after_reasoning(
                 manager, request, HoleGrammar(self._grammars.get(spec, sets.__getitem__), stops)
             )
 

@@ -32,20 +32,18 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
 
 @contextlib.contextmanager
 def _refusals(params: Any = None) -> Iterator[None]:
-    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted.
-
-    params: the request's, or the request; its slate or its structured outputs are at fault if no other field is.
-    """
-    from vllm.exceptions import VLLMValidationError
-
+    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted. params: the
+    request's, or the request; its slate or its structured outputs are at fault if no other field is."""
     try:
-        yield
+        with metrics.refusals():
+            yield
     except ItemSetError as error:
+        from vllm.exceptions import VLLMValidationError
+
         from vllm_static.request import asks_slate
 
         own = REFERENCE if getattr(params, STRUCTURED, None) is None else STRUCTURED
         own = SLATE if asks_slate(params) else own
-        metrics.REFUSED.labels(getattr(error, "reason", "bad items")).inc()
         raise VLLMValidationError(str(error), parameter=getattr(error, "param", None) or own) from error
 
 
@@ -145,25 +143,17 @@ def _validate_structured_outputs(
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
     "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
-    always=True,
-)
-def _to_sampling_params(original: Callable[..., Any], self: Any) -> Any:
-    """The field item_set; an inline list that vLLM has replaced by a tool's schema."""
-    from vllm_static.http import add_item_set
-
-    return _refusals(self)(add_item_set)(self, original())
-
-
-@hook(
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params",
     always=True,
 )
-def _to_beam_search_params(original: Callable[..., Any], self: Any) -> Any:
-    """Drops constraints, which vLLM's beam search must be told of."""
-    from vllm_static.http import rank_item_set
+def _to_params(original: Callable[..., Any], self: Any) -> Any:
+    """The field item_set; constraints that vLLM drops for a beam search, or replaces by a tool's schema."""
+    from vllm_static import http
 
-    return _refusals(self)(rank_item_set)(self, original())
+    params = original()
+    add = http.rank_item_set if hasattr(params, "beam_width") else http.add_item_set
+    return _refusals(self)(add)(self, params)
 
 
 @hook(

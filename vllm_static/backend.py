@@ -148,7 +148,7 @@ class StaticBackend(StructuredOutputBackend):
         if holes.slate is not None and self._device is not None:
             (ref,), (kept,) = holes.sets, held
             own = EngineRequest(inline_ref(kept) if isinstance(kept, InlineSet) else ref, slate=holes.slate)
-            on_device = self._device.claim_slate(manager, request, self._catalogue[ref.reference], own)
+            on_device = self._device.claim(manager, request, self._catalogue[ref.reference], own)
         self._figures.by_path["device" if on_device else "host"] += 1
         return on_device
 

@@ -50,8 +50,11 @@ class DevicePath:
         carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
         a full arena, too many stop tokens, or an end of its reasoning of more than one token.
         """
-        params = request.sampling_params
-        start = compat.reasoning_end_token(manager, request)
+        params, start = request.sampling_params, compat.reasoning_end_token(manager, request)
+        if carried.slate is not None:  # which has a list of its own
+            if self._drafts or carried.slate[1] in params.all_stop_token_ids:
+                return False
+            item_set = Slate(item_set, f"slate {uuid.uuid4().hex}", *carried.slate)
         if start is None or len(params.all_stop_token_ids) > MAX_STOP_TOKENS:
             return False
         try:
@@ -63,14 +66,6 @@ class DevicePath:
         place = Place(resident.number, resident.start, resident.digest, start, resident.below)
         compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
-
-    def claim_slate(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
-        """Do `claim` for a slate of the set, with a list of its own."""
-        assert carried.slate is not None
-        more, separator = carried.slate
-        if self._drafts or separator in request.sampling_params.all_stop_token_ids:
-            return False
-        return self.claim(manager, request, Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator), carried)
 
     def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""

@@ -11,8 +11,7 @@ import xgrammar
 
 from itemset.embedded.placement import Place
 from itemset.item_set import ItemSet
-from itemset.serving.catalogue import Catalogue, InlineSet, set_ref
-from itemset.serving.wire import HolesSpec
+from itemset.serving.catalogue import InlineSet
 
 ENVELOPE = "\0item_set_holes:"
 """Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
@@ -63,7 +62,3 @@ class Constraint:
             [one.reference, one.closers.decode("latin-1"), one.place.group, one.place.begins] for one in self.holes
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
-
-    def holes_spec(self, catalogue: Catalogue) -> HolesSpec:
-        """Return what the request carries."""
-        return HolesSpec(self.spec(), [set_ref(catalogue, one) for one in self.references], self.slate)

@@ -22,7 +22,7 @@ from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import WEIGHT
 from itemset.serving.single_request import OneRequest
 from itemset.serving.version_watcher import Follower
-from itemset.serving.wire import INLINE, EngineRequest
+from itemset.serving.wire import INLINE, EngineRequest, HolesSpec
 
 Grammar = str | Constraint
 """What an answer keeps to: a set, by its reference, or a constraint with sets in it."""
@@ -85,7 +85,8 @@ class FrontEndBase:
             carried = EngineRequest(set_ref(self.checks.catalogue, grammar), weighed=weighed)
         else:
             self.constraints.check(grammar, stop_tokens=stop_tokens, max_tokens=max_tokens, **least)
-            carried = EngineRequest(holes=grammar.holes_spec(self.checks.catalogue))
+            sets = [set_ref(self.checks.catalogue, one) for one in grammar.references]
+            carried = EngineRequest(holes=HolesSpec(grammar.spec(), sets, grammar.slate))
         for reference in [grammar] if isinstance(grammar, str) else grammar.references:
             metrics.REQUESTS.labels(metrics.label(reference)).inc()
         return carried

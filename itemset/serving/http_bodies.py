@@ -65,7 +65,10 @@ class BodyMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        token = _body.set(Body(path_of(scope) if "path" in scope else ""))
+        path, root = scope.get("path", ""), scope.get("root_path") or ""
+        if root and path.startswith(f"{root}/"):  # a proxy's prefix, which the server's routes do not know
+            path = path[len(root) :]
+        token = _body.set(Body(str(path)))
         scope[_MIDDLEWARE] = self
         try:
             if scope["type"] == "http":
@@ -116,12 +119,6 @@ async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     except ItemSetError as error:
         raise HTTPException(400, str(error)) from error
     return given
-
-
-def path_of(scope: Mapping[str, Any]) -> str:
-    """The path as the server's routes know it, without a proxy's prefix."""
-    path, root = scope["path"], scope.get("root_path") or ""
-    return str(path[len(root) :] if root and path.startswith(f"{root}/") else path)
 
 
 def with_items(event: str, items: Mapping[int, Any]) -> str:

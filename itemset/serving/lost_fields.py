@@ -40,9 +40,8 @@ Read = Mapping[str, Collection[str]]
 class Surface:
     """Where one engine's endpoints read our words.
 
-    served: by path, what is read at each place. elsewhere: what all endpoints read that declare these places. dropped:
-    fields that endpoints declare and nothing reads. mends: how a word is said right. inside: where a constraint with
-    sets in it belongs.
+    served: by path, what is read at each place. mends: how a word is said right. inside: where a constraint with sets
+    belongs. elsewhere: what all endpoints read that declare these places. dropped: declared, and read by nothing.
     """
 
     served: Mapping[str, Read]
@@ -131,7 +130,8 @@ def set_in(given: Mapping[str, Any]) -> str | None:
             for key, inner in itertools.islice(value.items(), LOOKED_AT):
                 there = f"{where}.{key:.60}" if where else f"{key:.60}"
                 schema = names and isinstance(inner, dict | bool)
-                if inner is not None and not schema and (means_set(key) or key == GUIDED or _brings(key, inner)):
+                brings = chooses(inner) and nearest(key, (STRUCTURED,)) is not None
+                if inner is not None and not schema and (means_set(key) or key == GUIDED or brings):
                     return there
                 if names or key not in NO_SCHEMAS:
                     level.append((inner, there, key in NAMED and not names))
@@ -145,10 +145,6 @@ def _says(text: str) -> bool:
     return says_set(text) or GUIDED in text or STRUCTURED[:-1] in text
 
 
-def _brings(key: str, value: Any) -> bool:
-    return chooses(value) and nearest(key, (STRUCTURED,)) is not None
-
-
 def chooses(structured: Any) -> bool:
     """Whether a value of `structured_outputs` brings an inline list, rightly written or not."""
     return isinstance(structured, dict) and any(
@@ -158,18 +154,17 @@ def chooses(structured: Any) -> bool:
 
 
 def fields_of_route(scope: Mapping[str, Any], body: Any) -> Fields:
-    """The fields of a request's body, by the route that FastAPI has found for it.
-
-    A route that parses its body on its own, as /invocations does, declares none: it hands the body on to another, so
-    those count whose required fields are there.
-    """
+    """The fields of a request's body, by the route that FastAPI has chosen for it. If that declares none, as
+    /invocations, which hands the body on to another: those of all models whose required fields are there."""
     if (annotation := _annotation(scope.get("route"))) is not None:
         return fields_of_type(annotation)
     each = [_annotation(route) for route in scope["app"].routes] if isinstance(body, dict) else []
     models = [model for annotation in each for model in _models(annotation) if issubclass(model, BaseModel)]
-    return {
-        name: inner for model in models if _required(model) <= body.keys() for name, inner in _fields(model).items()
-    }
+    fields: dict[str, Any] = {}
+    for model in models:
+        if all((one.alias or name) in body for name, one in model.model_fields.items() if one.is_required()):
+            fields |= _fields(model)
+    return fields
 
 
 def _annotation(route: Any) -> Any:
@@ -178,27 +173,19 @@ def _annotation(route: Any) -> Any:
 
 
 def fields_of_type(annotation: Any) -> Fields:
-    """The fields of objects of a type: of all of a union's; none if they are free, as a dict's are, or if they are
-    several in a list."""
+    """The fields of objects of a type, or of all of a union's; none of a dict's, which are free, or of a list's."""
     return {name: inner for model in _models(annotation) for name, inner in _fields(model).items()}
 
 
 def _models(annotation: Any) -> Iterator[type]:
     annotation = getattr(annotation, "__value__", annotation)  # of an alias
     if isinstance(annotation, type) and typing.get_origin(annotation) is None:
-        if issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation) or _is_struct(annotation):
+        declares = dataclasses.is_dataclass(annotation) or hasattr(annotation, "__struct_fields__")
+        if declares or issubclass(annotation, BaseModel):
             yield annotation
     elif typing.get_origin(annotation) not in (list, dict, tuple, set, typing.Literal):
         for one in typing.get_args(annotation):
             yield from _models(one)
-
-
-def _is_struct(annotation: type) -> bool:
-    return hasattr(annotation, "__struct_fields__")
-
-
-def _required(model: type[BaseModel]) -> set[str]:
-    return {field.alias or name for name, field in model.model_fields.items() if field.is_required()}
 
 
 @functools.lru_cache(1024)

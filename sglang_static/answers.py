@@ -27,11 +27,9 @@ ITEMS = "item_set_items"
 """Attribute of the `GenerateReqInput` of an endpoint: the items found so far, by the index of their choice."""
 
 
-@hook(
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response", why="which item a finished answer is"
-)
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")
 async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any) -> AsyncGenerator[Any, None]:
-    """Every output passes here, and its state has all of its tokens."""
+    """Which item a finished answer is: every output passes here, and its state has all of its tokens."""
     expected = getattr(obj, EXPECTED, None)
     async with aclosing(original()) as parts:
         async for part in parts:
@@ -59,9 +57,9 @@ def note(request: Any, part: Any) -> None:
 @hook(
     "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._generate_completion_stream",
     "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._generate_chat_stream",
-    why="an answer's item, streamed",
 )
 async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> AsyncGenerator[str, None]:
+    """An answer's item, streamed."""
     from itemset.serving import http_bodies
 
     async with aclosing(original()) as events:
@@ -72,10 +70,9 @@ async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> A
 @hook(
     "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._build_completion_response",
     "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._build_chat_response",
-    why="an answer's item; a list's ranks and scores",
 )
 def openai_response(original: Callable[..., Any], ret: Any) -> Any:
-    """Each answer's item in its choice; a ranked list's says more of it."""
+    """Each answer's item in its choice; a list's ranks and scores."""
     from itemset.serving.http_bodies import body
     from sglang_static.list_requests import with_items
 

@@ -2,9 +2,8 @@
 request has one.
 
 SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists and draws are one
-request, whose candidates come from the set (`one_request`). For the others, and to end what that leaves undecided, each
-round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`):
-the children of a prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
+request, whose candidates come from the set (`step_lists`). For the others, and to end what that leaves undecided, each
+round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`).
 """
 
 from __future__ import annotations

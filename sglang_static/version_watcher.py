@@ -26,11 +26,9 @@ METHOD = "item_sets"
 scheduler, and others back."""
 
 
-@hook(
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
-    why="published sets are followed once the event loop is known",
-)
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop")
 def _auto_create_handle_loop(original: Callable[..., Any], self: Any) -> None:
+    """Published sets are followed once the event loop is known."""
     original()
     front = getattr(self, "static_front_end", None)
     if front is not None and front.follower is None:

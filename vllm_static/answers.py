@@ -61,42 +61,34 @@ def merge(original: Callable[..., Any], self: Any, next_output: Any) -> None:
                 _say(output, told_of(done))
 
 
-@hook(
-    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
-    why="an answer's item; a list's ranks and scores",
-    when=IMPORTED,
-)
+_COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+_CHAT = "vllm.entrypoints.openai.chat_completion"
+_RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+
+
+@hook(f"{_COMPLETIONS}.request_output_to_completion_response", when=IMPORTED)
 def completion_response(original: Callable[..., Any], final_res_batch: Any) -> Any:
+    """An answer's item; a list's ranks and scores."""
     outputs = [output for result in final_res_batch for output in result.outputs]
     return _with_items(original(), dict(enumerate(map(told_of, outputs))))
 
 
-@hook(
-    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-    why="an answer's item; a list's ranks and scores",
-    when=IMPORTED,
-)
+@hook(f"{_CHAT}.serving:OpenAIServingChat.chat_completion_full_generator", when=IMPORTED)
 async def chat_response(original: Callable[..., Any], result_generator: Any) -> Any:
+    """An answer's item; a list's ranks and scores."""
     items: Items = {}
     return _with_items(await original(result_generator=_noted(result_generator, items)), items)
 
 
-@hook(
-    "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch",
-    why="an answer's item",
-    when=IMPORTED,
-)
+@hook(f"{_CHAT}.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch", when=IMPORTED)
 async def chat_batch_response(original: Callable[..., Any], generators: Any) -> Any:
+    """An answer's item."""
     items: Items = {}
     noted = [_noted(results, items, first=i) for i, results in enumerate(generators)]
     return _with_items(await original(generators=noted), items)
 
 
-@hook(
-    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.responses_full_generator",
-    why="an answer's item, streamed or not",
-    when=IMPORTED,
-)
+@hook(f"{_RESPONSES}.responses_full_generator", why="an answer's item, streamed or not", when=IMPORTED)
 async def responses_response(original: Callable[..., Any], context: Any) -> Any:
     """Streams end with the same object. A response has no choices: `item` stands beside its `output`."""
     response = await original()
@@ -107,12 +99,12 @@ async def responses_response(original: Callable[..., Any], context: Any) -> Any:
 
 
 @hook(
-    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
-    why="an answer's item, streamed",
+    f"{_COMPLETIONS}.completion_stream_generator",
+    f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator",
     when=IMPORTED,
 )
 async def stream(original: Callable[..., Any], request: Any, result_generator: Any) -> AsyncGenerator[str, None]:
+    """An answer's item, streamed."""
     from itemset.serving import http_bodies
 
     items: Items = {}

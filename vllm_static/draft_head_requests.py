@@ -68,11 +68,9 @@ def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str
     return Drafting(head.placeholders, MOST_LOGITS // (4 * head.width_of_logits))
 
 
-@hook(
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-    why="a draft head reads the hidden states at the end of its prompt: they are computed, also if their KV is cached",
-)
+@hook("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks")
 def _get_computed_blocks(original: Callable[..., Any], self: Any, request: Any) -> Any:
+    """A draft head reads the hidden states at the end of its prompt: they are computed, also if their KV is cached."""
     params = request.sampling_params
     carried = read(params.extra_args) if params is not None else None
     if carried is None or carried.ranked is None or not carried.ranked.placeholders:

@@ -76,16 +76,12 @@ def sample_on_device(original: Callable[..., Any], self: Any, logits: Tensor, in
     return output
 
 
-@hook(
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params",
-    why="masks logits as the model gave them: for a processor, vLLM copies the whole batch's to float32",
-    when=IMPORTED,
-)
+@hook("vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params", when=IMPORTED)
 def apply_sampling_params(
     original: Callable[..., Tensor], self: Any, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any,
     pos: Tensor, input_ids: Tensor, expanded_local_pos: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Around what both samplers of model runner V2 call first. Where nobody asks for a change it returns the logits."""
+    """Masks logits as the model gave them: for a processor, vLLM copies the whole batch's to float32."""
     if not self.needs_logits_processing[idx_mapping_np].any():
         raw = self.logprobs_mode.startswith("raw") and self.get_logprobs_dims(idx_mapping_np) is not None
         layout = {"above": expanded_local_pos, "tokens": input_ids, "positions": pos}

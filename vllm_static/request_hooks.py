@@ -156,15 +156,11 @@ def _to_params(original: Callable[..., Any], self: Any) -> Any:
     return _refusals(self)(add)(self, params)
 
 
-@hook(
-    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
-    why="ranked lists: vLLM's own loop loses legal candidates, and knows the built-in backends only",
-    when=IMPORTED,
-)
+@hook("vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search", when=IMPORTED)
 def _beam_search(
     original: Callable[..., Any], self: Any, prompts: Any, params: Any, lora_request: Any, priority: Any = None
-) -> Any:
-    """Offline: the rounds of all prompts together. priority: since vLLM 0.33."""
+) -> Any:  # priority: since vLLM 0.33
+    """Ranked lists offline: vLLM's own loop loses legal candidates, and knows the built-in backends only."""
     from vllm_static import list_requests
     from vllm_static.request import asked
 
@@ -179,16 +175,12 @@ def _beam_search(
         return list_requests.offline(self, inputs, item_request, params, loras, priorities)
 
 
-@hook(
-    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
-    why="ranked lists over HTTP",
-    when=IMPORTED,
-)
+@hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
 async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
     trace_headers: Any, session_id: Any = None, priority: int = 0,
-) -> AsyncGenerator[Any, None]:  # fmt: skip
-    """session_id: since vLLM 0.32. priority: since 0.33."""
+) -> AsyncGenerator[Any, None]:  # fmt: skip # session_id: since vLLM 0.32, priority: since 0.33
+    """Ranked lists over HTTP."""
     from vllm_static import list_requests
     from vllm_static.request import asked
 

@@ -107,25 +107,18 @@ def _remove_request(original: Callable[..., Any], self: Any, req_id: str) -> Non
         lists.remove(req_id)
 
 
-@hook(
-    f"{_PROMPTS}.compute_prompt_token_id_logprobs",
-    why="a list's passes run where a step has its hidden states, after its sampling",
-    when=LISTS,
-)
+@hook(f"{_PROMPTS}.compute_prompt_token_id_logprobs", when=LISTS)
 def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, input_batch: Any) -> dict[str, Tensor]:
+    """A list's passes run where a step has its hidden states, after its sampling."""
     scores: dict[str, Tensor] = original()
     if (lists := getattr(self, _LISTS, None)) and lists.waiting:
         scores |= lists.answer(hidden_states, input_batch)
     return scores
 
 
-@hook(
-    "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
-    why="ranked lists have blocks of the KV cache that the scheduler does not know",
-    always=True,
-)
+@hook("vllm.v1.engine.core:EngineCore._initialize_kv_caches", always=True)
 def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
-    """Keep the last blocks from the scheduler, and give them to the workers. In its own pool they would count as used,
+    """Ranked lists have blocks of the KV cache that the scheduler does not know: in its pool they would count as used,
     and `reset_prefix_cache` fails while any block is."""
     cache: KVCacheConfig = original()
     if not compat.is_ours(vllm_config):

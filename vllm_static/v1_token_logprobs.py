@@ -25,13 +25,9 @@ LOGITS_MODES = ("raw_logits", "processed_logits")
 """Of `--logprobs-mode`: those in which vLLM gives logits where it is asked for log-probabilities."""
 
 
-@hook(
-    "vllm.v1.sample.sampler:Sampler.forward",
-    why="V1: scores of chosen tokens, for ranked lists, take other requests' most likely tokens away",
-    when=IMPORTED,
-)
+@hook("vllm.v1.sample.sampler:Sampler.forward", when=IMPORTED)
 def sample(forward: Callable[..., Any], self: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-    """One row of logits a request."""
+    """V1: scores of chosen tokens, for ranked lists, take other requests' most likely tokens away."""
     chosen = sampling_metadata.logprob_token_ids
     if not chosen:
         return forward()
@@ -40,13 +36,9 @@ def sample(forward: Callable[..., Any], self: Any, logits: Tensor, sampling_meta
     return _with(output, list(chosen), *scores)
 
 
-@hook(
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
-    why="V1: with speculation, chosen tokens end the engine",
-    when=IMPORTED,
-)
+@hook("vllm.v1.sample.rejection_sampler:RejectionSampler.forward", when=IMPORTED)
 def verify(forward: Callable[..., Any], self: Any, metadata: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-    """A row of logits for each draft of a request, and one after them."""
+    """V1: with speculation, chosen tokens end the engine."""
     chosen = sampling_metadata.logprob_token_ids
     if not chosen:
         return forward()

@@ -1,7 +1,6 @@
 """The HTTP surface of both engines: a body is checked once the server itself has parsed it; answers get their items.
 
-Judging what the server's own parser made leaves nothing to pass by: neither content types, encodings and escapes, nor
-how deep a body is nested. Nothing is parsed twice, and what the server cannot parse it refuses as ever.
+Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """A list that is to be made. number: its set's, in the arena. prompt: with the placeholders, if there are any."""
+    """A list to be made. number: its set's, in the arena. prompt: with its placeholders."""
 
     number: int
     prompt: Prompt
@@ -81,11 +81,11 @@ class DraftedLists:
             one, states = self.asked[request]
             start = int(batch.num_computed_prefill_tokens_np[i])
             end = min(start + int(batch.num_scheduled_tokens[i]), one.prompt.tokens)
-            wanted = one.prompt.tokens - len(states)  # the position of the prompt's last token
-            first = max(wanted, start)
+            last = one.prompt.tokens - len(states)  # the position of the prompt's last token
+            first = max(last, start)
             if first < end:
                 row = int(batch.query_start_loc_np[i]) - start
-                states[first - wanted : end - wanted] = hidden_states[row + first : row + end]
+                states[first - last : end - last] = hidden_states[row + first : row + end]
             if end == one.prompt.tokens:
                 ready.append(self.asked.pop(request))
         if not ready:
@@ -102,7 +102,7 @@ class DraftedLists:
         return tables
 
     def _groups(self, ready: Sequence[tuple[Asked, Tensor]]) -> Iterator[list[tuple[Asked, Tensor]]]:
-        """Lists that are made together: of one set, as wide, and no more than have room for their logits."""
+        """Lists to be made together: alike, and no more than have room for their logits."""
         for _, alike in groupby(ready, key=lambda pair: pair[0].kind):
             group = list(alike)
             most = max(1, MOST_LOGITS // (4 * self._head.width_of_logits * group[0][0].spec.width))
@@ -113,8 +113,6 @@ class DraftedLists:
         arena = self._sets.arena
         plan = arena.level_plan(numbers[0])
         beams = self._head.beams(arena, numbers, plan, hidden, kernels=self._sets.kernels, **options)
-        result = beams.result
-        head = torch.zeros_like(result[:, :1])
-        head[:, 0, 0] = beams.proven
-        head[:, 0, 1:3] = 1  # one pass, in one round
-        return torch.cat((head, result), 1)
+        head = torch.zeros_like(beams.result[:, :1])
+        head[:, 0, 0], head[:, 0, 1:3] = beams.proven, 1  # one pass, in one round
+        return torch.cat((head, beams.result), 1)

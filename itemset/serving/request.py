@@ -8,25 +8,10 @@ from itertools import islice
 from typing import Any
 
 from itemset.errors import shown
-from itemset.serving import draw_options
+from itemset.serving import draw_options, request_fields
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.draw_options import DrawOptions, check_fields
-from itemset.serving.request_fields import (
-    BEAMS,
-    CANDIDATES,
-    COMPARED,
-    DRAWN,
-    DRAWS,
-    ELSEWHERE,
-    FILTER,
-    OPTIONS,
-    REFERENCE,
-    SELECTION,
-    SLATE,
-    WEIGHT,
-    nearest,
-    wrong_type,
-)
+from itemset.serving.request_fields import BEAMS, DRAWN, DRAWS, OPTIONS, REFERENCE, SELECTION, SLATE, WEIGHT, wrong_type
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
@@ -136,8 +121,8 @@ class ItemRequest:
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
-            for key in islice(given, COMPARED):
-                if key != REFERENCE and nearest(key, (REFERENCE,)):
+            for key in islice(given, request_fields.COMPARED):
+                if key != REFERENCE and request_fields.nearest(key, (REFERENCE,)):
                     raise wrong_type(f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE)
             return None
         _check_one_set(named, choices, constraints, other)
@@ -164,7 +149,7 @@ def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices
             raise wrong_type(
                 f"{word} chooses among the items of a registered set: name the set as {REFERENCE}{mend}", word
             )
-        kind, example = (dict, "an object of conditions") if word == FILTER else (list, "a list of keys")
+        kind, example = (dict, "an object of conditions") if word == request_fields.FILTER else (list, "a list of keys")
         if not isinstance(value, kind):
             raise wrong_type(f"{word} must be {example}, not {shown(value)}", word)
 
@@ -201,10 +186,9 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
 
     given: fields of a request with a set, ours among them.
     """
-    for key in (*islice(given, COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
-        word = (None if drawn and key == CANDIDATES else ELSEWHERE.get(key)) or nearest(
-            key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT)
-        )
+    for key in (*islice(given, request_fields.COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
+        meant = None if drawn and key == request_fields.CANDIDATES else request_fields.ELSEWHERE.get(key)
+        word = meant or request_fields.nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT))
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
         if word in DRAWN and given[key] is not None and not drawn:

@@ -166,13 +166,16 @@ class Composite:
 
     def allowed_prefix(self, tokens: list[int]) -> list[int]:
         """Return the longest start of `tokens` that `accept` would take, up to a stop token. The state stays."""
-        taken = 0
-        for token in tokens:
-            if self.is_terminated or not self.accept(token):
-                break
-            taken += 1
+        taken = self.read(tokens)
         self.rollback(taken)
         return tokens[:taken]
+
+    def read(self, tokens: Sequence[int]) -> int:
+        """Take tokens up to a stop token, or to the first that is not allowed. Returns how many."""
+        taken = 0
+        while taken < len(tokens) and not self.is_terminated and self.accept(tokens[taken]):
+            taken += 1
+        return taken
 
     def rollback(self, tokens: int) -> None:
         """Forget the last `tokens` accepted tokens. Raises ValueError if fewer were accepted."""

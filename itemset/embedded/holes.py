@@ -49,7 +49,6 @@ class Closing:
 
 
 _OfState = tuple[Closing, list[int]] | None
-_UNKNOWN: _OfState = (Closing((), {}), [])
 
 
 @compiled
@@ -93,7 +92,7 @@ class Items(Walk):
     def _closing_of_all(self, state: int, bridges: Bridges) -> _OfState:
         """Return them, and the last tokens after which an item ends that begins a longer one, of the whole set."""
         key = (state, bridges)
-        if (known := self._closing.get(key, _UNKNOWN)) is not _UNKNOWN:
+        if (known := self._closing.get(key)) is not None or key in self._closing:
             return known
         row, lasts = np.empty(len(bridges.last), np.int32), list[int]()
         self.fill(state, row)

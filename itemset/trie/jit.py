@@ -9,13 +9,8 @@ from typing import Any
 
 import numba
 
-
-def _stamp() -> tuple[int, int]:
-    sources = [path.stat() for path in Path(__file__).parents[1].rglob("*.py")]
-    return max(source.st_mtime_ns for source in sources), sum(source.st_size for source in sources)
-
-
-_STAMP = _stamp()
+_SOURCES = [path.stat() for path in Path(__file__).parents[1].rglob("*.py")]
+_STAMP = max(source.st_mtime_ns for source in _SOURCES), sum(source.st_size for source in _SOURCES)
 
 
 def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection[str] = ()) -> Any:

@@ -192,7 +192,7 @@ def allocate(
     )
     starts = np.cumsum(per_level, axis=1) - per_level
     if tables.counted:
-        targets.set_levels(tables.tail_base, starts[EDGES], starts[LEAVES], starts[TAIL_TOKENS], length)
+        targets.set_levels(tables.tail_base, starts[[EDGES, LEAVES, TAIL_TOKENS]], length)
     starts[TERMINALS] += totals[LEAVES]
     tables.row_offsets[nodes] = edges
     return tables, starts

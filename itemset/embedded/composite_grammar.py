@@ -257,8 +257,9 @@ class Composite:
             thread.open = []
             for number in taken:
                 hole = self._holes[number]
-                anew = hole.group is None or hole.begins
-                items = hole.items if anew else thread.given.get(hole.group, hole.items)
+                items = hole.items
+                if hole.group is not None and not hole.begins:
+                    items = thread.given.get(hole.group, items)
                 thread.open.append(thread.inside(number, items, self._read[-1]))
         return thread.open
 

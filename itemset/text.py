@@ -1,7 +1,5 @@
 """Texts into token sequences, and what identifies the tokenizer that did it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

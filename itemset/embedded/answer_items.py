@@ -1,7 +1,5 @@
 """The place of each item of an answer in its JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 

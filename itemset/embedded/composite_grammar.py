@@ -5,8 +5,6 @@ if a text may be read in several ways: the item `Alien`, or the beginning of `Al
 A hole is entered where its matcher takes the hole's id, and left by giving it that id: in between it stands still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +56,7 @@ class _Matcher:
             self.matcher.rollback(self.depth - depth)
             self.depth = depth
 
-    def fork(self) -> _Matcher:
+    def fork(self) -> "_Matcher":
         return _Matcher(self.matcher.fork(), self.depth)
 
 
@@ -88,13 +86,13 @@ class _Thread:
         state: int = 0,
         path: tuple[int, ...] = (),
         matcher: _Matcher | None = None,
-    ) -> _Thread:
+    ) -> "_Thread":
         """Return the reading inside a hole, at a state of its items."""
         thread = _Thread(matcher or self.matcher, self.given, self.found)
         thread.hole, thread.items, thread.begin, thread.state, thread.path = hole, items, begin, state, path
         return thread
 
-    def after(self, state: int, token: int, matcher: _Matcher | None = None) -> _Thread:
+    def after(self, state: int, token: int, matcher: _Matcher | None = None) -> "_Thread":
         """Return the reading after one more token of the item."""
         return self.inside(self.hole, self.items, self.begin, state, (*self.path, token), matcher)
 

@@ -1,7 +1,5 @@
 """The holes of a grammar: which items may stand in each, and which of them have been given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +34,7 @@ class Closing:
         self._lasts, self._tokens, self._rests = np.array(known, np.int64).reshape(-1, 3).T.copy()
         self.others = [one for one in self._each if one[2] not in alone]
 
-    def without(self, lasts: set[int], alone: dict[bytes, int]) -> Closing:
+    def without(self, lasts: set[int], alone: dict[bytes, int]) -> "Closing":
         """Return those with other last tokens."""
         return Closing((one for one in self._each if one[0] not in lasts), alone)
 
@@ -69,7 +67,7 @@ class Items(Walk):
         self.item_set, self._all = item_set, self
         self._closing: dict[tuple[int, Bridges], _OfState] = {}
 
-    def without(self, tokens: tuple[int, ...]) -> Items:
+    def without(self, tokens: tuple[int, ...]) -> "Items":
         """Return what is left after this item."""
         left = object.__new__(Items)
         left.item_set, left._all = self.item_set, self._all

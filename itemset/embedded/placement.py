@@ -1,7 +1,5 @@
 """A place of an item set in a constraint, and a grammar with marks in such places."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ What it has dropped shows by a mark that is missing; the others become holes. A 
 inside a JSON string, and its items must be escaped as such.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -15,8 +15,6 @@ midnight without a time. Strings are in the order of their code points. NaN pass
 "$exists": true.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -4,8 +4,6 @@ Texts with few distinct values are numbers into a dictionary there, so that a fi
 and takes the rest by number. The stream's batches lie in the mapped file: reading copies nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,7 +207,7 @@ class Column:
         return array.view(self.plain)
 
     @property
-    def _inner(self) -> Column:
+    def _inner(self) -> "Column":
         return Column(self.name, self.plain.value_type, self.texts)
 
 

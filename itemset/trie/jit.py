@@ -1,7 +1,5 @@
 """The decorator of all compiled loops: Numba, with its results kept on disk until a source file changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path

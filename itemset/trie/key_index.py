@@ -1,7 +1,5 @@
 """A hash table of all keys of a set, made when a first key is looked up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

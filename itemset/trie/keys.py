@@ -1,7 +1,5 @@
 """The caller's own keys of the items: integers or strings, one or several for each item."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -119,7 +117,7 @@ class Keys:
         return values_to_sections(self.values) | ({} if self.starts is None else {"key_starts": self.starts})
 
     @staticmethod
-    def from_sections(sections: dict[str, NDArray[Any]], items: int) -> Keys:
+    def from_sections(sections: dict[str, NDArray[Any]], items: int) -> "Keys":
         """Return the keys of as many items over the file's own memory. Raises ValueError if they do not fit."""
         if "keys" in sections:
             if sections["keys"].dtype != np.int64:

@@ -5,8 +5,6 @@ edge: whole tables were read up to 93 times slower than so. Integers also are of
 and whether they are mapped from a file, so each loop is compiled once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Items as rows of token ids: any input as one flat array, checked, sorted and folded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -49,7 +47,7 @@ class Rows:
     def longest(self) -> int:
         return self.layout[1] or int(np.diff(self.offsets).max())
 
-    def take(self, order: NDArray[Any]) -> Rows:
+    def take(self, order: NDArray[Any]) -> "Rows":
         """Return the rows at these positions, in this order."""
         offsets, width = self.layout
         if width:

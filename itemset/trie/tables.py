@@ -4,8 +4,6 @@ Nodes are the prefixes that two or more items share, in level order; edges are i
 If an item stands alone after its edge, the rest of it is a *tail*: plain tokens, not a chain of nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -9,8 +9,6 @@ tails of a level have one length, so a product gives where a tail starts.
 *stored* (16 or 32 bits), for items of any lengths: `targets` has a distance for each edge, from its block's bases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

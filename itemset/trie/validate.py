@@ -1,7 +1,5 @@
 """What a file's tables must be before anything walks them, and the digest that tells two sets apart."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ A filter leaves one bit an edge, and one a node: whether an item may end there. 
 short sorted list: for each item the highest edge that leads to no other.
 """
 
-from __future__ import annotations
-
 from heapq import heapify, heappop, heappush
 
 import numpy as np

@@ -3,8 +3,6 @@
 Safe whatever the tables hold, but for `row_offsets`, which are checked when a file is opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.trie.keys import values_to_sections
+from itemset.trie.key_index import values_to_sections
 
 _LOCK = "lock"
 

@@ -22,7 +22,7 @@ from itemset.serving.request_fields import BEAMS, wrong_type
 from itemset.serving.single_request import OneRequest
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass
-from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list, with_constraint
+from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class FrontEnd(FrontEndBase):
                 )
             if one is None:
                 assert constraint is not None
-                judged.append(with_constraint(params or {}, constraint))
+                judged.append(in_place(params or {}, constraint))
                 continue
             if one.weighed:
                 self._check_weighed(request, i, params or {})

@@ -165,8 +165,8 @@ async def _in_one_request(
             texts[tokens] = one["text"]
             items.append((tokens, one["meta_info"]["sequence_score"]))
     totals, rows = msgspec.convert(results[0]["meta_info"]["finish_reason"], ListTotals), iter(items)
-    found = [[next(rows) for _ in range(count)] for count in totals.found]
-    return ListResult(found, totals.proven, totals.passes, totals.rounds), texts, info
+    races = [[next(rows) for _ in range(count)] for count in totals.counts]
+    return ListResult(races, totals.proven, totals.passes, totals.rounds), texts, info
 
 
 async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:

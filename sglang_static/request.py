@@ -97,17 +97,14 @@ def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
     return {"seed": seed, "temperature": params.get("temperature")}
 
 
-def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
-    """The parameters of one prompt in which an ItemRequest stands in place of the words that it was read from."""
-    return {**without_words_anywhere(params), REFERENCE: request}
-
-
-def without_words_anywhere(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of one prompt without our words, also in their `custom_params`."""
+def in_place(params: Mapping[str, Any], grammar: ItemRequest | Constraint) -> dict[str, Any]:
+    """The parameters of one prompt in which a request, or a constraint, stands in place of what it was made of."""
     own = without_words(params)
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
-    return own
+    if isinstance(grammar, ItemRequest):
+        return {**own, REFERENCE: grammar}
+    return {**{key: value for key, value in own.items() if key not in KINDS}, CONSTRAINT: grammar}
 
 
 def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,34 +128,30 @@ def disguised(tag: Any) -> Any:
     """A structural tag of a body, with what SGLang's body model takes (xgrammar's `Format`) in place of its sets: a
     constant text, out of which `constraint_of` takes the set again."""
 
-    def constant(node: dict[str, Any]) -> dict[str, Any] | None:
-        if node.get("type") != REFERENCE:
-            return None
-        return {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
+    def constant(node: dict[str, Any]) -> Any:
+        text = {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
+        return text if node.get("type") == REFERENCE else None
 
     return _replaced(tag, constant) if mentions(tag) else tag
 
 
 def _undisguised(tag: str) -> str:
-    def item_set(node: dict[str, Any]) -> dict[str, Any] | None:
+    def item_set(node: dict[str, Any]) -> Any:
         value = node.get("value")
-        if not isinstance(value, str) or not value.startswith(_DISGUISE):
-            return None
-        given: dict[str, Any] = json.loads(value.removeprefix(_DISGUISE))
-        return given
+        return json.loads(value[len(_DISGUISE) :]) if isinstance(value, str) and value.startswith(_DISGUISE) else None
 
     return json.dumps(_replaced(json.loads(tag), item_set)) if _DISGUISE in tag else tag
 
 
-def _replaced(node: Any, other: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Any:
+def _replaced(node: Any, other: Callable[[dict[str, Any]], Any]) -> Any:
     """The same with other formats in place of those for which there is one; JSON schemas are left as they are."""
     if isinstance(node, list):
         return [_replaced(one, other) for one in node]
     if not isinstance(node, dict):
         return node
-    if (replacement := other(node)) is not None:
-        return replacement
-    return {key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()}
+    return other(node) or {
+        key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()
+    }
 
 
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -177,9 +170,3 @@ def names_sets(params: Mapping[str, Any]) -> bool:
     """Whether a set stands in the constraint of one prompt."""
     given = constraint_of(params, {})
     return given is not None and holds_sets(*given)
-
-
-def with_constraint(params: Mapping[str, Any], constraint: Constraint) -> dict[str, Any]:
-    """The same parameters, with the constraint in place of what it was made of."""
-    own = without_words_anywhere(params)
-    return {**{key: value for key, value in own.items() if key not in KINDS}, CONSTRAINT: constraint}

@@ -259,7 +259,7 @@ def _joined(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def rows_in(counts: Sequence[int]) -> int:
-    """How many rows a group needs: two at least, as SGLang knows no other beam search."""
+    """How many rows a group needs: two at least, for SGLang."""
     return max(2, *counts, 0)
 
 

@@ -91,11 +91,6 @@ class ItemSetProcessor(LogitsProcessor):
     def registered(self) -> list[itemset.ItemSet]:
         return list(self._catalogue.registered.values())
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest item of the registered sets, 0 without any."""
-        return max((item_set.longest for item_set in self._catalogue.registered.values()), default=0)
-
     def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
         """Do `version_rollout.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):

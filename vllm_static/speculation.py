@@ -39,18 +39,13 @@ _processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary() 
 
 
 def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> None:
-    """Let this processor mask the drafts that are proposed under this speculative configuration.
-
-    forced: let forced tokens take the place of what an n-gram drafter proposes.
-    Raises RuntimeError where vLLM lacks a hook.
-    """
+    """Let this processor mask the drafts that are proposed under this speculative configuration. Raises RuntimeError if
+    vLLM lacks a hook. forced: let forced tokens take the place of what an n-gram drafter proposes."""
     compat.install(SPECULATION)
     if forced or speculative.method not in NGRAM:
         _processors[id(speculative)] = processor
-    unmasked = UNMASKED.get(speculative.method)
-    if speculative.use_local_argmax_reduction:
-        unmasked = "use_local_argmax_reduction makes no draft logits"
-    if unmasked:
+    reduced = "use_local_argmax_reduction makes no draft logits" if speculative.use_local_argmax_reduction else None
+    if unmasked := reduced or UNMASKED.get(speculative.method):
         logger.warning(
             "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
             speculative.method,

@@ -90,7 +90,7 @@ def longest_item(worker: Any) -> int:
     """Return how many tokens the longest item of the registered sets has, 0 without any. Called by the engine core."""
     from vllm_static.processor import item_sets
 
-    return item_sets(compat.runner_of(worker)).longest
+    return max((one.longest for one in item_sets(compat.runner_of(worker)).registered), default=0)
 
 
 @hook(f"{_PROMPTS}.add_request", why="which requests are ranked lists", when=LISTS)

@@ -7,8 +7,7 @@ blocks of the KV cache nor anything that an abort would have to free.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from itemset.ranking.beams import Beams, LevelPlan, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import GRAPHS, HEAD, REASONS, NoList, read
 from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
-from vllm_static.draft_head_lists import Asked, DraftedLists
+from vllm_static.draft_head_lists import Asked, DraftedLists, grouped
 from vllm_static.kv_branches import Branches, Prompt, scratch_needed, to_device
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
@@ -96,7 +95,6 @@ class WideLists:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
         if not kept:
             return tables
-        kept.sort(key=lambda pair: pair[1].kind)
         self._sets.arena.use([one.number for _, one in kept])
         at = batch.logits_indices[to_device([i for i, _ in kept], hidden_states.device)]
         lists = [one for _, one in kept]
@@ -104,7 +102,7 @@ class WideLists:
         logits = self._runner.model.compute_logits(hidden_states[at])
         parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
         with borrowed(self._runner):
-            for group in self._groups([(row, each) for row, one in enumerate(lists) for each in one.apart]):
+            for group in grouped([(row, each) for row, one in enumerate(lists) for each in one.apart], self._fit):
                 first = logits[to_device([row for row, _ in group], logits.device)]
                 for (_, one), table in zip(group, self._make([one for _, one in group], first), strict=True):
                     parts[one.prompt.request].append(table)
@@ -136,17 +134,6 @@ class WideLists:
         rows = max(rows for rows, _ in self._shapes(plan, lists[0]))
         needed = scratch_needed([one.prompt for one in lists], rows, plan.longest, self._block)
         return needed <= len(self._scratch) and self._largest(lists) <= self._room.tokens
-
-    def _groups(self, lists: Sequence[tuple[int, Asked]]) -> Iterator[list[tuple[int, Asked]]]:
-        """Lists that go through their passes together, each with a number: alike, and no more than have room."""
-        for _, alike in groupby(lists, key=lambda pair: pair[1].kind):
-            group: list[tuple[int, Asked]] = []
-            for pair in alike:
-                if not self._fit([one for _, one in [*group, pair]]):
-                    yield group
-                    group = []
-                group.append(pair)
-            yield group
 
     def _shapes(self, plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:
         """Of each pass of a list, or of a race: how many rows it has, and how many tokens each of them."""

@@ -57,8 +57,7 @@ class Checks:
     def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
 
-        on_opened: called when it is open, before it is checked for this model.
-        Raises ItemSetError as the start does.
+        on_opened: called before it is checked for this model. Raises ItemSetError as the start does.
         """
         opened = self.catalogue.versions.open(name, version, path)
         on_opened()
@@ -104,21 +103,19 @@ class Checks:
         return f"{', '.join(sets)}; copied, checked and opened in {seconds():.1f} s" if sets else "none"
 
     def reference(self, asked: ItemRequest) -> str:
-        """The reference of a request's set: at once for a name and for an InlineSet.
-
-        Texts are encoded and built, and filters applied, unless they were not long ago; this waits. Raises
-        RefusedError, or ItemSetError for what is wrong with an item.
-        """
+        """The reference of a request's set. Waits until texts are encoded and built, or filters applied, unless they
+        were not long ago. Raises RefusedError, or ItemSetError for what is wrong with an item."""
         made = self.pinned(asked).choice
         assert isinstance(made, InlineSet)
         return made.reference
 
-    def _name(self, asked: ItemRequest) -> str:
+    def _current(self, asked: ItemRequest) -> str:
+        """The reference of the version that the named set has now."""
         name, registered = asked.item_set or "", self.catalogue.registered
         # To look a name up takes its time, of a name of megabytes too long.
         if len(name) > max(map(len, registered), default=0) or name not in registered:
             raise self.catalogue.unknown(name)
-        return name
+        return self.catalogue.reference(name)
 
     def pinned(self, asked: ItemRequest) -> ItemRequest:
         """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
@@ -126,7 +123,7 @@ class Checks:
             return asked
         if asked.choice is not None:
             return replace(asked, choice=self._inline.get(asked.choice, asked.escape))
-        reference = self.catalogue.reference(self._name(asked))
+        reference = self._current(asked)
         if asked.chooses:
             return replace(asked, choice=self._selections.get(asked, reference))
         return replace(asked, choice=InlineSet(reference, b"", self.catalogue[reference], 0))
@@ -137,8 +134,7 @@ class Checks:
         It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
         """
         if asked.chooses:
-            reference = self.catalogue.reference(self._name(asked))
-            return replace(asked, choice=await self._selections.prepare(asked, reference))
+            return replace(asked, choice=await self._selections.prepare(asked, self._current(asked)))
         if asked.choice is None or isinstance(asked.choice, InlineSet):
             return self.pinned(asked)
         return replace(asked, choice=await self._inline.prepare(asked.choice, asked.escape))

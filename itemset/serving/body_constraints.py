@@ -45,10 +45,8 @@ def is_small(spec: Any) -> bool:
 
 
 def constraints_of(body: Any, fields: Collection[str]) -> list[tuple[str, Any]]:
-    """The constraints of a body, by any engine's words, that may hold item sets: kinds and texts.
-
-    fields: those that its endpoint declares.
-    """
+    """The kinds and texts of a body's constraints, by any engine's words, that may hold item sets. fields: those that
+    its endpoint declares."""
     stated: list[tuple[str, Any]] = []
     for given in at(body, ""):
         one = {name: value for name, value in given.items() if name in fields or name == SLATE}
@@ -78,8 +76,7 @@ def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
 def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool], bool]) -> None:
     """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
 
-    tools, choice: as a body has them, of OpenAI's or Anthropic's form. held: whether the engine constrains a tool's
-    parameters, given whether it is strict.
+    tools, choice: of OpenAI's or Anthropic's form. held: whether a tool's parameters hold, given whether it is strict.
     """
     chosen = choice if isinstance(choice, dict) else {}
     named = (chosen["function"] if isinstance(chosen.get("function"), dict) else chosen).get("name")

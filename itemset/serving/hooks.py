@@ -172,7 +172,7 @@ def _call(
 
 
 def read(ours: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The arguments of the engine's function that a hook names."""
+    """The engine's arguments that a hook names."""
     return list(inspect.signature(ours).parameters.values())[1:]
 
 

@@ -54,9 +54,8 @@ class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
-    left of the registered one. item_filter, exclude_keys, only_keys: what selects among its items, see `views.view`.
-    escape: how the texts of an inline set stand in an answer, see `itemset.build_text`. weighed: whether its answers
-    say their `set_weight`.
+    left of the registered one. item_filter, exclude_keys, only_keys: see `views.view`. escape: of an inline set's
+    texts, see `itemset.build_text`. weighed: whether its answers say their `set_weight`.
     """
 
     item_set: str | None = None
@@ -95,9 +94,8 @@ class ItemRequest:
         """Judge a request; None if it has no set.
 
         named, choices: each name and each inline list that it gives, None for none. given: all fields among which
-        options of a list may stand, which its sender knows as `where`. k: items of the list that it asks for, None for
-        no list. draws: whether its endpoint makes draws. constraints: what its sender may choose from; other: whether
-        it has one that is no set.
+        options may stand, which its sender knows as `where`. k: items of its list, None without one. draws: whether its
+        endpoint makes draws. constraints: what its sender may choose from; other: whether it has one that is no set.
         Raises RefusedError for what contradicts itself, has another type, is misspelled, or would be ignored.
         """
         if WIRE in given:
@@ -182,10 +180,7 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
 
 
 def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:
-    """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them.
-
-    given: fields of a request with a set, ours among them.
-    """
+    """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them."""
     for key in (*islice(given, request_fields.COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
         meant = None if drawn and key == request_fields.CANDIDATES else request_fields.ELSEWHERE.get(key)
         word = meant or request_fields.nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT))

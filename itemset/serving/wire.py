@@ -171,13 +171,13 @@ class ListResult(msgspec.Struct, omit_defaults=True):
 class ListTotals(msgspec.Struct, frozen=True):
     """What SGLang's scheduler sends of a list beside its items, in the reason why the first of them ended.
 
-    found: how many items the list has, or each race. The rest is as for ListResult.
+    counts: how many items the list has, or each race. The rest is as for ListResult.
     """
 
     proven: bool
     passes: int
     rounds: int
-    found: list[int]
+    counts: list[int]
 
 
 def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:

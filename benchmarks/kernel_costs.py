@@ -12,10 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -78,25 +75,14 @@ def costs(form: Any, architecture: int) -> Compiled:
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
     result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
     ptx = result.asm["ptx"]
+    from compile_kernels import assembled
+
     registers, spilled = assembled(ptx)
     shared = result.metadata.shared
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     programs = min(by_registers, MOST_WARPS // warps, MOST_PROGRAMS, SHARED // (shared + 1024))
     loads, cold, near = (chain(ptx, table, other) for table, other in ((1, 1), (COLD, NEAR), (NEAR, NEAR)))
     return Compiled(warps, registers, spilled, shared, programs, int(loads), cold, near)
-
-
-def assembled(ptx: str) -> tuple[int, int]:
-    """Registers a thread, and bytes spilled, as ptxas says."""
-    target = re.search(r"\.target (\w+)", ptx)[1]
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    ptxas = folder / ("ptxas-blackwell" if target.startswith(("sm_10", "sm_12")) else "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [ptxas, "-v", f"-arch={target}", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return int(re.search(r"Used (\d+) registers", said)[1]), int(re.search(r"(\d+) bytes spill stores", said)[1])
 
 
 def chain(ptx: str, table: float, other: float) -> float:

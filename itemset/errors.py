@@ -1,7 +1,5 @@
 """The exception and the warning of `itemset`, and how messages repeat a client's values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 AGAIN = "build it again with `itemset build`"  # the mend of every damaged index

@@ -25,6 +25,9 @@ from itemset.trie.tables import Trie, build_trie
 from itemset.trie.update import change
 from itemset.trie.validate import digest_of, in_order
 
+ORIGIN = ("vocab_size", "tokenizer", "prefix", "escape")
+"""What a set says of how its items were made."""
+
 
 class ItemSet:
     """A finite set of items as a trie. Immutable; make one with `build`, `build_text` or `load`."""
@@ -104,7 +107,7 @@ class ItemSet:
     @property
     def shared(self) -> int:
         """Items with several keys."""
-        return self._keys.shared
+        return 0 if self.key_starts is None else int(np.count_nonzero(np.diff(self.key_starts) > 1))
 
     @property
     def sections(self) -> dict[str, int]:
@@ -314,7 +317,7 @@ class ItemSet:
     @property
     def _origin(self) -> dict[str, Any]:
         """What the items were made with, as `__init__` takes it."""
-        return {name: getattr(self, name) for name in ("vocab_size", "tokenizer", "prefix", "escape")}
+        return {name: getattr(self, name) for name in ORIGIN}
 
 
 def build(

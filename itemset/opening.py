@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.item_set import ItemSet
+from itemset.item_set import ORIGIN, ItemSet
 from itemset.trie import file as index_file
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys
@@ -93,9 +93,6 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
         keys,
         digest=header.digest,
         duplicates=header.duplicates,
-        vocab_size=header.vocab_size,
-        tokenizer=header.tokenizer,
-        prefix=header.prefix,
-        escape=header.escape,
         attributes=arrays.get("attributes"),
+        **{name: getattr(header, name) for name in ORIGIN},
     )

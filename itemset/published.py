@@ -9,8 +9,6 @@ that, at once. So a kill leaves the old version or the new one; what else it lea
 are shown and never compared: sequence numbers order the versions. All names are relative: a folder can be copied.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -18,7 +16,7 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -49,11 +47,9 @@ Opened = TypeVar("Opened")
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     """One version of a published set.
 
-    name: 32 hex digits, a hash of all that is in the file: `index_file.version`, and an answer's `item_set_version`.
-    sequence: grows by one whenever another version becomes current. A version that becomes current again gets a new
-        one, so no two states of a folder have the same.
-    published: when its index was published last, UTC. Only to be shown.
-    items: in the set. bytes: of the file. folder: as it was given; the pointer does not have it.
+    name: 32 hex digits, a hash of all that is in the file, and an answer's `item_set_version`. sequence: grows by one
+    whenever another version becomes current, an earlier one, too. published: when its index was published last, UTC,
+    only to be shown. items: in the set. bytes: of the file. folder: as it was given; the pointer does not have it.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -94,14 +90,13 @@ def publish(
     folder = Path(folder)
     if keep < 1:
         raise ItemSetError(f"{keep} versions cannot be kept: keep 1 or more")
-    name = index_file.named(index)  # before anything is made: many bad files end here
+    name = index_file.version(index, checked=False)  # before anything is made: many bad files end here
     with _publishing(folder, make=True):
         before = _versions(folder)
         if not _sound(file_of(folder, name), name):
             name = _copy(index, folder, progress)
-        if before and before[0].name == name:
-            after = before
-        else:
+        after = before
+        if not before or before[0].name != name:
             path, sequence = file_of(folder, name), before[0].sequence + 1 if before else 1
             now, items = datetime.now(UTC).replace(microsecond=0), index_file.read(path)[0].items
             new = Version(name, sequence, now, items, path.stat().st_size, folder)
@@ -117,8 +112,7 @@ def publish(
 def rollback(folder: PathLike, version: str | None = None) -> Version:
     """Make an earlier version current again, which copies nothing. Return it, with its new sequence number.
 
-    version: its name or the beginning of it; by default the one that was current before this one. So a second rollback
-    undoes the first.
+    version: the beginning of its name; by default the one before this one, so a second rollback undoes the first.
     Raises ItemSetError: no such version, one whose file is missing or damaged, or as `current` and `publish` do.
     """
     folder = Path(folder)
@@ -180,18 +174,17 @@ def sets_in(folder: PathLike) -> set[str]:
     A folder that cannot be looked into counts, for it may have been one. One whose name no request could carry, with a
     colon or with characters that cannot be printed, does not.
     """
+    names = set()
     try:
-        folders = list(Path(folder).expanduser().iterdir())
+        for one in Path(folder).expanduser().iterdir():
+            may_be_a_set = ":" not in one.name and one.name.isprintable()
+            with suppress(OSError):
+                may_be_a_set = may_be_a_set and (one / POINTER).is_file()
+            if may_be_a_set:
+                names.add(one.name)
     except OSError as error:
         raise ItemSetError(f"{folder} cannot be read: {error.strerror}: name the folder of published sets") from error
-    return {one.name for one in folders if ":" not in one.name and one.name.isprintable() and _may_be_a_set(one)}
-
-
-def _may_be_a_set(folder: Path) -> bool:
-    try:
-        return (folder / POINTER).is_file()
-    except OSError:
-        return True
+    return names
 
 
 def open_current(folder: PathLike, opener: Callable[[Version], Opened]) -> tuple[Version, Opened]:
@@ -199,8 +192,7 @@ def open_current(folder: PathLike, opener: Callable[[Version], Opened]) -> tuple
 
     While a reader opens a version, publishers may make others current and delete this one. Then `opener` fails, and is
     called again for the version that is current by now. What maps a version's file (`load_current`) outlives the file
-    on a local disk. Over a network it does not: the system ends a process that reads a mapped file which another
-    machine has deleted (SIGBUS). Copy the file first, as servers do (`serving.held`).
+    on a local disk. Over a network it does not (SIGBUS): copy the file first, as servers do.
     Raises ItemSetError as `current` does, and as `opener` does for a version that is still current.
     """
     while True:
@@ -222,18 +214,17 @@ def _versions(folder: Path) -> list[Version]:
     path = folder / POINTER
     try:
         pointer = msgspec.json.decode(_read(path), type=_Pointer)
-        if pointer.format != FORMAT:
-            raise ItemSetError(f"{path} has the format {pointer.format}, this is {FORMAT}: upgrade static-backend")
-        if any(one.sequence <= earlier.sequence for one, earlier in pairwise(pointer.versions)):
+        disorder = any(one.sequence <= earlier.sequence for one, earlier in pairwise(pointer.versions))
+        if disorder and pointer.format == FORMAT:
             raise ValueError("its sequence numbers do not descend")
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ItemSetError(f"{path}: cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, ValueError) as error:
-        if isinstance(error, ItemSetError):
-            raise
         raise ItemSetError(f"{path} is damaged ({error}): delete it, and publish an index again") from error
+    if pointer.format != FORMAT:
+        raise ItemSetError(f"{path} has the format {pointer.format}, this is {FORMAT}: upgrade static-backend")
     return [replace(version, folder=folder) for version in pointer.versions]
 
 
@@ -267,17 +258,13 @@ def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version
 
 def _sound(path: Path, name: str) -> bool:
     """Return whether the version's file is there and whole. It was verified before it got its name."""
-    try:
+    with suppress(ItemSetError):
         return index_file.version(path) == name
-    except ItemSetError:
-        return False
+    return False
 
 
 def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object]) -> str:
-    """Copy the index file into the folder and check the copy: a link would change with the file. Return its name.
-
-    The copy goes to the disk while it is checked.
-    """
+    """Copy the index file into the folder and check the copy, while it goes to the disk. Return its name."""
     incoming = folder / _INCOMING
     with incomplete(incoming, 0o444) as descriptor:
         index_file.copy_into(index, descriptor)
@@ -285,7 +272,7 @@ def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object])
             written = other.submit(os.fsync, descriptor)
             verify(incoming, name=str(index), progress=progress)
             written.result()
-        name = index_file.named(incoming, str(index))
+        name = index_file.version(incoming, str(index), checked=False)
         incoming.rename(file_of(folder, name))
     os.close(descriptor)
     _sync(folder)
@@ -295,11 +282,10 @@ def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object])
 def _point(folder: Path, after: Sequence[Version]) -> None:
     """Replace the pointer at once."""
     pointer = _Pointer(FORMAT, [replace(version, folder=_NO_FOLDER) for version in after])
-    encoded = msgspec.json.format(msgspec.json.encode(pointer))
     temporary = folder / f"{POINTER}.new"
     with incomplete(temporary, 0o666) as descriptor:
         with open(descriptor, "wb", closefd=False) as file:
-            file.write(encoded + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(pointer)) + b"\n")
         os.fsync(descriptor)
         temporary.replace(folder / POINTER)
     os.close(descriptor)
@@ -313,8 +299,8 @@ def _delete_others(folder: Path, kept: set[str]) -> None:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:  # the new version is published all the same
-                message = f"{path} is no longer needed and cannot be deleted: {error.strerror}"
-                warnings.warn(message, ItemSetWarning, stacklevel=3)
+                text = f"{path} is no longer needed and cannot be deleted: {error.strerror}"
+                warnings.warn(text, ItemSetWarning, stacklevel=3)
 
 
 def _sync(folder: Path) -> None:

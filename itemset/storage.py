@@ -5,8 +5,6 @@ each with the credentials that it finds by itself: environment variables, its co
 Files of this machine are read by `pathlib`: fsspec does not follow links when it lists a folder, and rounds times.
 """
 
-from __future__ import annotations
-
 import fcntl
 import fnmatch
 import io
@@ -66,18 +64,12 @@ class SourceFile:
             return open(self.path, "rb")
         return cast(BinaryIO, io.BufferedReader(_RemoteReader(self), _PIECE))
 
-    def check_unchanged(self) -> None:
-        """Raise ItemSetError if another file stands there now: what was read may be of both."""
-        self.check_is(self.now())
-
-    def now(self) -> SourceFile:
-        """Return the file that stands there now. Raises ItemSetError as `file_at` does."""
-        return file_at(self.path if self.system is None else self.name)
-
-    def check_is(self, now: SourceFile) -> None:
-        """Raise ItemSetError if `now`, which stands there now, is another file."""
+    def check_unchanged(self) -> "SourceFile":
+        """Return the file that stands there now. Raises ItemSetError if it is another: what was read may be of both."""
+        now = file_at(self.path if self.system is None else self.name)
         if now.size != self.size or self.changed not in (None, now.changed):
             raise ItemSetError(f"{self.name} was changed while it was read: start again")
+        return now
 
 
 def file_at(path: PathLike) -> SourceFile:
@@ -101,9 +93,8 @@ def files_at(path: PathLike) -> list[SourceFile]:
     name = str(path)
     above, slash, last = name.rpartition("/")
     if "*" in last:
-        files = [
-            file for file in _list(above + slash, False) if fnmatch.fnmatchcase(PurePosixPath(file.path).name, last)
-        ]
+        there = _list(above + slash, False)
+        files = [file for file in there if fnmatch.fnmatchcase(PurePosixPath(file.path).name, last)]
     elif _lookup(name)[1]["type"] == "directory" if is_uri(path) else Path(path).is_dir():
         files = _list(name, True)
     else:
@@ -118,13 +109,11 @@ def fetch(path: PathLike, target: int) -> None:
 
     Raises ItemSetError: it cannot be read, or was changed meanwhile; OSError if the copy cannot be written.
     """
-    source = file_at(path)
+    source, piece = file_at(path), b"-"
     with open(target, "wb", closefd=False) as copy, source.open() as file:
-        while True:
+        while piece:
             with _as_item_set_errors(source.name):
                 piece = file.read(_PIECE)
-            if not piece:
-                break
             copy.write(piece)
     source.check_unchanged()
 
@@ -140,7 +129,7 @@ def fetched(path: PathLike) -> BinaryIO:
     return cast(BinaryIO, copy)
 
 
-def put(folder: PathLike, name: str, data: Buffer) -> None:
+def put(folder: PathLike, name: str, data: "Buffer") -> None:
     """Write a file into a folder, at once: until it is whole, nobody sees it. A folder of this machine must be there.
 
     Raises ItemSetError if it cannot be written.
@@ -203,10 +192,9 @@ def _as_item_set_errors(name: str) -> Iterator[None]:
         yield
     except ItemSetError:
         raise
-    except ImportError as error:
-        raise ItemSetError(f"{name} cannot be read: {error} (pip install 'static-backend[remote]')") from error
     except Exception as error:  # of fsspec's file systems: whatever their clients raise
-        raise ItemSetError(f"{name} cannot be read: {_reason(error)}") from error
+        missing = f"{error} (pip install 'static-backend[remote]')" if isinstance(error, ImportError) else None
+        raise ItemSetError(f"{name} cannot be read: {missing or _reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -293,14 +281,13 @@ class _RemoteReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
         return self._at
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: "Buffer") -> int:
         room = memoryview(buffer).cast("B")
         if (size := min(len(room), self._source.size - self._at)) <= 0:
             return 0
@@ -309,18 +296,17 @@ class _RemoteReader(io.RawIOBase):
         self._at += len(data)
         return len(data)
 
-    def _read(self, size: int) -> bytes:
-        tries = 0
-        while True:
-            try:
-                if self._file is None:
-                    self._file = self._source.system.open(self._source.path, "rb")
-                self._file.seek(self._at)
-                if data := self._file.read(size):
-                    return bytes(data)
-                raise OSError("it ends before its size")
-            except Exception as error:
-                self._file, tries = None, tries + 1
-                if tries == TRIES or isinstance(error, FileNotFoundError | PermissionError):
-                    raise OSError(_reason(error)) from error
-                time.sleep(_WAIT * tries)
+    def _read(self, size: int, tries: int = 1) -> bytes:
+        try:
+            if self._file is None:
+                self._file = self._source.system.open(self._source.path, "rb")
+            self._file.seek(self._at)
+            if data := self._file.read(size):
+                return bytes(data)
+            raise OSError("it ends before its size")
+        except Exception as error:
+            self._file = None
+            if tries == TRIES or isinstance(error, FileNotFoundError | PermissionError):
+                raise OSError(_reason(error)) from error
+        time.sleep(_WAIT * tries)
+        return self._read(size, tries + 1)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from itemset.masking.arena import Arena, arena_bytes
+from itemset.masking.arena import Arena, arena_bytes, check_tables
 from itemset.masking.arena_reservations import Arrivals, Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.device_slate import Slate
@@ -81,6 +81,8 @@ class ItemSetSampler:
         for opened in self.catalogue.versions.serving:
             pieces = self.holdings.hold(opened.name, opened.sets)
             self.holdings.settle(opened.name)
+            for item_set in opened.sets.values():
+                check_tables(item_set)
             while not self.arrivals.advance(opened.name, opened.sets, pieces):
                 pass
         _current[:] = [self]

@@ -5,9 +5,13 @@ python tests/compile_kernels.py 90
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -110,9 +114,23 @@ def compiled(architecture: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, triton.compile(source, target=target, options={"num_warps": form.warps}).asm
 
 
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers a thread, and bytes spilled, as ptxas says."""
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    ptxas = folder / ("ptxas-blackwell" if target.startswith(("sm_10", "sm_12")) else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [ptxas, "-v", f"-arch={target}", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"Used (\d+) registers", said)[1]), int(re.search(r"(\d+) bytes spill stores", said)[1])
+
+
 if __name__ == "__main__":
-    for name, code in compiled(int(sys.argv[1])):
+    for name, code in compiled(architecture := int(sys.argv[1])):
         assert code["cubin"]
+        assert architecture != 90 or assembled(code["ptx"])[1] == 0, f"{name} spills registers"
         if name.startswith(("walk", "step")):
             # One thread reads a cell, for all of its program, and one writes it.
             ptx = code["ptx"]

@@ -36,7 +36,7 @@ from itemset.trie.rows import as_rows, sort_unique
 from itemset.trie.tables import COUNTS, EDGES, NODES, NONE, TAIL_TOKENS, Tables, Trie
 from itemset.trie.targets import FAR, MAX_TAIL_TOKENS, NO_BLOCK
 from itemset.trie.update import change
-from itemset.trie.validate import item_lengths
+from itemset.trie.validate import in_order, lengths_in_order
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, children, follow
 
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 names it
@@ -278,7 +278,8 @@ def test_bases_begin_again_at_the_block_that_reaches_2_32() -> None:
             assert follow(tables.pointers, edge) == TAIL + starts[edge]
         measured = int(marks.min()) + 1, int(marks.max()) + 1
         trie = Trie(tables, edges, *measured, (1,), (edges,), int(starts[-1]))
-        assert item_lengths(trie, tails=False) == measured
+        assert in_order(trie, tails=False)
+        assert lengths_in_order(trie) == measured
         assert LevelPlan.of(trie).tails == (int(marks.max()),)
 
 

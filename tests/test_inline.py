@@ -17,8 +17,7 @@ import itemset
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.encode_queue import Encoder, Steps
-from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, InlineTexts, _slices
+from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, Encoder, InlineTexts, Steps, _slices
 from itemset.serving.request import ItemRequest
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")

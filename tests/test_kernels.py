@@ -23,7 +23,8 @@ from views import made
 import itemset
 from itemset import ItemSetError
 from itemset.masking import cpu_kernels, triton_kernels
-from itemset.masking.arena import Arena, backend_for, room_for
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.backends import kernels_for
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import Slots
 from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
@@ -390,6 +391,7 @@ def test_a_guess_is_always_legal(kernels: ModuleType) -> None:
 
 
 def test_kernels_are_chosen_by_device() -> None:
-    assert [backend_for("cpu"), backend_for("cuda"), backend_for("cpu", "triton")] == ["numba", "triton", "triton"]
+    chosen = [kernels_for("masking", *asked).__name__ for asked in (("cpu",), ("cuda",), ("cpu", "triton"))]
+    assert chosen == [f"itemset.masking.{name}_kernels" for name in ("cpu", "triton", "triton")]
     with pytest.raises(ItemSetError, match="in Numba are for CPUs, not for meta: choose triton"):
         Arena(1, "meta", kernels="numba")

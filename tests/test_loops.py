@@ -15,7 +15,7 @@ import json, re, sys
 import numpy as np
 from numba import typeof, types
 import itemset
-from itemset.cli import choice_stats
+from itemset.cli import report
 from itemset.trie import levels, validate, tables, targets, update, view, walk
 
 place = typeof(itemset.build([[1, 2], [1, 3]]).trie.tables.pointers)
@@ -24,8 +24,8 @@ counts, cells, bits = i64[::1], i64[:, ::1], types.uint8[::1]
 loops = {
     update._copy_run: (place, cells, cells, i64, cells, place, types.uint32[::1]),
     levels._measure: (place, i64, counts, counts, counts),
-    choice_stats._count: (place, counts, i64, counts, counts, *[counts] * 8),
-    choice_stats._count_below: (place, i64, counts),
+    report._count: (place, counts, i64, counts, counts, *[counts] * 8),
+    report._count_below: (place, i64, counts),
     validate._in_order: (place, i64, counts, counts, types.boolean),
     validate._lengths: (place, i64, counts),
     tables.fill: (types.uint16[::1], counts, i64, types.uint16[::1], cells, place, types.uint32[::1], i64),

@@ -23,8 +23,9 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 
 
 def files_of_packages() -> set[str]:
-    modules = (path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
-    return {str(path.relative_to(ROOT)) for path in modules} | {f"{name}/py.typed" for name in PACKAGES}
+    kinds = ("*.py", "*.html", "*.svg")
+    files = (path for name in PACKAGES for kind in kinds for path in (ROOT / name).rglob(kind))
+    return {str(path.relative_to(ROOT)) for path in files} | {f"{name}/py.typed" for name in PACKAGES}
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -16,7 +16,7 @@ from strategies import item_sets
 import itemset
 from itemset import cli
 from itemset.cli import report_page as page
-from itemset.cli.choice_stats import Step, shape_of
+from itemset.cli.report import count
 
 
 class Balanced(HTMLParser):
@@ -56,22 +56,20 @@ def read(text: str) -> Balanced:
 @settings(max_examples=80, deadline=None)
 def test_the_shape_is_that_of_the_items(items: list[list[int]]) -> None:
     distinct = {tuple(item) for item in items}
-    shape = shape_of(itemset.build(items))
-    for k, step in enumerate(shape.steps):
+    counts = count(itemset.build(items), tails=False)
+    for k, step in enumerate(zip(counts.shared, counts.chosen, counts.widest, strict=True)):
         passing = Counter(item[:k] for item in distinct if len(item) >= k)
         shared = {prefix for prefix, count in passing.items() if count > 1 or not k}
         after = {prefix: {item[k : k + 1] for item in distinct if item[:k] == prefix} for prefix in shared}
         wide = [prefix for prefix in shared if len(after[prefix]) > 1]
-        assert step == Step(
-            shared=sum(passing[prefix] for prefix in shared),
-            chosen=sum(passing[prefix] for prefix in wide),
-            alone=len(distinct) - sum(passing[prefix] for prefix in shared),
-            widest=max(len(tokens - {()}) for tokens in after.values()),
+        assert step == (
+            sum(passing[prefix] for prefix in shared),
+            sum(passing[prefix] for prefix in wide),
+            max(len(tokens - {()}) for tokens in after.values()),
         )
     begins = [item for item in distinct if any(other[: len(item)] == item for other in distinct - {item})]
-    assert shape.prefixes == len(begins)
-    assert shape.by_first.tolist() == sorted(Counter(item[0] for item in distinct).values(), reverse=True)
-    assert shape.choices == pytest.approx(sum(step.chosen for step in shape.steps) / len(distinct))
+    assert counts.ends[0] == len(begins)
+    assert sorted(counts.by_first) == sorted(Counter(item[0] for item in distinct).values())
 
 
 @given(item_sets())

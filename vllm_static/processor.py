@@ -74,6 +74,7 @@ class ItemSetProcessor(LogitsProcessor):
         self.arena = Arena(nbytes, self._req_states.device, kernels=self.kernels)
         self._arrivals = Arrivals(self.arena)
         for item_set in catalogue.registered.values():
+            check_tables(item_set)
             self.arena.acquire(item_set)
         rows = vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
         slots = self._req_states.max_num_reqs

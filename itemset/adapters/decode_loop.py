@@ -5,8 +5,6 @@ the beams of ranked lists (`ranking.beams`), which go on by one token a step. `d
 draft head in place of the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from itemset.masking.arena import Arena
-from itemset.masking.slots import Kernels
+from itemset.masking.backends import Kernels
 from itemset.ranking.beams import Beams
 from itemset.ranking.draft_head import DraftHead
 

@@ -3,8 +3,6 @@
 And the one pass of a model after which a draft head needs no other.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from typing import Any

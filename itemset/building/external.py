@@ -5,14 +5,13 @@ spill folder for a connection. Integers of 64 bits with as many tokens as fit so
 item, and spill a fifth.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -23,9 +22,7 @@ from numpy.typing import NDArray
 from itemset.building import sources
 from itemset.building.item_codecs import codec_of
 from itemset.building.memory import available_memory
-from itemset.building.options import Encoding
-from itemset.building.scratch import scratch_folder
-from itemset.building.spill_files import ArraySpool, Spool, Zeros, nameless_file
+from itemset.building.scratch import ArraySpool, Spool, Zeros, nameless_file, scratch_folder
 from itemset.building.staged_source import ROW, Batch, Stored, can_read_twice
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
@@ -87,11 +84,11 @@ def build_external(
     if shards is not None and engine is None:
         raise ItemSetError("shards are for what a cluster sorts: give an engine, or omit them")
     if engine is not None:
-        _ray_shards()
+        ray_shards = _imported("itemset.building.ray_shards", "on a cluster needs Ray", "ray")
     elif not in_order:
         _duckdb()  # raises before the work
     named: dict[str, Any] = {"column": column, "key": key, "attributes": attributes}
-    encoding = Encoding(tokenizer, prefix, escape, vocab_size)
+    encoding = sources.Encoding(tokenizer, prefix, escape, vocab_size)
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
@@ -100,8 +97,8 @@ def build_external(
                 stored = _store(path, partial(sources.batches, path, **named), encoding, scratch, progress)
             else:
                 ordered = str(shards or until_built.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-                read = _ray_shards().write_shards(path, ordered, named, encoding)
-                stored = _store(ordered, read, Encoding(vocab_size=encoding.limit), scratch, progress)
+                read = ray_shards.write_shards(path, ordered, named, encoding)
+                stored = _store(ordered, read, sources.Encoding(vocab_size=encoding.limit), scratch, progress)
             if in_order or engine is not None:
                 merged = _merge(stored, _in_order(stored, progress), scratch)
             else:
@@ -129,19 +126,14 @@ def build_external(
 
 
 def _duckdb() -> Any:
-    try:
-        import duckdb
-    except ImportError as error:
-        raise ItemSetError("sorting on disk needs DuckDB: pip install 'static-backend[big]'") from error
-    return duckdb
+    return _imported("duckdb", "on disk needs DuckDB", "big")
 
 
-def _ray_shards() -> Any:
+def _imported(module: str, need: str, extra: str) -> Any:
     try:
-        from itemset.building import ray_shards
+        return import_module(module)
     except ImportError as error:
-        raise ItemSetError("sorting on a cluster needs Ray: pip install 'static-backend[ray]'") from error
-    return ray_shards
+        raise ItemSetError(f"sorting {need}: pip install 'static-backend[{extra}]'") from error
 
 
 def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
@@ -164,14 +156,14 @@ def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
 def _store(
     path: str | os.PathLike[str],
     read: Callable[[], Generator[sources.Items]],
-    encoding: Encoding,
+    encoding: sources.Encoding,
     folder: Path,
     progress: Progress,
 ) -> Stored:
     """Read and check the source, and encode texts."""
     files = files_at(path)
     stored = Stored(nameless_file(folder), encoding.limit, path, files)
-    survey: Survey | None = None
+    survey = None
     with closing(read()) as batches:
         for batch in batches:
             if not stored.items:
@@ -195,16 +187,16 @@ def _in_order(stored: Stored, progress: Progress) -> Iterator[Batch]:
     for rows, values in stored.take():
         tokens = rows.tokens.astype(token_dtype(stored.highest), copy=False)
         rows = Rows(tokens, width=stored.width) if stored.width else Rows(tokens, rows.offsets)
-        known = 0 if last is None else 1
         joined = rows if last is None else _after(last, rows)
         if (row := out_of_order(joined)) is not None:
+            row += done + 1 - (last is not None)
             raise ItemSetError(
-                f"{stored.path}: row {done + row - known + 1:,} is lower than the one before it: sort the items by "
+                f"{stored.path}: row {row:,} is lower than the one before it: sort the items by "
                 "their token ids, an item before those that it begins, over all files in the order of their names; or "
                 "let the build sort them"
             )
         last = joined.take(np.array([len(joined) - 1]))
-        yield Batch(rows, values)
+        yield rows, values
         done += len(rows)
         progress("merging", done / stored.items)
 
@@ -212,8 +204,7 @@ def _in_order(stored: Stored, progress: Progress) -> Iterator[Batch]:
 class _Merged(NamedTuple):
     """The distinct rows, ascending, and their lcp, as `rows.sort_unique` returns them; both None once they are built.
 
-    values, starts: the columns of `Batch.values` of all rows, in their order, and where those of each distinct row
-    begin, None if no two rows are equal. All in files.
+    values, starts: of all rows, and where those of each distinct row begin, None if no two are equal. All in files.
     """
 
     rows: Any
@@ -256,7 +247,7 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
     for batch in stream(max(1, _BATCH_TOKENS // stored.longest)):
         if len(batch):
             arrays = batch.columns[len(codec.fields) + (not keyless) :]
-            yield Batch(codec.decode(batch), [a.cast(kind) for a, kind in zip(arrays, stored.types, strict=True)])
+            yield codec.decode(batch), [array.cast(kind) for array, kind in zip(arrays, stored.types, strict=True)]
             done += len(batch)
             progress("merging", done / stored.items)
 
@@ -269,8 +260,8 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
     starts: Spool | None = None
     items = keys_so_far = tokens_so_far = 0
     last: Rows | None = None  # the last row so far: the next batch goes on from it
-    for batch in batches:
-        rows, _, begins_of_keys, lcp = sort_unique(batch.rows if last is None else _after(last, batch.rows))
+    for ordered, columns in batches:
+        rows, _, begins_of_keys, lcp = sort_unique(ordered if last is None else _after(last, ordered))
         known = 0 if last is None else 1
         if begins_of_keys is not None and starts is None:  # the first equal items
             starts = Spool(folder, np.uint32)
@@ -285,11 +276,11 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
             offsets.append(begins[known:-1] - begins[known] + tokens_so_far)
             tokens_so_far += int(begins[-1] - begins[known])
         lcps.append(lcp[known:-1])
-        for spool, array in zip(values, batch.values, strict=True):
-            spool.append(array)
+        for spool, column in zip(values, columns, strict=True):
+            spool.append(column)
         if starts is not None:
             starts.append(begins_of_keys[known:-1].astype(np.int64) - known + keys_so_far)
-        items, keys_so_far = items + len(rows) - known, keys_so_far + len(batch.rows)
+        items, keys_so_far = items + len(rows) - known, keys_so_far + len(ordered)
     lcps.append(np.zeros(1, np.uint16))
     if starts is not None:
         starts.append(np.array([keys_so_far]))
@@ -311,11 +302,8 @@ def _after(last: Rows, rows: Rows) -> Rows:
 def _gather(
     stored: Stored, merged: _Merged, members: NDArray[np.uint32], folder: Path, progress: Progress
 ) -> tuple[Keys, NDArray[np.uint8] | None]:
-    """Return the keys of these rows and the section of their attributes, in files.
-
-    Members ascend level by level, so what goes with them is read in order.
-    """
-    kind = pa.int64() if stored.key_type is None else stored.key_type
+    """Return the keys of these rows and the section of their attributes, in files; both are read in order."""
+    kind = stored.key_type or pa.int64()
     keys, starts, total = ArraySpool(folder, kind), Spool(folder, np.uint32), 0
     stream = nameless_file(folder)
     writer = Writer(pa.PythonFile(stream, "w"), stored.columns) if stored.columns else None

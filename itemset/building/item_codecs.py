@@ -1,9 +1,5 @@
 """Items as columns that sort as the items do."""
 
-from __future__ import annotations
-
-from typing import Any, Protocol
-
 import numpy as np
 import pyarrow as pa
 
@@ -13,31 +9,13 @@ from itemset.trie.rows import Rows, bounds, token_dtype
 _MAX_WORDS = 64  # columns of an item; longer items are sorted as bytes
 
 
-class Codec(Protocol):
-    """Items as columns that sort as the items do."""
-
-    fields: list[tuple[str, Any]]
-
-    def encode(self, rows: Rows) -> list[pa.Array]: ...
-
-    def decode(self, batch: pa.RecordBatch) -> Rows: ...
-
-
-def codec_of(highest: int, longest: int, width: int) -> Codec:
-    """Return the codec for items with token ids up to `highest` and up to `longest` tokens; width: as for `Rows`."""
-    words = _Words(highest, longest, width)
-    return words if len(words.fields) <= _MAX_WORDS else _Bytes(highest)
-
-
 class _Words:
     """Integers of 64 bits. A token is stored as its id plus one, the first highest; 0 follows the last."""
 
     def __init__(self, highest: int, longest: int, width: int) -> None:
         self._bits = (highest + 1).bit_length()
         self._tokens = 64 // self._bits  # in a word
-        self._dtype = token_dtype(highest)
-        self._longest = longest
-        self._width = width
+        self._dtype, self._longest, self._width = token_dtype(highest), longest, width
         self.fields = [(f"word{i}", pa.uint64()) for i in range(-(-longest // self._tokens))]
 
     def encode(self, rows: Rows) -> list[pa.Array]:
@@ -71,6 +49,15 @@ class _Bytes:
         offsets = np.frombuffer(offsets, np.int64, len(strings) + 1, strings.offset * 8)
         tokens = np.frombuffer(text, np.uint8)[offsets[0] : offsets[-1]].view(self._dtype.newbyteorder(">"))
         return Rows(tokens.astype(self._dtype), (offsets - offsets[0]) // self._dtype.itemsize)
+
+
+Codec = _Words | _Bytes
+
+
+def codec_of(highest: int, longest: int, width: int) -> Codec:
+    """Return the codec for items with token ids up to `highest` and up to `longest` tokens; width: as for `Rows`."""
+    words = _Words(highest, longest, width)
+    return words if len(words.fields) <= _MAX_WORDS else _Bytes(highest)
 
 
 @compiled

@@ -1,7 +1,5 @@
 """How much memory there is, and how much a build in memory would take."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """One progress bar for each long command, on a terminal alone: what is done, how fast, and the time left."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +27,7 @@ def build_bar() -> Iterator[Callable[[str, float], None]]:
             if not costs:  # texts are encoded while they are read
                 costs.update(_COSTS)
                 del costs["reading" if stage == "encoding" else "encoding"]
-            names = list(costs)
-            before = sum(costs[name] for name in names[: names.index(stage)])
+            before = sum(list(costs.values())[: list(costs).index(stage)])
             done = (before + costs[stage] * min(share, 1.0)) / sum(costs.values())
             bar.update(max(0.0, done - bar.n))
             if stage != shown[-1]:
@@ -42,8 +39,7 @@ def build_bar() -> Iterator[Callable[[str, float], None]]:
 
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar of bytes on stderr, if that is a terminal and it takes a second. Yields what `verify` takes as
-    `progress`; threads may call it."""
+    """Show a bar of bytes, if it takes a second. Yields what `verify` takes as `progress`; threads may call it."""
     lock = threading.Lock()
     with tqdm(desc="checking", unit="B", unit_scale=True, delay=1, disable=None, smoothing=0) as bar:
 
@@ -53,10 +49,3 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
                 bar.update(nbytes)
 
         yield show
-
-
-@contextmanager
-def steps_bar(what: str, steps: int) -> Iterator[Callable[[], object]]:
-    """Show a bar of steps, as `reading_bar` does. Yields what is to be called after each."""
-    with tqdm(desc=what, total=steps, unit=" parts", delay=1, disable=None, smoothing=0) as bar:
-        yield bar.update

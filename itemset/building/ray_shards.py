@@ -5,8 +5,6 @@ of `codecs`, then by the row's number in the input: equal items keep their order
 is lost: a shard that is written twice has the same name and the same rows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -29,7 +27,6 @@ from ray.exceptions import RayError
 from itemset import storage
 from itemset.building import sources
 from itemset.building.item_codecs import Codec, codec_of
-from itemset.building.options import Encoding
 from itemset.errors import ItemSetError
 from itemset.trie.rows import MAX_ITEMS, Rows, as_rows
 
@@ -48,7 +45,7 @@ class _Source:
     files: Sequence[storage.SourceFile]
     named: dict[str, Any]  # column, key, attributes
     first: sources.Items
-    encoding: Encoding
+    encoding: sources.Encoding
 
     def read(self, numbers: dict[str, NDArray[np.int64]]) -> Iterator[pa.Table]:
         """Read the files of these numbers: items, each with its file and its row there."""
@@ -136,7 +133,7 @@ class _Shards(Datasink[str]):
 
 
 def write_shards(
-    path: str | os.PathLike[str], folder: str, named: dict[str, Any], encoding: Encoding
+    path: str | os.PathLike[str], folder: str, named: dict[str, Any], encoding: sources.Encoding
 ) -> Callable[[], Generator[sources.Items]]:
     """Sort an input on a cluster, into shards in a new folder. Return what reads these in batches, as ascending items.
 
@@ -236,9 +233,7 @@ def _absolute(file: storage.SourceFile) -> storage.SourceFile:
 def _on_this_machine(file: storage.SourceFile) -> storage.SourceFile:
     """Return the file as this machine sees it. Raises ItemSetError if it does not, or if it is another file."""
     with _extended(after=_SHARED):
-        here = file.now()
-    file.check_is(here)
-    return replace(here, name=file.name)
+        return replace(file.check_unchanged(), name=file.name)
 
 
 @contextmanager

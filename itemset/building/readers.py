@@ -1,22 +1,35 @@
 """The named columns of a CSV, TSV, JSON-lines or Parquet file, as Arrow reads them."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
-from itemset.building.value_types import ALL, DATES, KEYS, Written
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile
 
 _BLOCK_BYTES = 1 << 24  # no CSV row or JSON line may be longer; the readers' own 1 MiB is short for long items
 _PARQUET_ROWS = 1 << 16
+_TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]{1,6})?)?"
+_INTEGER = r"(0|-?[1-9][0-9]*)"
+DATES = (
+    (pa.date32(), r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$"),
+    (pa.timestamp("us"), _TIME + "$"),
+    (pa.timestamp("us", "UTC"), _TIME + r"(Z|[-+][0-9]{2}:?[0-9]{2})$"),
+)
+ALL = (
+    (pa.int64(), f"^{_INTEGER}$"),
+    (pa.float64(), f"^(-0|{_INTEGER})([.][0-9]+)?([eE][-+]?[0-9]+)?$"),
+    (pa.bool_(), "^(true|false|True|False|TRUE|FALSE)$"),
+    *DATES,
+)
+KEYS = ((pa.int64(), f"^{_INTEGER}$"), (pa.float64(), r"^-?[0-9]+\.0+$"))
 
 
 class Columns(NamedTuple):
@@ -34,6 +47,35 @@ class Columns(NamedTuple):
     done: float
 
 
+class Written:
+    """The first of some types that all strings of a column are written as. first: the first that is not missing."""
+
+    def __init__(self, types: tuple[tuple[Any, str], ...]) -> None:
+        self.left = list(types)
+        self.first: Any = None
+
+    def add(self, strings: Any) -> None:
+        """Take the next chunk of the column; missing values are of any type."""
+        if self.first is None and strings.null_count < len(strings):
+            self.first = strings.drop_null()[0]
+        self.left = [(kind, pattern) for kind, pattern in self.left if _is_written_as(strings, kind, pattern)]
+
+    @property
+    def type(self) -> Any:
+        """The type, a string if there is none or if every value is missing."""
+        return self.left[0][0] if self.first is not None and self.left else pa.string()
+
+
+def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
+    if not pc.all(pc.match_substring_regex(strings, pattern)).as_py():
+        return False
+    try:
+        strings.cast(kind)
+    except pa.ArrowInvalid:  # more digits than the type has, or a 31st of June
+        return False
+    return True
+
+
 def read_csv(source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
     """Read columns as strings, some megabytes at a time; fields are separated by commas, in .tsv by tabs.
 
@@ -49,7 +91,7 @@ def read_csv(source: SourceFile, column: str | None, key: str | None, attributes
             for batch in reader:
                 for name, guess in guesses:
                     guess.add(batch.column(name))
-                if all(guess.decided for _, guess in guesses):
+                if not any(guess.left for _, guess in guesses):
                     break
     if of_key.type == pa.float64():
         raise ItemSetError(f"{source}: keys in column {key!r} are floats ({of_key.first}, ...), write them as integers")
@@ -57,22 +99,17 @@ def read_csv(source: SourceFile, column: str | None, key: str | None, attributes
         for batch in reader:
             table = pa.Table.from_batches([batch])
             keys = None if key is None else table.column(key).cast(of_key.type)
-            yield Columns(table.column(column), column, keys, key, _cast(table, written), file.tell() / source.size)
-
-
-def _cast(table: pa.Table, written: dict[str, Written]) -> pa.Table:
-    """Return these columns, of the types that they are written as."""
-    return table.select(list(written)).cast(pa.schema([(name, guess.type) for name, guess in written.items()]))
+            known = table.select(list(written)).cast(pa.schema({name: guess.type for name, guess in written.items()}))
+            yield Columns(table.column(column), column, keys, key, known, file.tell() / source.size)
 
 
 def _csv_options(source: SourceFile, *names: str | None) -> dict[str, Any]:
     """Return how Arrow reads these columns, all if none is named, as strings."""
     columns = [name for name in dict.fromkeys(names) if name is not None]
+    delimiter = "\t" if source.suffix == ".tsv" else ","
     return {
         "read_options": pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
-        "parse_options": pa_csv.ParseOptions(
-            delimiter="\t" if source.suffix == ".tsv" else ",", newlines_in_values=True
-        ),
+        "parse_options": pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         # As strings: type inference would turn the title "1984" into a number and the key "007" into 7.
         "convert_options": pa_csv.ConvertOptions(
             include_columns=columns,
@@ -98,23 +135,18 @@ def read_jsonl(source: SourceFile, column: str | None, key: str | None, attribut
     schema = {name: _json_type(source, name, first[name]) for name in (column, key) if name is not None}
     if key is not None and pa.types.is_list(schema[key]):
         raise ItemSetError(f"{source}: column {key!r} holds lists, keys must be integers or strings")
-    types = _json_types(source, attributes)
+    types = _json_types(source, attributes) if attributes else {}
     read = {name: pa.string() if pa.types.is_temporal(kind) else kind for name, kind in types.items()} | schema
+    options = pa_json.ParseOptions(explicit_schema=pa.schema(read), unexpected_field_behavior="ignore")
     for lines, done in line_blocks(source):
         if lines.isspace():
             continue
         try:
-            table = pa_json.read_json(
-                pa.BufferReader(lines),
-                read_options=pa_json.ReadOptions(block_size=_BLOCK_BYTES),
-                parse_options=pa_json.ParseOptions(
-                    explicit_schema=pa.schema(list(read.items())), unexpected_field_behavior="ignore"
-                ),
-            )
+            table = pa_json.read_json(pa.BufferReader(lines), pa_json.ReadOptions(block_size=_BLOCK_BYTES), options)
         except pa.ArrowInvalid:
             _blame_json(source, schema)
             raise
-        known = table.select(list(types)).cast(pa.schema(list(types.items())))
+        known = table.select(list(types)).cast(pa.schema(types))
         yield Columns(table.column(column), column, None if key is None else table.column(key), key, known, done)
 
 
@@ -127,11 +159,7 @@ def line_blocks(source: SourceFile) -> Iterator[tuple[bytes, float]]:
 
 
 def _json_types(source: SourceFile, attributes: Sequence[str]) -> dict[str, Any]:
-    """Return the attributes' types. Reads the whole file, if there are any."""
-    import msgspec
-
-    if not attributes:
-        return {}
+    """Return the attributes' types, for which the whole file is read."""
     fields = {f"field{i}": name for i, name in enumerate(attributes)}
     row = msgspec.defstruct("Row", [(field, Any, None) for field in fields], rename=fields)
     kinds: dict[str, set[Any]] = {name: set() for name in attributes}
@@ -168,8 +196,6 @@ def _attribute_kind(value: object) -> Any:
 
 
 def _json_object(source: SourceFile, line: bytes, row: int) -> dict[str, Any]:
-    import msgspec
-
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -177,7 +203,7 @@ def _json_object(source: SourceFile, line: bytes, row: int) -> dict[str, Any]:
 
 
 def _json_type(source: SourceFile, name: str, value: object) -> Any:
-    """Return the Arrow type of a column with this first value."""
+    """Return the Arrow type of a column by its first value."""
     if value is None:
         raise ItemSetError(f"{source}, row 1 has no value in column {name!r}: fill it in or remove the row")
     if (kind := _kind(value)) is None:

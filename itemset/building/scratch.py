@@ -1,6 +1,4 @@
-"""A folder for a build's temporary files. A killed build leaves it; the next build of the same output removes it."""
-
-from __future__ import annotations
+"""A build's temporary files: a folder beside its output, and numbers and columns in files without names."""
 
 import fcntl
 import os
@@ -9,6 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from itemset.trie.keys import values_to_sections
 
 _LOCK = "lock"
 
@@ -37,20 +43,96 @@ def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def state_of(output: str | os.PathLike[str]) -> os.stat_result | None:
-    """Return what file is at `output`, for `outcome`; None if there is none."""
-    try:
-        return os.stat(output)
-    except OSError:
-        return None
+def nameless_file(folder: Path) -> IO[bytes]:
+    """Open a file for reading and writing that goes away with its descriptor."""
+    return tempfile.TemporaryFile(dir=folder)
 
 
-def outcome(output: str | os.PathLike[str], before: os.stat_result | None) -> str:
-    """Say whether an interrupted build put its file at `output`, or else how to go on.
+class Zeros:
+    """Makes arrays of zeros: in memory as long as there is room for them, then in files without names."""
 
-    before: what `state_of` returned at its start. Files are put in place at once: one that is there is whole.
+    def __init__(self, folder: Path, memory: int) -> None:
+        self._folder, self._left = folder, memory
+
+    def __call__(self, count: int, dtype: Any) -> NDArray[Any]:
+        size = count * np.dtype(dtype).itemsize
+        if size <= self._left:
+            self._left -= size
+            return np.zeros(count, dtype)
+        with nameless_file(self._folder) as file:
+            # A disk that is full is an error here; when a page is written it would end the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            return np.asarray(np.memmap(file, dtype, "r+", shape=(count,)))
+
+
+class Spool:
+    """Numbers of one type, appended to a file without a name, and mapped into memory once all are there."""
+
+    def __init__(self, folder: Path, dtype: Any) -> None:
+        self._file = nameless_file(folder)
+        self._dtype = dtype
+
+    def append(self, numbers: NDArray[Any]) -> None:
+        self._file.write(np.ascontiguousarray(numbers, self._dtype).data)
+
+    def map(self) -> NDArray[Any]:
+        with self._file as file:
+            # Writable as arrays in memory are: compiled code knows the two kinds apart.
+            return np.asarray(np.memmap(file, self._dtype, "r+")) if file.tell() else np.zeros(0, self._dtype)
+
+
+class ArraySpool:
+    """An Arrow array of bools, numbers, large strings or large lists of these, in several such files.
+
+    missing: whether values may be missing.
     """
-    now = state_of(output)
-    if now is not None and (before is None or not os.path.samestat(now, before)):
-        return f"{output} was written whole"
-    return "nothing was written: run the same command again"
+
+    def __init__(self, folder: Path, kind: Any, *, missing: bool = False) -> None:
+        self._kind = kind
+        self._there = Spool(folder, np.uint8) if missing else None
+        self._rows = self._end = 0
+        self._offsets: Spool | None = None
+        self._values: Spool | ArraySpool
+        if pa.types.is_large_list(kind) or pa.types.is_large_string(kind):
+            self._offsets = Spool(folder, np.int64)
+            self._offsets.append(np.zeros(1))
+        if pa.types.is_large_list(kind):
+            self._values = ArraySpool(folder, kind.value_type)
+        elif pa.types.is_large_string(kind) or pa.types.is_boolean(kind):
+            self._values = Spool(folder, np.uint8)
+        else:
+            self._values = Spool(folder, pa.array([], kind).to_numpy().dtype)
+
+    def append(self, array: pa.Array) -> None:
+        self._rows += len(array)
+        if self._there is not None:
+            self._there.append(pc.is_valid(array).to_numpy(zero_copy_only=False))
+        if self._offsets is None:
+            filled = pc.fill_null(array, pa.scalar(0, pa.int8()).cast(array.type)) if array.null_count else array
+            self._values.append(filled.to_numpy(zero_copy_only=False))
+            return
+        if pa.types.is_large_list(self._kind):
+            lengths, values = pc.fill_null(pc.list_value_length(array), 0).to_numpy(), array.flatten()
+        else:
+            sections = values_to_sections(pc.fill_null(array, "") if array.null_count else array)
+            lengths, values = np.diff(sections["key_offsets"]), sections["key_text"]
+        self._offsets.append(np.cumsum(lengths, dtype=np.int64) + self._end)
+        self._end += int(lengths.sum())
+        self._values.append(values)
+
+    def map(self) -> pa.Array:
+        buffers = [None if self._there is None else _bits(self._there.map())]
+        if self._offsets is not None:
+            buffers.append(pa.py_buffer(self._offsets.map()))
+        values = self._values.map()
+        if isinstance(self._values, ArraySpool):
+            return pa.Array.from_buffers(self._kind, self._rows, buffers, children=[values])
+        buffers.append(_bits(values) if pa.types.is_boolean(self._kind) else pa.py_buffer(values))
+        return pa.Array.from_buffers(self._kind, self._rows, buffers)
+
+
+def _bits(values: NDArray[np.uint8]) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(values, bitorder="little"))

@@ -3,13 +3,10 @@
 A file is on this machine or under a URI (`storage`), and may be one of the parts of a folder or a glob.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ from numpy.typing import NDArray
 from itemset.building.readers import Columns, line_blocks, read_csv, read_jsonl, read_parquet
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
+from itemset.text import Escape, encode
 from itemset.trie.attributes import as_attributes, is_list, is_text
 from itemset.trie.rows import Rows
 
@@ -45,13 +43,43 @@ class Items:
     mapped: SourceFile | None = None
 
     def check_unchanged(self) -> None:
-        """Once `tokens` have been read, raise ItemSetError if another file stands in place of that which is mapped."""
+        """Raise ItemSetError if another file stands in place of the mapped one: after `tokens` have been read."""
         if self.mapped is not None:
             self.mapped.check_unchanged()
 
     def __len__(self) -> int:
         items = self.tokens if self.texts is None else self.texts
         return 0 if items is None else len(items)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How items become token ids: options of `build` (token ids) and `build_text` (texts)."""
+
+    tokenizer: Any = None
+    prefix: str = ""
+    escape: Escape | None = None
+    vocab_size: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The number that token ids stay below: the tokenizer's if none is given, None if there is neither."""
+        return len(self.tokenizer) if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
+
+    def check(self, path: str | os.PathLike[str], *, texts: bool) -> None:
+        """Raise ItemSetError for an option that does not go with what the file holds, texts or token ids."""
+        if not texts and self.prefix:
+            raise ItemSetError(f"{path} holds token ids: the prefix is for texts, omit it (--prefix)")
+        if not texts and self.escape:
+            raise ItemSetError(f"{path} holds token ids: to escape is for texts, omit it (--escape)")
+        if texts and self.tokenizer is None:
+            raise ItemSetError(f"{path} holds texts: give the model's tokenizer (--tokenizer DIR)")
+        if texts and self.vocab_size is not None:
+            raise ItemSetError(f"{path} holds texts: omit the vocabulary size (--vocab-size), the tokenizer knows it")
+
+    def encode(self, texts: list[str], before: int) -> Rows:
+        """Return the tokens of texts. before: the number of items before them. Raises ItemSetError as `encode` does."""
+        return Rows(*encode(texts, self.tokenizer, prefix=self.prefix, escape=self.escape, before=before))
 
 
 def read(
@@ -142,7 +170,8 @@ def batches_of(
 def check_same(file: SourceFile, first: Items, items: Items) -> None:
     """Raise ItemSetError if a part's rows are of another kind than those of the first part."""
     if (items.texts is None) != (first.texts is None):
-        raise ItemSetError(f"{file} holds {_kind(items)}, files before it {_kind(first)}: keep them apart")
+        here, there = ("token ids" if one.texts is None else "texts" for one in (items, first))
+        raise ItemSetError(f"{file} holds {here}, files before it {there}: keep them apart")
     if items.keys is not None and first.keys is not None:
         _check_alike(file, "keys", first.keys.type, items.keys.type)
     if items.attributes is not None and first.attributes is not None:
@@ -155,13 +184,9 @@ def _check_alike(file: SourceFile, what: str, first: Any, here: Any) -> None:
         raise ItemSetError(f"{file}: {what} of type {here}, and {first} in files before it: give all parts one type")
 
 
-def _kind(items: Items) -> str:
-    return "token ids" if items.texts is None else "texts"
-
-
 @contextmanager
 def _opened(file: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]) -> Iterator[None]:
-    """Check a file, its suffix and the options, and turn errors of Arrow and of the system into ItemSetErrors."""
+    """Check a file and the options, and turn errors of Arrow and of the system into ItemSetErrors."""
     if file.suffix not in _PLAIN and file.suffix not in _TABLES:
         raise ItemSetError(f"{file}: unknown suffix {file.suffix!r}, use one of {', '.join([*_PLAIN, *_TABLES])}")
     if not file.size:
@@ -182,36 +207,26 @@ def _joined(parts: list[Items]) -> Items:
     keys = None if parts[0].keys is None else pa.concat_arrays([part.keys for part in parts])
     attributes = None if parts[0].attributes is None else pa.concat_tables([part.attributes for part in parts])
     if parts[0].texts is not None:
-        texts = list(chain.from_iterable(part.texts or () for part in parts))
-        return Items(texts=texts, keys=keys, attributes=attributes)
+        return Items([text for part in parts for text in part.texts or ()], None, keys, attributes)
     flat, lengths = zip(*(_flat(part.tokens) for part in parts if part.tokens is not None), strict=True)
-    tokens = _matrix_or_rows(np.concatenate(flat), np.concatenate(lengths))
-    return Items(tokens=tokens, keys=keys, attributes=attributes)
+    return Items(None, _matrix_or_rows(np.concatenate(flat), np.concatenate(lengths)), keys, attributes)
 
 
 def _read_txt(file: SourceFile) -> Iterator[Items]:
-    lines = 0
+    before = 0
     for data, done in line_blocks(file):
-        if texts := _lines(file, data, lines):
-            yield Items(texts=texts, done=done)
-            lines += len(texts)
-
-
-def _lines(file: SourceFile, data: bytes, before: int) -> list[str]:
-    """Return the texts of whole lines. before: the number of lines before them."""
-    try:
-        # Not splitlines(): that also splits at form feeds and Unicode separators, which may be part of an item.
-        lines = data.decode().split("\n")
-    except UnicodeDecodeError as error:
-        line = before + data.count(b"\n", 0, error.start) + 1
-        raise ItemSetError(f"{file}, line {line}: not UTF-8, save the file as UTF-8") from error
-    if not lines[-1]:
-        lines.pop()
-    texts = [line.removesuffix("\r") for line in lines]
-    for number, text in enumerate(texts, before + 1):
-        if not text or text.isspace():
-            raise ItemSetError(f"{file}, line {number} is blank: remove it, every line is an item")
-    return texts
+        try:
+            # Not splitlines(): that also splits at form feeds and Unicode separators, which may be part of an item.
+            lines = data.decode().removesuffix("\n").split("\n")
+        except UnicodeDecodeError as error:
+            line = before + data.count(b"\n", 0, error.start) + 1
+            raise ItemSetError(f"{file}, line {line}: not UTF-8, save the file as UTF-8") from error
+        texts = [line.removesuffix("\r") for line in lines]
+        for number, text in enumerate(texts, before + 1):
+            if not text or text.isspace():
+                raise ItemSetError(f"{file}, line {number} is blank: remove it, every line is an item")
+        yield Items(texts=texts, done=done)
+        before += len(texts)
 
 
 def _read_npy(file: SourceFile) -> Iterator[Items]:

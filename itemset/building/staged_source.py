@@ -1,13 +1,11 @@
 """What a build on disk has read and checked, to be taken once more: stored, or read again."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,11 +19,8 @@ from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows
 ROW = pa.uint32()  # keys if none are given
 
 
-class Batch(NamedTuple):
-    """Consecutive items. values: their keys, and each of their attributes as `Column.pack` returns it."""
-
-    rows: Rows
-    values: list[pa.Array]
+Batch = tuple[Rows, list[pa.Array]]
+"""Consecutive items, and their values: their keys, and each of their attributes as `Column.pack` returns it."""
 
 
 def can_read_twice(files: Sequence[SourceFile]) -> bool:
@@ -35,10 +30,10 @@ def can_read_twice(files: Sequence[SourceFile]) -> bool:
 
 @dataclass
 class Stored:
-    """All items of the source as `Rows`, checked, their keys and attributes: batch by batch in a file without a name.
+    """All items of the source, checked, with keys and attributes: batch by batch in a file without a name.
 
+    again: reads the source once more instead, if that is as fast. files: its files, as they were at first.
     columns: how the attributes are to be stored, known after the last batch.
-    again: reads the source once more, if that is as fast as such a file. files: its files, as they were at first.
     """
 
     file: IO[bytes]
@@ -48,7 +43,6 @@ class Stored:
     again: Callable[[], Generator[sources.Items]] | None = None
     key_type: Any = None
     items: int = 0
-    batches: int = 0
     highest: int = 0
     shortest: int = MAX_ITEM_TOKENS
     longest: int = 0
@@ -68,7 +62,6 @@ class Stored:
         """Add a batch of the source. rows: its items, checked."""
         if self.again is None:
             pickle.dump(replace(items, texts=None, tokens=rows), self.file, pickle.HIGHEST_PROTOCOL)
-        self.batches += 1
         self.items += len(rows)
         self.highest = max(self.highest, int(rows.tokens.max()))
         self.shortest, self.longest = min(self.shortest, rows.shortest), max(self.longest, rows.longest)
@@ -81,13 +74,14 @@ class Stored:
                 rows = as_rows(items.tokens, self.vocab_size, before=done)
                 keys = pa.array(np.arange(done, done + len(rows)), ROW) if items.keys is None else items.keys
                 columns = [] if items.attributes is None else packed(items.attributes, self.columns).columns
-                yield Batch(rows, [keys, *(column.chunk(0) for column in columns)])
+                yield rows, [keys, *(column.chunk(0) for column in columns)]
                 done += len(rows)
 
     def _stored(self) -> Generator[sources.Items]:
+        end = self.file.tell()
         with self.file:
             self.file.seek(0)
-            for _ in range(self.batches):
+            while self.file.tell() < end:
                 yield pickle.load(self.file)
 
     def check_unchanged(self) -> None:

@@ -1,15 +1,14 @@
 """The `itemset` command: builds index files, looks into them and publishes them. One file a group of subcommands."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from itemset.building.scratch import outcome, state_of
 from itemset.cli import build, inspect, publish, report_page
 from itemset.errors import ItemSetError, ItemSetWarning
 
@@ -23,19 +22,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = writes and not any(word.startswith("-") for word in more)
         advice = "; for all files of a pattern put it in quotes, as in 'parts/*.parquet'" if parts else ""
         parser.error(f"unrecognized arguments: {' '.join(more)}{advice}")
-    before = state_of(args.output) if writes else None
+    before = _file_at(args.output) if writes else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", ItemSetWarning)
-            warnings.showwarning = _show_warning(warnings.showwarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             args.run(args)
         sys.stdout.flush()
     except ItemSetError as error:
         print(f"itemset: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        end = f", {outcome(args.output, before)}" if writes else ""
-        print(f"itemset: interrupted{end}", file=sys.stderr)
+        end = ", nothing was written: run the same command again"
+        if writes and _file_at(args.output) not in (None, before):  # which was put there at once
+            end = f", {args.output} was written whole"
+        print(f"itemset: interrupted{end if writes else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read the output (head, less) has seen enough; Python must not flush into the closed pipe at exit.
@@ -43,16 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _show_warning(original: Any) -> Any:
-    """Return a `warnings.showwarning` that shows our own as one line, like errors."""
+def _file_at(output: str) -> tuple[int, int] | None:
+    """Return what tells the file there from all others, None if there is none."""
+    with suppress(OSError):
+        state = os.stat(output)
+        return state.st_dev, state.st_ino
+    return None
 
-    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        if issubclass(category, ItemSetWarning):
-            print(f"itemset: {message}", file=sys.stderr)
-        else:
-            original(message, category, *args, **kwargs)
 
-    return show
+def _show_warning(original: Any, message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+    """Show our own warnings as one line, like errors."""
+    if issubclass(category, ItemSetWarning):
+        print(f"itemset: {message}", file=sys.stderr)
+    else:
+        original(message, category, *args, **kwargs)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,5 @@
 """The subcommands `build` and `update`: what writes index files."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -15,7 +13,6 @@ import itemset
 from itemset.building import sources
 from itemset.building.external import build_external
 from itemset.building.memory import available_memory, needed_memory
-from itemset.building.options import Encoding
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
 from itemset.cli.options import Command, output_file, positive, size, tokenizer_of, unwritable
@@ -91,14 +88,7 @@ def build(args: argparse.Namespace) -> None:
         if on_disk:
             print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
     s = _build_on_disk(args, output, allowed) if on_disk else _build_in_memory(args, output)
-    print_table(
-        [
-            *facts(s),
-            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
-            ("sorted", how),
-            ("time", f"{time.perf_counter() - start:.1f} s"),
-        ]
-    )
+    _print_written(s, output, start, ("sorted", how))
 
 
 def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemSet:
@@ -131,7 +121,7 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemS
 
 def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
     source = sources.read(args.source, column=args.column, key=args.key, attributes=args.attribute)
-    encoding = Encoding(args.tokenizer, args.prefix, args.escape, args.vocab_size)
+    encoding = sources.Encoding(args.tokenizer, args.prefix, args.escape, args.vocab_size)
     encoding.check(args.source, texts=source.texts is not None)
     tokenizer = tokenizer_of(args)
     given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
@@ -152,27 +142,26 @@ def update(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     before = itemset.load(args.file)
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key)
-    names = before.attributes.column_names
-    source = sources.read(args.add, column=args.column, key=args.key, attributes=names) if args.add else sources.Items()
-    new = _new_items(args, before, source) if args.add else {}
+    source, new, names = sources.Items(), {}, before.attributes.column_names
+    if args.add:
+        source = sources.read(args.add, column=args.column, key=args.key, attributes=names)
+        new = _new_items(args, before, source)
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
     source.check_unchanged()
     after.save(output)
-    # Of the keys, for an item may have several: one that is removed and added is both.
-    added = 0 if new.get("add") is None else len(new["add"])
-    print_table(
-        [
-            *facts(after),
-            ("changes", f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"),
-            ("file", f"{output} ({output.stat().st_size:,} bytes)"),
-            ("time", f"{time.perf_counter() - start:.1f} s"),
-        ]
-    )
+    added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
+    changes = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"
+    _print_written(after, output, start, ("changes", changes))
+
+
+def _print_written(s: ItemSet, output: Path, start: float, how: tuple[str, str]) -> None:
+    size, seconds = output.stat().st_size, time.perf_counter() - start
+    print_table([*facts(s), ("file", f"{output} ({size:,} bytes)"), how, ("time", f"{seconds:.1f} s")])
 
 
 def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:
     """Return what `updated` takes of the items to add."""
-    Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
+    sources.Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
     tokenizer = tokenizer_of(args, before)
     return {
         "add": source.tokens if source.texts is None else source.texts,

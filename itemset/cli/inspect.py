@@ -1,7 +1,5 @@
 """The subcommands `info`, `verify` and `lookup`: what looks into index files."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

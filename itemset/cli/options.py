@@ -1,7 +1,5 @@
 """What subcommands share: option values, the tokenizer, the file to write."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable

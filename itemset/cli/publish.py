@@ -1,7 +1,5 @@
 """The subcommand `publish`: for sets that servers follow."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from datetime import UTC

@@ -1,64 +1,53 @@
 """What an item set costs: its levels, its size in the published STATIC layout, and the least that any index takes."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.cli.choice_stats import count
 from itemset.item_set import ItemSet
 from itemset.trie.attributes import kind_of
+from itemset.trie.jit import compiled
+from itemset.trie.pointers import first_edge, label
+from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 _SHOWN_LEVELS = 24
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of the trie.
-
-    nodes: prefixes of this many tokens that two or more items share. edges: tokens that follow them.
-    tail_tokens: tokens in the tails after these edges.
-    """
-
-    nodes: int
-    edges: int
-    tail_tokens: int
 
 
 def describe(s: ItemSet) -> list[str]:
     """Return lines for people: the levels, then the index's bytes an item beside STATIC's and the least possible."""
     every = levels(s)
-    shown = every if len(every) <= _SHOWN_LEVELS else every[: _SHOWN_LEVELS - 1]
+    shown = len(every) if len(every) <= _SHOWN_LEVELS else _SHOWN_LEVELS - 1
+    rows = [(f"{i}", level) for i, level in enumerate(every[:shown])]
+    if shown < len(every):
+        rows.append((f"{shown} to {len(every) - 1}", every[shown:].sum(0)))
     lines = [f"{'level':<12} {'nodes':>16} {'edges':>16} {'tail tokens':>16}"]
-    lines += [f"{i:<12} {x.nodes:>16,} {x.edges:>16,} {x.tail_tokens:>16,}" for i, x in enumerate(shown)]
-    if rest := every[len(shown) :]:
-        sums = [sum(column) for column in zip(*((x.nodes, x.edges, x.tail_tokens) for x in rest), strict=True)]
-        lines.append(f"{f'{len(shown)} to {len(every) - 1}':<12} " + " ".join(f"{total:>16,}" for total in sums))
-    static, least = static_bytes(s), least_bytes(s)
-    exact = "number of such sets" if s.shortest == s.longest else "estimate from its tokens and lengths"
-    costs = [
-        ("this index", s.nbytes, "keys not counted"),
-        ("STATIC", static, "published layout" if static else "no layout: it takes items of one length, 2 or more"),
-        ("information", least, f"log2 of the {exact}"),
-    ]
+    lines += [f"{name:<12} {nodes:>16,} {edges:>16,} {tails:>16,}" for name, (nodes, edges, tails) in rows]
     lines += ["", f"{'compared':<12} {'bytes':>16} {'bytes/item':>11}"]
-    for name, size, what in costs:
+    for name, size, what in costs(s):
         figures = f"{'-':>16} {'-':>11}" if size is None else f"{size:>16,.0f} {size / len(s):>11.2f}"
         lines.append(f"{name:<12} {figures}  {what}")
     return lines
 
 
-def levels(s: ItemSet) -> list[Level]:
-    """Return the nodes, edges and tail tokens of each level, root first."""
-    trie = s.trie
-    if s.shortest == s.longest:
-        tails = [count * (s.longest - 1 - depth) for depth, count in enumerate(_lone_items(s))]
-    else:
-        tails = count(s, tails=True).tail_tokens.tolist()
-    return [Level(*level) for level in zip(trie.level_nodes, trie.level_edges, tails, strict=True)]
+def costs(s: ItemSet) -> list[tuple[str, float | None, str]]:
+    """Return names, bytes and remarks: of this index, of STATIC's layout (None if it has none), of the least."""
+    static = static_bytes(s)
+    exact = "number of such sets" if s.shortest == s.longest else "estimate from its tokens and lengths"
+    return [
+        ("this index", s.nbytes, "keys not counted"),
+        ("STATIC", static, "published layout" if static else "no layout: it takes items of one length, 2 or more"),
+        ("information", least_bytes(s), f"log2 of the {exact}"),
+    ]
+
+
+def levels(s: ItemSet) -> NDArray[np.int64]:
+    """Return of each level, root first, [levels, 3]: its nodes, its edges, and the tokens in the tails after these."""
+    tails = _lone_items(s) * np.arange(s.longest - 1, s.longest - 1 - len(s.trie.level_nodes), -1)
+    if s.shortest != s.longest:
+        tails = count(s, tails=True).tail_tokens
+    return np.column_stack((s.trie.level_nodes, s.trie.level_edges, tails))
 
 
 def static_bytes(s: ItemSet) -> int | None:
@@ -74,20 +63,15 @@ def static_bytes(s: ItemSet) -> int | None:
         start_mask               V
         dense_mask, dense_states 5 V^d
     """
-    length = s.longest
-    if s.shortest != length or length < 2:
+    if s.shortest != s.longest or s.longest < 2:
         return None
     # A prefix of k tokens is an edge at level k - 1, or in the tail of an item that stood alone before.
-    alone = np.cumsum([0, *_lone_items(s)])
-    prefixes = [0] * (length + 1)
-    for k in range(1, length + 1):
-        edges = s.trie.level_edges[k - 1] if k <= len(s.trie.level_edges) else 0
-        prefixes[k] = edges + int(alone[min(k - 1, len(alone) - 1)])
-    vocab = len(s.token_ids)
-    csr = 8 * (sum(prefixes[2:]) + vocab)
-    indptr = 4 * (sum(prefixes[2:length]) + vocab + 3)
-    dense = vocab**2 if length > 2 else vocab
-    return csr + indptr + vocab + 5 * dense
+    below = s.longest - len(s.trie.level_edges)
+    alone = np.pad(np.cumsum([0, *_lone_items(s)]), (0, below), "edge")[:-1]
+    prefixes, vocab = np.pad(s.trie.level_edges, (0, below)) + alone, len(s.token_ids)
+    csr = 8 * (int(prefixes[1:].sum()) + vocab)
+    indptr = 4 * (int(prefixes[1:-1].sum()) + vocab + 3)
+    return int(csr + indptr + vocab + 5 * vocab ** min(2, s.longest - 1))
 
 
 def least_bytes(s: ItemSet) -> float:
@@ -106,10 +90,9 @@ def least_bytes(s: ItemSet) -> float:
     return max(0.0, _entropy_bits(counts.lengths) + _entropy_bits(counts.tokens) - order_is_free) / 8
 
 
-def _lone_items(s: ItemSet) -> list[int]:
+def _lone_items(s: ItemSet) -> NDArray[np.int64]:
     """Count the edges of each level after which an item stands alone."""
-    nodes, edges = s.trie.level_nodes, s.trie.level_edges
-    return [count - below for count, below in zip(edges, [*nodes[1:], 0], strict=True)]
+    return np.subtract(s.trie.level_edges, [*s.trie.level_nodes[1:], 0])
 
 
 def _log2_choose(universe: int, chosen: int) -> float:
@@ -148,3 +131,85 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     """Print a line for each name and value."""
     for name, value in rows:
         print(f"{name:<12} {value}")
+
+
+class Counts(NamedTuple):
+    """Counts over all items, int64; the first four by how many tokens came before.
+
+    shared: items whose prefix others share. chosen: those of them after whose prefix more than one token, or an end and
+    a token, may come. widest: tokens that may follow one prefix, at most. tail_tokens: in the tails after these edges.
+    lengths: items of each length. tokens: of all items, by their place in `token_ids`. by_first: items below each edge
+    of the root. ends: [1], items that others begin with.
+    """
+
+    shared: NDArray[np.int64]
+    chosen: NDArray[np.int64]
+    widest: NDArray[np.int64]
+    tail_tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    by_first: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def count(s: ItemSet, *, tails: bool) -> Counts:
+    """Count in one pass over the tables, without unfolding any item. tails: if False, no lengths and no tokens."""
+    tables, level_nodes = s.trie.tables.pointers, np.array(s.trie.level_nodes, np.int64)
+    below = np.zeros(tables.nodes, np.int64)
+    _count_below(tables, len(s), below)
+    sizes = [len(level_nodes)] * 4 + [s.longest + 1, len(s.token_ids), s.trie.level_edges[0], 1]
+    counts = Counts(*(np.zeros(size, np.int64) for size in sizes))
+    room, ids = (s.trie.tail_tokens, s.token_ids) if tails else (0, np.zeros(0, np.int64))
+    _count(tables, level_nodes, room, ids, below, *counts)
+    return counts
+
+
+@compiled
+def _count_below(tables, items, below):  # type: ignore[no-untyped-def]
+    """Fill in the items that pass through each node."""
+    nodes = len(below)
+    for node in range(nodes - 1, -1, -1):  # children have higher numbers
+        total = np.int64(is_terminal(tables, node))
+        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
+            state = follow(tables, edge)
+            total += below[state] if state < nodes else np.int64(1)
+        below[node] = min(total, items)
+
+
+@compiled
+def _count(  # type: ignore[no-untyped-def]
+    tables, level_nodes, room, ids, below, shared, chosen, widest, tail_tokens, lengths, tokens, by_first, prefixes
+):
+    """Fill in `Counts`. ids: `token_ids`. room: tokens of the tails, which are in the order of their edges."""
+    mask = (1 << tables.token_bits) - 1
+    node, position = np.int64(0), np.int64(0)
+    for depth in range(len(level_nodes)):
+        for _ in range(min(level_nodes[depth], len(below) - node)):
+            first, last, ends = first_edge(tables, node), first_edge(tables, node + 1), is_terminal(tables, node)
+            shared[depth] += below[node]
+            chosen[depth] += below[node] if last - first + ends > 1 else 0
+            widest[depth] = max(widest[depth], last - first)
+            prefixes[0] += ends
+            _add(lengths, depth, ends)
+            for edge in range(first, last):
+                state, start = follow(tables, edge), position
+                items_after = below[state] if state < len(below) else np.int64(1)
+                if node == 0:
+                    by_first[edge - first] = items_after
+                _add(tokens, np.searchsorted(ids, label(tables, edge)), items_after)
+                more = state >= TAIL
+                while more and position < room:
+                    entry = tail_entry(tables, position)
+                    _add(tokens, np.searchsorted(ids, entry & mask), 1)
+                    position += 1
+                    more = entry >> tables.token_bits == 0
+                tail_tokens[depth] += position - start
+                if state >= TAIL or state == END:
+                    _add(lengths, depth + 1 + position - start, 1)
+            node += 1
+
+
+@compiled
+def _add(counts, place, more):  # type: ignore[no-untyped-def]
+    if place < len(counts):
+        counts[place] += more

@@ -41,24 +41,17 @@ class _Matcher:
     def __init__(self, matcher: xgrammar.GrammarMatcher, depth: int = 0) -> None:
         self.matcher, self.depth = matcher, depth
 
-    def accept(self, token: int) -> bool:
-        if not self.matcher.accept_token(token):
-            return False
-        self.depth += 1
-        return True
+    def accept(self, what: int | bytes) -> bool:
+        """Take a token or a text."""
+        taken = self.matcher.accept_string(what) if isinstance(what, bytes) else self.matcher.accept_token(what)
+        self.depth += 1 if taken else 0
+        return bool(taken)
 
-    def accept_text(self, text: bytes) -> bool:
-        if not self.matcher.accept_string(text):
-            return False
-        self.depth += 1
-        return True
-
-    def takes(self, token: int) -> bool:
-        """Whether this token may follow. The matcher stays."""
-        if not self.matcher.accept_token(token):
-            return False
-        self.matcher.rollback(1)
-        return True
+    def takes(self, what: int | bytes) -> bool:
+        """Whether this may follow. The matcher stays."""
+        if taken := self.accept(what):
+            self.to(self.depth - 1)
+        return taken
 
     def to(self, depth: int) -> None:
         if depth != self.depth:
@@ -74,24 +67,36 @@ _Chain = tuple[Any, Found] | None  # items found, the last one first
 
 
 class _Thread:
-    """One reading. Immutable but for `open`, the holes that may begin here, which are found when they are asked for."""
+    """One reading. Immutable but for `open`, those that begin a hole here, which are found when they are asked for."""
 
     __slots__ = ("begin", "depth", "found", "given", "hole", "items", "matcher", "open", "path", "state")
+    items: Items
+    begin: int
+    state: int
+    path: tuple[int, ...]
 
-    def __init__(
+    def __init__(self, matcher: _Matcher, given: _Given, found: _Chain) -> None:
+        self.matcher, self.depth, self.given, self.found = matcher, matcher.depth, given, found
+        self.hole = -1
+        self.open: list[_Thread] | None = None
+
+    def inside(
         self,
-        matcher: _Matcher,
-        given: _Given,
-        found: _Chain,
-        hole: int = -1,
-        items: Items | None = None,
+        hole: int,
+        items: Items,
+        begin: int,
         state: int = 0,
         path: tuple[int, ...] = (),
-        begin: int = 0,
-    ) -> None:
-        self.matcher, self.depth, self.given, self.found = matcher, matcher.depth, given, found
-        self.hole, self.items, self.state, self.path, self.begin = hole, items, state, path, begin
-        self.open: list[tuple[int, Items]] | None = None
+        matcher: _Matcher | None = None,
+    ) -> _Thread:
+        """Return the reading inside a hole, at a state of its items."""
+        thread = _Thread(matcher or self.matcher, self.given, self.found)
+        thread.hole, thread.items, thread.begin, thread.state, thread.path = hole, items, begin, state, path
+        return thread
+
+    def after(self, state: int, token: int, matcher: _Matcher | None = None) -> _Thread:
+        """Return the reading after one more token of the item."""
+        return self.inside(self.hole, self.items, self.begin, state, (*self.path, token), matcher)
 
 
 class Composite:
@@ -186,23 +191,20 @@ class Composite:
             return before
         after = list[_Thread]()
         for thread in before:
-            if thread.hole < 0 and not self._open(thread):
-                if thread.matcher.accept(token):
-                    after.append(_Thread(thread.matcher, thread.given, thread.found))
-            elif thread.hole < 0:
+            if thread.hole < 0:
                 self._from_outside(thread, token, after)
-            else:
-                self._from_inside(thread, token, after)
+                continue
+            self._bridge(thread, token, after)
+            if (state := thread.items.step(thread.state, token)) != DEAD:
+                self._land(thread.after(state, token), token, after)
         return after
 
     def _from_outside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
         entered = []
-        for hole, items in self._open(thread):
-            bridges = self._holes[hole].bridges
-            if bridges is not None and token in bridges.by_token:
-                self._bridge(thread, hole, items, 0, (), self._read[-1], token, after)
-            if (state := items.step(0, token)) != DEAD:
-                entered.append((hole, items, state))
+        for inside in self._open(thread):
+            self._bridge(inside, token, after)
+            if (state := inside.items.step(0, token)) != DEAD:
+                entered.append((inside, state))
         # The thread's own matcher goes to one reading. One that stays where it is, inside a hole, may share none that
         # moves: then both have forks.
         matcher: _Matcher | None = thread.matcher
@@ -210,79 +212,52 @@ class Composite:
             matcher = thread.matcher.fork() if thread.matcher.takes(token) else None
         if matcher is not None and matcher.accept(token):
             after.append(_Thread(matcher, thread.given, thread.found))
-        begin, stays = self._read[-1], thread.matcher
-        forks = [stays.fork() for _ in entered[1:]]
-        for hole, items, state in entered:
-            self._land(_Thread(stays, thread.given, thread.found, hole, items, state, (token,), begin), token, after)
-            stays = forks.pop() if forks else stays
-
-    def _from_inside(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
-        items, bridges = thread.items, self._holes[thread.hole].bridges
-        assert items is not None
-        if bridges is not None and token in bridges.by_token:
-            self._bridge(thread, thread.hole, items, thread.state, thread.path, thread.begin, token, after)
-        if (state := items.step(thread.state, token)) != DEAD:
-            path = (*thread.path, token)
-            moved = _Thread(thread.matcher, thread.given, thread.found, thread.hole, items, state, path, thread.begin)
-            self._land(moved, token, after)
+        matchers = [thread.matcher, *(thread.matcher.fork() for _ in entered[1:])]
+        for (inside, state), stays in zip(entered, matchers, strict=False):
+            self._land(inside.after(state, token, stays), token, after)
 
     def _land(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
         """Keep a thread inside its hole, and one outside if the item may end here."""
-        assert thread.items is not None
         if thread.state != END:
             after.append(thread)
         if thread.items.ends(thread.state):
             matcher = thread.matcher if thread.state == END else thread.matcher.fork()
             if matcher.accept(self._vocabulary.first + thread.hole):
-                end = self._read[-1] + len(self._vocabulary.bytes[token])
-                after.append(self._left(matcher, thread, thread.hole, thread.items, thread.path, thread.begin, end))
+                after.append(self._left(matcher, thread, thread.path, token))
 
-    def _bridge(
-        self,
-        thread: _Thread,
-        hole: int,
-        items: Items,
-        state: int,
-        path: tuple[int, ...],
-        begin: int,
-        token: int,
-        after: list[_Thread],
-    ) -> None:
-        """Leave the hole by a token that is the item's last one and what closes it."""
-        bridges = self._holes[hole].bridges
+    def _bridge(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
+        """Leave the thread's hole by a token that is the item's last one and what closes it."""
+        bridges = self._holes[thread.hole].bridges
         for last, rest in bridges.by_token.get(token, ()) if bridges is not None else ():
-            ended = items.step(state, last)
-            if ended == DEAD or not items.ends(ended):
+            ended = thread.items.step(thread.state, last)
+            if ended == DEAD or not thread.items.ends(ended):
                 continue
             matcher = thread.matcher.fork()
-            if matcher.accept(self._vocabulary.first + hole) and matcher.accept_text(rest):
-                end = self._read[-1] + len(self._vocabulary.bytes[last])
-                after.append(self._left(matcher, thread, hole, items, (*path, last), begin, end))
+            if matcher.accept(self._vocabulary.first + thread.hole) and matcher.accept(rest):
+                after.append(self._left(matcher, thread, (*thread.path, last), last))
 
-    def _left(
-        self, matcher: _Matcher, thread: _Thread, hole: int, items: Items, path: tuple[int, ...], begin: int, end: int
-    ) -> _Thread:
-        """Return the thread that has given an item."""
-        group, given = self._holes[hole].group, thread.given
+    def _left(self, matcher: _Matcher, thread: _Thread, path: tuple[int, ...], last: int) -> _Thread:
+        """Return the thread that has given an item. last: the item's last token."""
+        group, given = self._holes[thread.hole].group, thread.given
         if group is not None:
-            given = {**given, group: items.without(path)}
-        return _Thread(matcher, given, (thread.found, Found(hole, path, begin, end)))
+            given = {**given, group: thread.items.without(path)}
+        end = self._read[-1] + len(self._vocabulary.bytes[last])
+        return _Thread(matcher, given, (thread.found, Found(thread.hole, path, thread.begin, end)))
 
-    def _open(self, thread: _Thread) -> list[tuple[int, Items]]:
-        """The holes that may begin here, and their items: those whose id the matcher takes, unless it takes any id."""
+    def _open(self, thread: _Thread) -> list[_Thread]:
+        """The beginnings of holes that may stand here: those whose id the matcher takes, unless it takes any id."""
         if thread.open is None:
             first, matcher = self._vocabulary.first, thread.matcher
             taken = [hole for hole in range(len(self._holes)) if matcher.takes(first + hole)]
             if taken and matcher.takes(self._vocabulary.decoy):
                 taken = []
-            thread.open = [(hole, self._items(thread, hole)) for hole in taken]
+            thread.open = []
+            for number in taken:
+                hole = self._holes[number]
+                anew = hole.group is None or hole.begins
+                items = hole.items if anew else thread.given.get(hole.group, hole.items)
+                thread.open.append(thread.inside(number, items, self._read[-1]))
         return thread.open
-
-    def _items(self, thread: _Thread, number: int) -> Items:
-        hole = self._holes[number]
-        if hole.group is None or hole.begins:
-            return hole.items
-        return thread.given.get(hole.group, hole.items)
 
     # The mask
 
@@ -300,8 +275,7 @@ class Composite:
         empty = True  # the first reading sets the row, the others add to it
         for thread in self._history[-1]:
             if thread.hole >= 0:
-                assert thread.items is not None
-                self._fill_inside(thread, thread.hole, thread.items, thread.state, row, empty)
+                self._fill_inside(thread, row, empty)
                 empty = False
             elif not thread.matcher.matcher.is_terminated():
                 thread.matcher.matcher.fill_next_token_bitmask(self._wide)
@@ -310,35 +284,28 @@ class Composite:
                 else:
                     np.bitwise_or(row, self._outside, out=row)
                 empty = False
-                for hole, items in self._open(thread):
-                    self._fill_inside(thread, hole, items, 0, row, empty)
+                for inside in self._open(thread):
+                    self._fill_inside(inside, row, empty)
         if empty:
             np.copyto(row, self._end.view(np.int32))
 
-    def _fill_inside(
-        self, thread: _Thread, hole: int, items: Items, state: int, row: NDArray[np.int32], empty: bool
-    ) -> None:
+    def _fill_inside(self, thread: _Thread, row: NDArray[np.int32], empty: bool) -> None:
         """empty: nothing of the row has been set."""
         inside = row if empty else self._inside
-        items.fill(state, inside)
+        thread.items.fill(thread.state, inside)
         if inside is not row:
             np.bitwise_or(row, inside, out=row)
-        bridges = self._holes[hole].bridges
-        closing = items.closing(state, bridges) if bridges is not None else None
-        matcher = thread.matcher.matcher
-        if closing is None or not matcher.accept_token(self._vocabulary.first + hole):
+        bridges, matcher = self._holes[thread.hole].bridges, thread.matcher
+        closing = thread.items.closing(thread.state, bridges) if bridges is not None else None
+        if closing is None or not matcher.accept(self._vocabulary.first + thread.hole):
             return
-        matcher.fill_next_token_bitmask(self._wide)
-        others = [token for last, token, rest in closing.others if self._takes(thread.matcher, rest, last, inside)]
+        matcher.matcher.fill_next_token_bitmask(self._wide)
+        others = [
+            token
+            for last, token, rest in closing.others
+            if inside[last >> 5] >> (last & 31) & 1 and matcher.takes(rest)  # the item may end with `last`
+        ]
         closing.let_in(self._outside, inside, row)
-        matcher.rollback(1)
+        matcher.to(matcher.depth - 1)
         for token in others:
             row.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
-
-    @staticmethod
-    def _takes(matcher: _Matcher, rest: bytes, last: int, inside: NDArray[np.int32]) -> bool:
-        """Whether an item may end here with its last token, and this text come after it."""
-        if not inside[last >> 5] >> (last & 31) & 1 or not matcher.matcher.accept_string(rest):
-            return False
-        matcher.matcher.rollback(1)
-        return True

@@ -25,7 +25,7 @@ from itemset.errors import ItemSetError, shown
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
 _ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
-_IGNORED = (
+_UNREAD = (
     "not",
     "if",
     "then",
@@ -38,8 +38,6 @@ _IGNORED = (
 )
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
-
-
 _SPACES = re.compile(r"\s*")
 GRAMMAR = 1 << 18
 """Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
@@ -93,14 +91,10 @@ class Marker:
         """Mark a structural tag, of the present form or of the older one with `structures`."""
         tag = self._parsed(given)
         if isinstance(tag, dict) and isinstance(tag.get("structures"), list):
-            items = [
-                xgrammar.StructuralTagItem(
-                    begin=one["begin"],
-                    schema=json.dumps(self._whole_schema(one.get("schema") or {}, f"$.structures[{i}].schema")),
-                    end=one["end"],
-                )
-                for i, one in enumerate(tag["structures"])
-            ]
+            items = []
+            for i, one in enumerate(tag["structures"]):
+                schema = json.dumps(self._whole_schema(one.get("schema") or {}, f"$.structures[{i}].schema"))
+                items.append(xgrammar.StructuralTagItem(begin=one["begin"], schema=schema, end=one["end"]))
             if not self._places:
                 return None
             new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
@@ -170,7 +164,7 @@ class Marker:
         for key in node:
             if key in SELECTION or means_set(key):
                 raise ItemSetError(f"{path} has {key}, but no {WORD}: name a set as {WORD}, or omit it")
-        for key in _IGNORED:
+        for key in _UNREAD:
             self._unheld += [f"{path}.{key}"] if self._survey.holds(node.get(key), REFERRING) else []
         self._unheld += [f"{path}.{key}" for key in REFERENCES[1:] if key in node]
         if isinstance(several := node.get("allOf"), list) and len(several) > 1 and self._survey.holds(several, ANY):

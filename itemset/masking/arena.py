@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.masking import cpu_kernels
 from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, piece_of, room_for
+from itemset.masking.backends import Kernels, kernels_for
 from itemset.masking.device_slate import Slate
 from itemset.masking.table_copies import Copies, Parts
 from itemset.trie.levels import LevelPlan
@@ -46,28 +46,21 @@ NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bi
 COUNTED = 1 << 10  # another: counted targets
 FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
 
-Kernels = Literal["auto", "numba", "triton"]
-
-
-def backend_for(device: torch.device | str, choice: Kernels = "auto") -> Literal["numba", "triton"]:
-    """Return "numba" on a CPU and "triton" on an accelerator; or what `choice` says."""
-    if choice != "auto":
-        return choice
-    return "numba" if torch.device(device).type == "cpu" else "triton"
-
 
 @dataclass
 class _Placed:
     """A set whose tables are in an arena, or, until they are `there`, on their way to it.
 
-    row: of `Arena.sets`. view: the set itself, if it is a view on which others may stand.
+    row: of `Arena.sets`. levels: the level plan, or the set until that is asked for: to read it off takes longer than
+    all else that a small set needs, and only searches want it. view: the set, if it is a view on which others may
+    stand.
     """
 
     digest: str
     start: int
     end: int
     row: NDArray[np.int64]
-    level_plan: LevelPlan
+    levels: LevelPlan | ItemSet
     view: ItemSet | None = None
     there: bool = False
 
@@ -94,16 +87,15 @@ class Arena:
         """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
         self.plan = Plan(nbytes, max_sets=max_sets)
         self.device = torch.device(device)
-        backend = backend_for(self.device, kernels)
         nbytes = self.plan.nbytes
         try:
-            self.kernels = import_module(f"itemset.masking.{'cpu' if backend == 'numba' else backend}_kernels")
+            self.kernels = kernels_for("masking", self.device.type, kernels)
             self.words = torch.zeros(nbytes // 4 + 1, dtype=torch.int32, device=self.device)
         except ImportError as error:
             raise ItemSetError(f"item sets on {self.device} need Triton, which is missing: {error}") from error
         except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
-        if backend == "numba" and self.device.type != "cpu":
+        if self.kernels is cpu_kernels and self.device.type != "cpu":
             raise ItemSetError(f"the kernels in Numba are for CPUs, not for {self.device}: choose triton")
         self.sets = torch.zeros(max_sets + 1, COLUMNS, dtype=torch.int64, device=self.device)
         self._nothing = build([[0]])  # read in place of a set that is not there
@@ -151,7 +143,10 @@ class Arena:
 
     def level_plan(self, number: int) -> LevelPlan:
         """Return the plan of a set's levels, for a search over it. Raises KeyError if no such set is here."""
-        return self._placed[number].level_plan
+        placed = self._placed[number]
+        if isinstance(placed.levels, ItemSet):
+            placed.levels = placed.levels.level_plan
+        return placed.levels
 
     def view(self, number: int) -> ItemSet | None:
         """Return the view that was placed as this set, for others to stand on; None if there is none."""
@@ -187,9 +182,10 @@ class Arena:
             return
         base = self._below(item_set)
         if base is None:
-            check_tables(item_set)
+            _refuse_disorder(item_set)
         row, parts = self._parts(item_set, number, start, base)
-        placed = _Placed(item_set.digest, start, start + piece_of(item_set), row, item_set.level_plan)
+        levels = item_set.level_plan if "level_plan" in vars(item_set.whole) else item_set
+        placed = _Placed(item_set.digest, start, start + piece_of(item_set), row, levels)
         overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
         for n in {*overwritten, number}:
             self._placed.pop(n, None)
@@ -265,10 +261,14 @@ def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
 
 
 def check_tables(item_set: ItemSet) -> None:
-    """Check what `Arena.place` checks first, once: it reads a large set for a fraction of a second.
+    """Do ahead of `Arena.place` what reads all of a set, for fractions of a second if it is large.
 
     Raises ItemSetError if the tables of a set, or of the set below a view, are no trie.
     """
+    _refuse_disorder(item_set)
+    _ = item_set.level_plan, item_set.whole.ready
+
+
+def _refuse_disorder(item_set: ItemSet) -> None:
     if not item_set.whole.in_order:
         raise ItemSetError("the item set's tables are no trie: build its index again with `itemset build`")
-    _ = item_set.level_plan, item_set.whole.ready

@@ -23,5 +23,4 @@ class Slate(ItemSet):
         self.base = item_set.base if joins else item_set
         dead = item_set.trie.tables.dead
         self.own = {"dead": np.concatenate((dead, dead, np.zeros(more, np.uint32)))}
-        self.level_plan = item_set.level_plan
         self.more, self.separator = more, separator

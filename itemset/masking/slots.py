@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itemset.masking.arena import Arena, Kernels, backend_for
+from itemset.masking.arena import Arena
 from itemset.masking.batch import CONSUMED, COUNT_MASK, LOCAL, STATE, Batch
 from itemset.trie.walk import FREE, STATE_BITS, WAITING
-
-__all__ = ["MAX_STOP_TOKENS", "NO_SET", "Kernels", "Slots", "as_table", "backend_for"]
 
 NO_SET = -1
 MAX_STOP_TOKENS = 128  # of a request on the device path; vLLM has the same limit (sample/logit_bias.py)

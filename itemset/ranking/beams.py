@@ -8,9 +8,7 @@ same keys, those are the races of `draws.Drawing`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
-from itemset.masking.slots import Kernels
+from itemset.masking.backends import Kernels, kernels_for
 from itemset.ranking.beam_state import (
     ALONE,
     DEGREE,
@@ -123,7 +121,7 @@ class Beams:
             not options.get("stepwise", False),
             0.0 if keys is None else 1 / options.get("temperature", 1.0),
         )
-        self._kernels = kernels_for(arena.device, options.get("kernels", "auto"))
+        self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", "auto"))
         self.passes_left = self._passes()
         sets = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
         for i, number in enumerate(numbers):
@@ -331,12 +329,6 @@ def table_of(found: Found) -> Tensor:
     """Return items as the rows of `Beams.result`."""
     tokens, scores = found
     return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
-
-
-def kernels_for(device: torch.device, choice: Kernels = "auto") -> ModuleType:
-    """Return what makes rounds: Numba on a CPU, Triton on an accelerator; or as `choice` says."""
-    triton = choice == "triton" or (choice == "auto" and device.type != "cpu")
-    return importlib.import_module(f"itemset.ranking.{'triton' if triton else 'cpu'}_kernels")
 
 
 def _check(lists: int, options: BeamOptions) -> None:

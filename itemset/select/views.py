@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import compress
 from typing import Any, NoReturn
@@ -19,12 +19,10 @@ from itemset.opening import from_index
 from itemset.select.filters import leaves, passing
 from itemset.trie import file as index_file
 from itemset.trie.key_index import KeyIndex
-from itemset.trie.keys import Keys, in_item_order
+from itemset.trie.keys import KeyList, Keys, in_item_order
 from itemset.trie.numbering import items_at
 from itemset.trie.rows import Rows, as_rows
 from itemset.trie.view import bits_of, dead_of, takes
-
-KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
 
 
 class View(ItemSet):
@@ -48,10 +46,7 @@ class View(ItemSet):
             replace(base.trie, tables=replace(base.trie.tables, **own), items=items),  # type: ignore[arg-type]
             keys or base._keys,
             digest=digest,
-            vocab_size=base.vocab_size,
-            tokenizer=base.tokenizer,
-            prefix=base.prefix,
-            escape=base.escape,
+            **base._origin,
         )
         self.base, self.own = base, own
 
@@ -99,19 +94,15 @@ class _Passing(Keys):
     """The keys of a set of which some do not pass."""
 
     _base: Keys
-    _test: Callable[[NDArray[Any]], NDArray[np.bool_]]
 
     def __init__(self, base: Keys, test: Callable[[NDArray[Any]], NDArray[np.bool_]], own_bytes: int) -> None:
         """test: of places, whether the key at each passes. own_bytes: what that keeps."""
         super().__init__(base.values, base.starts)
-        vars(self).update(_base=base, _test=test, own_bytes=own_bytes)  # the class is frozen
+        vars(self).update(_base=base, passes=test, own_bytes=own_bytes)  # the class is frozen
 
     @property
     def index(self) -> KeyIndex:
         return self._base.index
-
-    def passes(self, places: NDArray[Any]) -> NDArray[np.bool_]:
-        return self._test(places)
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
         keys = [keys[0] for keys in self.every(numbers)]
@@ -152,7 +143,11 @@ def view(
     """
     seen = item_set
     if item_filter is not None:
-        seen = filtered(item_set, passing(item_filter, item_set.attributes), lambda: _leaves(item_filter, item_set))
+        passes, columns = passing(item_filter, item_set.attributes), item_set.attributes
+        ours = item_set._keys.passes
+        seen = filtered(
+            item_set, passes, lambda: leaves(item_filter, columns.filter(pa.array(ours(np.arange(len(columns))))))
+        )
     if exclude_keys is not None:
         seen = without(seen, seen._keys.places_of(exclude_keys))
     if only_keys is not None:  # last: it gives another set, with other places
@@ -191,11 +186,7 @@ def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = 
     alive, terminal = bits_of(whole.trie.tables, lives)
     packed = np.packbits(passes, bitorder="little")
 
-    def test(places: NDArray[Any]) -> NDArray[np.bool_]:
-        bits: NDArray[np.bool_] = packed[places >> 3] >> (places & 7).astype(np.uint8) & 1 != 0
-        return bits
-
-    keys = _Passing(whole._keys, test, packed.nbytes)
+    keys = _Passing(whole._keys, lambda at: packed[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0, packed.nbytes)
     return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
 
 
@@ -232,10 +223,6 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     small = build(rows, keys=keys, vocab_size=base.vocab_size, prefix=base.prefix, escape=base.escape)
     small.tokenizer = base.tokenizer
     return small
-
-
-def _leaves(item_filter: Mapping[str, Any], base: ItemSet) -> str:
-    return leaves(item_filter, base.attributes.filter(pa.array(base._keys.passes(np.arange(len(base.keys))))))
 
 
 def _nothing_left(why: str) -> ItemSetError:

@@ -1,7 +1,5 @@
 """The item sets of a process: registered ones by name, inline ones and parts of sets by a digest."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import threading
@@ -9,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from itemset import published
@@ -28,8 +26,7 @@ OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: doc
 
 
 class RefusedError(ItemSetError):
-    """One request cannot be served as it is. reason: its label in the metrics. param: the field at fault, None if that
-    is its set."""
+    """One request cannot be served. reason: its label in the metrics. param: the field at fault, None for its set."""
 
     def __init__(self, reason: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -48,20 +45,24 @@ class InlineSet:
     index: bytes = field(repr=False)
     item_set: ItemSet
     nbytes: int
-    filter: InlineSet | None = None
+    filter: "InlineSet | None" = None
 
     @classmethod
     def from_index(
         cls, reference: str, index: bytes, base: ItemSet | None = None, *, token_ids: bool = False, **more: Any
-    ) -> InlineSet:
-        """base: the set or the view of which it is a part. token_ids: find them now, in a process that asks what occurs
-        in the set. more: fields. Raises ItemSetError as `from_bytes` does."""
-        item_set = from_bytes(index, reference) if base is None else view_from_bytes(base, index, reference)
+    ) -> Self:
+        """base: of which it is a part. token_ids: find them now, in a process that asks what occurs in the set. more:
+        fields. Raises ItemSetError as `from_bytes` does."""
+        if base is None:
+            item_set = from_bytes(index, reference)
+            item_set.in_order = True  # a process of this server built it, and its checksums hold
+        else:
+            item_set = view_from_bytes(base, index, reference)
         nbytes = len(index) + OVERHEAD + (item_set.token_ids.nbytes if token_ids else 0)
         return cls(reference, index, item_set, nbytes, **more)
 
     @classmethod
-    def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> InlineSet:
+    def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> Self:
         """Make a filter of a registered set or view. Raises ItemSetError as `views.view` does."""
         seen = view(base, query)
         index = seen.to_bytes()
@@ -69,7 +70,7 @@ class InlineSet:
         return cls(reference, index, item_set, len(index) + seen._keys.own_bytes + OVERHEAD)
 
     @property
-    def own_filter(self) -> InlineSet | None:
+    def own_filter(self) -> "InlineSet | None":
         """The filter that it is or stands on."""
         return self if "alive" in self.item_set.own else self.filter
 
@@ -77,8 +78,7 @@ class InlineSet:
 class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
-    A reference is the name of a registered set or view, or one of `wire`'s. What came with requests is kept until newer
-    sets need the room, and known for as long as anybody holds it.
+    What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
     """
 
     def __init__(self, config: StaticConfig) -> None:
@@ -90,8 +90,7 @@ class Catalogue:
             self.versions.serve(self.versions.open(name, version, path))
         _check_bases(config, self.registered)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
-        self.inline_bytes = 0
-        """Bytes of what came with requests and is cached."""
+        self.inline_bytes = 0  # of what came with requests and is cached
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -131,18 +130,17 @@ class Catalogue:
         return name not in self._files
 
     def serve(self, opened: Opened) -> list[str]:
-        """Do `Versions.serve`, and forget the cached parts of the versions that it returns."""
+        """Do `Versions.serve`, and forget the parts of what it returns."""
         return self._forget(self.versions.serve(opened))
 
     def drop(self, name: str) -> list[str]:
-        """Do `Versions.drop`, and forget the cached parts of the versions that it returns."""
+        """Do `Versions.drop`, and forget the parts of what it returns."""
         return self._forget(self.versions.drop(name))
 
     def _forget(self, versions: list[str]) -> list[str]:
         with self._lock:
-            for version in versions:
-                for reference in [one for one in self._inline if version_of(one)[0] == version]:
-                    self.inline_bytes -= self._inline.pop(reference).nbytes
+            for reference in [one for one in self._inline if version_of(one)[0] in versions]:
+                self.inline_bytes -= self._inline.pop(reference).nbytes
         return versions
 
     def headroom(self) -> int:
@@ -176,7 +174,7 @@ class Catalogue:
             return inline_set
 
     def unknown(self, reference: str) -> RefusedError:
-        """Return the error for a name that no registered set has. Its work does not grow with the name."""
+        """Return the error for a name that no set has. Its work does not grow with the name."""
         names = sorted(self.registered)
         # A comparison takes its time, and a name of twice the length is not alike.
         alike = difflib.get_close_matches(reference[: 2 * max(map(len, names), default=0)], names, 1)
@@ -219,11 +217,10 @@ def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path | str]]:
 
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plugin's options with the versions of their sets. The process that starts an engine calls it, so that
-    all open the same versions, whatever happens to the files meanwhile.
+    """Return the plugin's options with the versions of their sets: the process that starts an engine decides them.
 
-    Views are not made. Raises ItemSetError as `StaticConfig.of` does, for a set that cannot be opened, and for a view
-    of none or whose query does not go with its set's attributes.
+    Views are judged, not made. Raises ItemSetError as `StaticConfig.of` does, for a set that cannot be opened, and for
+    a view of none or whose query does not go with its set's attributes.
     """
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
@@ -265,17 +262,17 @@ def receive(catalogue: Catalogue, ref: SetRef) -> InlineSet | None:
 
     Raises ItemSetError as `InlineSet.from_index` does.
     """
-    below = None
+    below, of = None, part_of(ref.reference)
     if ref.filter is not None:
-        name = ref.reference if ref.index is None else part_of(ref.reference)
+        name = ref.reference if ref.index is None else of
         below = catalogue.inline(name)
         below = below or catalogue.keep(InlineSet.from_index(name, ref.filter, catalogue[part_of(name)]))
     if ref.index is None:
         return below
-    base = catalogue.versions.get(part_of(ref.reference)) if below is None else below.item_set
-    return catalogue.inline(ref.reference) or catalogue.keep(
-        InlineSet.from_index(ref.reference, ref.index, base, filter=below)
-    )
+    if kept := catalogue.inline(ref.reference):
+        return kept
+    base = catalogue.versions.get(of) if below is None else below.item_set
+    return catalogue.keep(InlineSet.from_index(ref.reference, ref.index, base, filter=below))
 
 
 def receive_set(catalogue: Catalogue, ref: SetRef) -> ItemSet:
@@ -290,11 +287,10 @@ def open_set(versions: Versions, ref: SetRef, below: ItemSet | None) -> ItemSet:
     below: the filter that the set stands on, if its bits came before. Raises ItemSetError as `InlineSet.from_index`
     does, and for a version of a set that is no longer loaded.
     """
+    of = part_of(ref.reference)
     if ref.filter is not None:
-        name = ref.reference if ref.index is None else part_of(ref.reference)
+        name = ref.reference if ref.index is None else of
         below = InlineSet.from_index(name, ref.filter, versions[part_of(name)]).item_set
-        if ref.index is None:
-            return below
-    if ref.index is None:
-        return versions[ref.reference]
-    return InlineSet.from_index(ref.reference, ref.index, versions.get(part_of(ref.reference)) or below).item_set
+    if ref.index is not None:
+        return InlineSet.from_index(ref.reference, ref.index, versions.get(of) or below).item_set
+    return versions[ref.reference] if ref.filter is None or below is None else below

@@ -1,19 +1,17 @@
 """What the user configures, the same in every engine: the registered item sets and the limits."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
 from msgspec import Meta
 
 from itemset.errors import ItemSetError
+from itemset.masking.backends import Kernels
 
 BACKEND = "static"
 Paths = Literal["auto", "device", "host"]
-Kernels = Literal["auto", "numba", "triton"]
 Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]
@@ -103,7 +101,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_versions: Annotated[dict[str, str] | None, Meta(description="versions by name")] = None
 
     @classmethod
-    def of(cls, given: Any) -> StaticConfig:
+    def of(cls, given: Any) -> Self:
         """From ``{"item_sets": {NAME: FILE} or ["NAME=FILE"], "inline_item_limit": N, ...}``; other keys are not ours.
 
         Raises ItemSetError: a name given twice or empty, or a value of another form.

@@ -1,10 +1,8 @@
 """What a request asks of draws, judged once, whichever engine took it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
@@ -85,7 +83,7 @@ class DrawOptions:
                 raise RefusedError("draws", f'{name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out', name)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> DrawOptions:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """Those among a request's fields. Raises RefusedError as the class does."""
         return cls(given[DRAWS], **{name: given[name] for name in OPTIONS if given.get(name) is not None})
 

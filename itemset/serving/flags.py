@@ -1,7 +1,5 @@
 """The plugin's flags on a server's command line, the same in every engine."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args

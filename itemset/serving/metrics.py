@@ -4,8 +4,6 @@ SGLang's processes share theirs through files, in a folder that must be known be
 import this module where the engine has started.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -47,10 +45,10 @@ _versions: dict[str, str] = {}
 
 
 class EngineFigures:
-    """Counts of engines, as gauges, because vLLM's front end only receives their values."""
+    """Counts of engines, as gauges: vLLM's front end only receives their values."""
 
     def __init__(self, mode: Literal["max", "sum"], used: Literal["mostrecent", "sum"]) -> None:
-        """mode: what the values of several processes make together. used: the same for the memory in use."""
+        """mode: what several processes' values make together. used: the same for the memory in use."""
         gauge = partial(Gauge, multiprocess_mode=mode)
         self.answered = gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"])
         self.forced = gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"])
@@ -68,11 +66,6 @@ def served(name: str, version: str) -> None:
     _versions[name] = version
     VERSIONS.labels(name, version).set(1)
     SINCE.labels(name).set_to_current_time()
-
-
-def refused_version(name: str) -> None:
-    """A version of a set is not served."""
-    REFUSED_VERSIONS.labels(name).inc()
 
 
 def label(reference: str) -> str:

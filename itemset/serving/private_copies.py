@@ -5,8 +5,6 @@ for itself, whoever opens one shares it. Each process locks the copies that it h
 All of these locks end with their process, however it ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -23,7 +21,7 @@ from platformdirs import user_cache_path
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.opening import from_index
-from itemset.storage import incomplete, is_uri, locked
+from itemset.storage import PathLike, incomplete, is_uri, locked
 from itemset.trie import file as index_file
 
 KEPT_SECONDS = 3600  # that an unused copy stays after it was last opened: a restart finds it
@@ -33,33 +31,27 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # which machine this is, and si
 _INCOMPLETE = "incomplete"  # the copy being made; there is one at a time
 
 Seal = list[str | int]
-"""What `seal` returns."""
 
 
 def open_copy(
-    path: str | os.PathLike[str] | None,
-    folder: str | None = None,
-    version: str | None = None,
-    sealed: Seal | None = None,
+    path: PathLike | None, folder: str | None = None, version: str | None = None, sealed: Seal | None = None
 ) -> tuple[ItemSet, str]:
     """Return the set of the index file at `path`, mapped from a private copy, and its version (`index_file.version`).
 
     path: of the file, or its URI; None if there is a copy already. folder: of the copies; None for the user's cache
-    folder, or one in the folder for temporary files. version: to open. Its copy is taken, whatever stands at `path`;
-    if there is none, the file at `path` must be of this version. None for that of the file. sealed: of a process that
-    checked the copy (`seal`). If the copy is still that one, it is not read again.
-    Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be used, or a disk
-    that is full.
+    folder, or one for temporary files. version: to open; None for that of the file. Its copy is taken, whatever stands
+    at `path`, else the file there must be of it. sealed: of a process that checked the copy (`seal`), which then is not
+    read again. Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be
+    used, or a disk that is full.
     """
     copies, name = _folder(folder), version
     if name is None:  # a file under a URI is checked when it has been fetched, and that only if there is no copy
-        name = index_file.named(path or "") if is_uri(path or "") else index_file.version(path or "")
-    lock = copies / "lock"
+        name = index_file.version(path or "", checked=not is_uri(path or ""))
     try:
-        with locked(lock, fcntl.LOCK_SH, 0o600):
+        with locked(copies / "lock", fcntl.LOCK_SH, 0o600):
             item_set = _open(copies / name, sealed)
         if item_set is None:
-            with locked(lock, fcntl.LOCK_EX, 0o600):
+            with locked(copies / "lock", fcntl.LOCK_EX, 0o600):
                 item_set = _open(copies / name, sealed)  # another process may have been faster
                 if item_set is None and path is None:
                     raise ItemSetError(f"{copies} has no copy of version {name}")
@@ -90,10 +82,7 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
 
 
 def seal(version: str, folder: str | None = None) -> Seal | None:
-    """Return what proves to a process of this machine that this copy, which was checked here, has not changed since.
-
-    A change gives a file another time of change. None if it cannot be proven.
-    """
+    """Return what proves to a process of this machine that this copy has not changed since; None if nothing does."""
     with suppress(OSError):
         return _seal(os.stat(_folder(folder) / version))
     return None
@@ -116,7 +105,7 @@ def _open(copy: Path, sealed: Seal | None) -> ItemSet | None:
     with suppress(OSError):
         unchanged = sealed is not None and sealed == _seal(os.fstat(descriptor))
     try:
-        if (index_file.named(copy) if unchanged else index_file.version(copy)) != copy.name:
+        if index_file.version(copy, checked=not unchanged) != copy.name:
             raise ItemSetError(f"{copy} is another file")
         item_set = from_index(*index_file.read(copy), name=str(copy), check=False)
     except ItemSetError:

@@ -12,18 +12,15 @@ A version's life:
 Engines carry messages as plain values: `msgspec.to_builtins` at one end, `msgspec.convert` at the other.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import msgspec
 
 
-class Prepare(msgspec.Struct, frozen=True, tag=True):
+class Prepare(msgspec.Struct, tag=True):
     """Open a version of a set and bring it to the devices; it is served once it is there. Sent until it is.
 
-    path: of its file. seal: of the copy that the front end has checked (`held.seal`). ahead: only open it, while the
-    front end still checks it: it may never be prepared.
+    path: of its file. seal: of the copy that the front end has checked. ahead: only open it, it is still being checked.
     """
 
     name: str

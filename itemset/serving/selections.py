@@ -1,7 +1,5 @@
 """Selections: what item_filter, exclude_keys and only_keys leave of a registered set for one request."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -4,8 +4,6 @@ The engine's half of `following`. A process with requests has a `Preparer`. Its 
 ranks; none of this waits, because it runs between two steps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -15,7 +13,7 @@ import msgspec
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.rollout_messages import Answer, Drop, Message, Prepare, Serves, Stage
+from itemset.serving.rollout_messages import Answer, Drop, Message, Prepare, Stage
 from itemset.serving.versions import Opened
 
 Result = TypeVar("Result")
@@ -44,7 +42,7 @@ class Devices:
 
 
 class Preparer:
-    """Answers the messages of front ends, in a process whose requests have item sets. Call it from one thread."""
+    """Answers the messages of front ends, in a process whose requests have item sets. For one thread."""
 
     def __init__(self, catalogue: Catalogue, log: logging.Logger, devices: Devices | None = None) -> None:
         self._catalogue, self._log, self._devices = catalogue, log, devices or Devices()
@@ -63,7 +61,6 @@ class Preparer:
             self._catalogue.drop(message.name)
             self._devices.close(engine, message.name, None, self._catalogue.versions.open_sets())
             return Answer()
-        assert isinstance(message, Serves)
         sequences = self._sequences.setdefault(message.name, {})
         sequences[message.front] = message.sequence
         everywhere = len(sequences) >= message.fronts and min(sequences.values()) >= message.sequence
@@ -99,10 +96,5 @@ def or_reason(work: Callable[[], Result], log: logging.Logger) -> Result | str:
 
 def warn_of_no_room(opened: Opened, error: ItemSetError, options: str, log: logging.Logger) -> None:
     """Log that an arena has no room for a version. options: where the plugin's are set."""
-    log.warning(
-        "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom %s)",
-        opened.version,
-        opened.name,
-        error,
-        options,
-    )
+    message = "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom %s)"
+    log.warning(message, opened.version, opened.name, error, options)

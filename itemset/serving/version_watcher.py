@@ -5,8 +5,6 @@ requests and steps; only then do requests get it. A version that cannot be serve
 it stays.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -39,16 +37,17 @@ Send = Callable[[Any], list[Any]]
 class Followed:
     """What is known of one set.
 
-    sequence: of the served version in its folder; 0 until the first look. since: when requests began to get it. path:
-    where its masks are made, "device" or "host", as the engines say. refused: sequence and name of the version that is
-    not served, and why. missed: what was wrong with the folder at the last look, logged once.
+    path: where its masks are made, "device" or "host", as the engines say. sequence: of the served version in its
+    folder; 0 until the first look. since: when requests began to get it. refused, why: the version that is not served.
+    missed: what was wrong with the folder at the last look, logged once.
     """
 
     folder: Path
     path: str
     sequence: int = 0
     since: datetime = field(default_factory=lambda: datetime.now(UTC))
-    refused: tuple[int, str, str] | None = None
+    refused: published.Version | None = None
+    why: str = ""
     missed: str = ""
 
 
@@ -59,18 +58,10 @@ class Follower:
     """
 
     def __init__(
-        self,
-        checks: Checks,
-        config: StaticConfig,
-        send: Send,
-        *,
-        path: str,
-        front: int = 0,
-        fronts: int = 1,
+        self, checks: Checks, config: StaticConfig, send: Send, *, path: str, front: int = 0, fronts: int = 1,
         logger: logging.Logger,
-    ) -> None:
-        """path: where masks are made. front, fronts: the number of this front end of its engines, and how many there
-        are."""
+    ) -> None:  # fmt: skip
+        """path: where masks are made. front, fronts: the number of this front end of its engines, of how many."""
         self._checks, self._config, self._send = checks, config, send
         self._path, self._front, self._fronts, self._log = path, front, fronts, logger
         self._sets: dict[str, Followed] = {}
@@ -120,7 +111,7 @@ class Follower:
             followed.refused = None  # what was wrong may have been mended
             self._look_at(name)
             if followed.missed or followed.refused:
-                raise RefusedError("refused version", followed.missed or (followed.refused or (0, "", ""))[2])
+                raise RefusedError("refused version", followed.missed or followed.why)
             sequence, entry = followed.sequence, self._entry(name, followed)
         until = time.monotonic() + PATIENCE
         while not self._serves_everywhere(name, sequence):
@@ -134,11 +125,10 @@ class Follower:
         return entry
 
     def _unfollowed(self, name: str) -> RefusedError:
-        for opened in self._checks.catalogue.versions.serving:
-            if name in opened.sets:  # a view is refreshed with its set
-                what = f"{name!r} is a view of {opened.name!r}, and refreshed with it: name {opened.name!r}"
-                return RefusedError("unknown set", what)
-        return self._checks.catalogue.unknown(name)
+        if (opened := self._checks.catalogue.versions.current(name)) is None:
+            return self._checks.catalogue.unknown(name)
+        what = f"{name!r} is a view of {opened.name!r}, and refreshed with it: name {opened.name!r}"
+        return RefusedError("unknown set", what)
 
     def refreshed(self, name: str | None) -> list[dict[str, Any]]:
         """Do `refresh` for one set, or for all."""
@@ -150,7 +140,7 @@ class Follower:
 
     def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
         catalogue = self._checks.catalogue
-        refused = followed.refused and {"version": followed.refused[1], "reason": followed.refused[2]}
+        refused = followed.refused and {"version": followed.refused.name, "reason": followed.why}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
         if (opened := catalogue.versions.current(name)) is None:  # it has none that can be served
             return entry
@@ -193,7 +183,7 @@ class Follower:
         followed = self._sets[name]
         if not self._checks.catalogue.follows(name):
             return
-        failed: tuple[published.Version, ItemSetError] | None = None
+        failed: published.Version | None = None
         while True:
             try:
                 version = published.current(followed.folder)
@@ -203,18 +193,18 @@ class Follower:
                     self._log.warning("Item set %r stays as it is: %s", name, error)
                 return
             followed.missed = ""
-            if version.sequence in (followed.sequence, (followed.refused or (0,))[0]):
+            if version.sequence in (followed.sequence, followed.refused and followed.refused.sequence):
                 return
-            if failed is not None and failed[0] == version:  # else another one became current meanwhile
-                followed.refused = (version.sequence, version.name, str(failed[1]))
+            if failed == version:  # else another one became current meanwhile
+                followed.refused = version
                 self._delete_copies([version.name])
-                metrics.refused_version(name)
-                self._log.error("Version %s of the item set %r is not served: %s", version.name, name, failed[1])
+                metrics.REFUSED_VERSIONS.labels(name).inc()
+                self._log.error("Version %s of the item set %r is not served: %s", version.name, name, followed.why)
                 return
             try:
                 self._take_up(name, version)
             except ItemSetError as error:
-                failed = version, error
+                failed, followed.why = version, str(error)
                 continue
             followed.sequence, followed.refused = version.sequence, None
             self._serves_everywhere(name, version.sequence)
@@ -233,8 +223,7 @@ class Follower:
         message = Prepare(name, version.name, str(version.path))
 
         def prepare_ahead() -> None:  # the engines open it while it is checked here
-            nonlocal message
-            message = msgspec.structs.replace(message, seal=seal(version.name, self._config.item_set_cache))
+            message.seal = seal(version.name, self._config.item_set_cache)
             self._ask(msgspec.structs.replace(message, ahead=True))
 
         opened = self._checks.open(name, version.name, version.path, prepare_ahead)
@@ -247,22 +236,18 @@ class Follower:
                 break
             if Stage.OPENING in stages:
                 time.sleep(AGAIN)
-            sequence = version.sequence
+            newest = version
             with suppress(ItemSetError):
-                sequence = published.current(followed.folder).sequence
-            if sequence != version.sequence:
+                newest = published.current(followed.folder)
+            if newest != version:
                 raise ItemSetError("another version became current")
         self._superseded.discard(version.name)
         self._delete_copies(catalogue.serve(opened))
         followed.since, followed.path = datetime.now(UTC), "host" if Stage.HOST in stages else "device"
         metrics.served(name, version.name)
-        self._log.info(
-            "Version %s of the item set %r is served: %s items, %.2f s after it was noticed",
-            version.name,
-            name,
-            f"{len(opened.sets[name]):,}",
-            time.monotonic() - began,
-        )
+        items, seconds = f"{len(opened.sets[name]):,}", time.monotonic() - began
+        text = "Version %s of the item set %r is served: %s items, %.2f s after it was noticed"
+        self._log.info(text, version.name, name, items, seconds)
 
     def _delete_copies(self, versions: Iterable[str]) -> None:
         """Delete this machine's copies of these versions, and of earlier ones, once nobody has them open."""

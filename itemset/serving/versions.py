@@ -5,8 +5,6 @@ A version's life: `begin` opens it on a thread, `serve` makes it the current one
 its version in its reference, and what it holds lives for as long as it does.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,7 +48,7 @@ class Versions:
     """The open versions of registered sets. Safe for threads.
 
     serving: the current version of each set. registered: the current sets and views by name. Both are new objects
-        whenever that changes.
+    whenever that changes.
     """
 
     def __init__(self, config: StaticConfig) -> None:
@@ -66,19 +64,12 @@ class Versions:
         self._lock = threading.Lock()
 
     def open(
-        self,
-        name: str,
-        version: str | None,
-        path: str | Path | None,
-        *,
-        make_views: bool = True,
-        seal: Seal | None = None,
+        self, name: str, version: str | None, path: str | Path | None, seal: Seal | None = None, make_views: bool = True
     ) -> Opened:
         """Open a version of a set and make its views, which may take seconds.
 
-        version: None for that of the file. path: its file; None if this machine has a copy. make_views: else only judge
-        their queries, and let the set stand for them. seal: as for `held.open_copy`. Raises ItemSetError as that does,
-        and for a view that cannot be made.
+        version, path, seal: as for `open_copy`. make_views: else only judge their queries, and let the set stand for
+        them. Raises ItemSetError as `open_copy` does, and for a view that cannot be made.
         """
         try:
             item_set = self._known.get(version_reference(version or "", name))
@@ -88,15 +79,14 @@ class Versions:
             raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
         sets = {name: item_set}
         for view_name, (base, query) in self._config.views.items():
-            if base in sets:
-                try:
-                    if make_views:
-                        sets[view_name] = view(sets[base], query)
-                    else:
-                        passing(query, sets[base].attributes.slice(0, 0))
-                        sets[view_name] = sets[base]
-                except ItemSetError as error:
-                    raise ItemSetError(f"the item view {view_name!r} cannot be made: {error}") from error
+            if base not in sets:
+                continue
+            try:
+                sets[view_name] = view(sets[base], query) if make_views else sets[base]
+                if not make_views:
+                    passing(query, sets[base].attributes.slice(0, 0))
+            except ItemSetError as error:
+                raise ItemSetError(f"the item view {view_name!r} cannot be made: {error}") from error
         opened = Opened(name, version, sets)
         with self._lock:
             self._known |= {opened.reference(name): item_set for name, item_set in sets.items()}
@@ -107,7 +97,7 @@ class Versions:
 
         Raises ItemSetError as `open` and `check` do, once.
         """
-        name, version = message.name, message.version
+        key = name, version = message.name, message.version
 
         def work() -> Opened:
             opened = self.open(name, version, message.path, seal=message.seal)
@@ -119,23 +109,22 @@ class Versions:
             for opened in self._open.get(name, ()):
                 if opened.version == version:
                     return opened
-            future = self._opening.get((name, version))
-            if future is None:
-                for key in [key for key, other in self._opening.items() if key[0] == name and other.done()]:
-                    del self._opening[key]  # it was never served
-                future = self._opening[name, version] = self._thread.submit(work)
-                return None
-            if not future.done():
-                return None
-            if future.exception() is not None:
-                del self._opening[name, version]  # another time it may be well
-        return future.result()
+            if key not in self._opening:
+                for other in [one for one in self._opening if one[0] == name and self._opening[one].done()]:
+                    del self._opening[other]  # it was never served
+                self._opening[key] = self._thread.submit(work)
+            elif self._opening[key].done():
+                future = self._opening[key]
+                if future.exception() is not None:
+                    del self._opening[key]  # another time it may be well
+                return future.result()
+        return None
 
     def begun(self, name: str, version: str) -> Opened | None:
         """Return a version that `begin` has opened, None if there is none."""
         with self._lock:
             future = self._opening.get((name, version))
-            return future.result() if future and future.done() and future.exception() is None else None
+            return future.result() if future and future.done() and not future.exception() else None
 
     def serve(self, opened: Opened) -> list[str]:
         """Make this the current version of its set and its views. Return the versions of it that are forgotten."""

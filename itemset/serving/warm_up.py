@@ -3,8 +3,6 @@
 `python -m itemset.serving.warm_up` fills Numba's cache, for an image that many servers start from.
 """
 
-from __future__ import annotations
-
 import time
 from functools import cache
 from typing import Any

@@ -184,23 +184,26 @@ def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str
     return parse(buffer, name or str(path))
 
 
-def version(path: str | os.PathLike[str], name: str = "") -> str:
-    """Check the whole file, and return its name as `named` does.
+def version(path: str | os.PathLike[str], name: str = "", *, checked: bool = True) -> str:
+    """Check the file, and return the hash, in hex, of its prelude and header, which hold the checksums of all else.
 
+    checked: else only the header is. Of a file under a URI, nothing else is fetched then.
     The file is read, not mapped: if it is cut meanwhile, that is an error and not the end of the process.
     Raises ItemSetError as `open_file`, `parse` and `check` do.
     """
     name = name or str(path)
     try:
-        with open_file(path) as file, ThreadPoolExecutor(2) as pool:
+        with file_at(path).open() if is_uri(path) and not checked else open_file(path) as file:
             start, header = _read_header(file, name)
-            right = pool.map(partial(_is_right, file.fileno(), len(start)), header.sections)
-            for section, is_right in zip(header.sections, right, strict=True):
-                if not is_right:
-                    raise _damaged(name, section)
+            if checked:
+                with ThreadPoolExecutor(2) as pool:
+                    right = pool.map(partial(_is_right, file.fileno(), len(start)), header.sections)
+                    for section, is_right in zip(header.sections, right, strict=True):
+                        if not is_right:
+                            raise _damaged(name, section)
     except OSError as error:
         raise ItemSetError(f"{name}: cannot be read: {error.strerror or error}") from error
-    return _hashed(start)
+    return hashlib.blake2b(start, digest_size=16).hexdigest()
 
 
 def _is_right(descriptor: int, start: int, section: Section) -> bool:
@@ -213,19 +216,6 @@ def _is_right(descriptor: int, start: int, section: Section) -> bool:
     return at == end and crc == section.crc32
 
 
-def named(path: str | os.PathLike[str], name: str = "") -> str:
-    """Hash the file's prelude and header, which hold the checksum of everything else, in hex; check nothing else.
-
-    Of a file under a URI nothing else is fetched. Raises ItemSetError as `open_file` and `parse` do.
-    """
-    name = name or str(path)
-    try:
-        with file_at(path).open() if is_uri(path) else open_file(path) as file:
-            return _hashed(_read_header(file, name)[0])
-    except OSError as error:
-        raise ItemSetError(f"{name}: cannot be read: {error.strerror or error}") from error
-
-
 def _read_header(file: BinaryIO, name: str) -> tuple[bytes, Header]:
     """Return the prelude and the header as they stand there, and what they say."""
     size = file.seek(0, os.SEEK_END)
@@ -233,10 +223,6 @@ def _read_header(file: BinaryIO, name: str) -> tuple[bytes, Header]:
     start = file.read(_PRELUDE.size)
     start += file.read(_header_size(start))
     return start, _parse_header(start, size, name)
-
-
-def _hashed(start: bytes) -> str:
-    return hashlib.blake2b(start, digest_size=16).hexdigest()
 
 
 def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArray[Any]]]:
@@ -288,9 +274,8 @@ def _parse_header(start: bytes, length: int, name: str) -> Header:
 
 def pieces(array: NDArray[Any]) -> Iterator[memoryview]:
     """Yield the bytes of an array, some megabytes at a time, so that a bar can show how many have been read."""
-    every = memoryview(array.data).cast("B") if array.nbytes else memoryview(b"")
-    for start in range(0, len(every), _PIECE):
-        yield every[start : start + _PIECE]
+    for start in range(0, array.nbytes, _PIECE):
+        yield memoryview(array.data).cast("B")[start : start + _PIECE]
 
 
 def check(

@@ -34,11 +34,6 @@ class Keys:
     own_bytes = 0
     """What they take beside `values` and `starts`; an index that is made later is not counted."""
 
-    @property
-    def shared(self) -> int:
-        """Items with several keys."""
-        return 0 if self.starts is None else int(np.count_nonzero(np.diff(self.starts) > 1))
-
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
         """Return the first key of each of these items."""
         return _taken(self.values, numbers if self.starts is None else self.starts[numbers])
@@ -53,8 +48,13 @@ class Keys:
         return [keys[start:end] for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
 
     def numbers_of(self, given: KeyList) -> NDArray[np.int64]:
-        """Return the first item of each given key. Raises ItemSetError for a key that is not there."""
-        return self.owners(_places_of(self.values, given))
+        """Return the first item of each given key, in one pass over all. Raises ItemSetError for one not there."""
+        values = _as_keys_of(self.values, given)
+        rows = np.flatnonzero(pc.is_in(self.values, value_set=values).to_numpy(zero_copy_only=False))
+        first = pc.index_in(values, value_set=self.values.take(pa.array(rows)))
+        if first.null_count:
+            raise ItemSetError(f"no item has the key {values.filter(first.is_null())[0].as_py()!r}")
+        return self.owners(rows[first.to_numpy()])
 
     def owners(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the item of the key at each place."""
@@ -121,16 +121,25 @@ class Keys:
     @staticmethod
     def from_sections(sections: dict[str, NDArray[Any]], items: int) -> Keys:
         """Return the keys of as many items over the file's own memory. Raises ValueError if they do not fit."""
-        keys = Keys(values_from_sections(sections), sections.get("key_starts"))
-        if keys.starts is None:
-            fits = len(keys.values) == items
+        if "keys" in sections:
+            if sections["keys"].dtype != np.int64:
+                raise ValueError("its keys are no integers of 64 bits")
+            values = pa.array(sections["keys"])
         else:
-            fits = keys.starts.dtype == np.uint32 and len(keys.starts) == items + 1
-            fits = fits and keys.starts[0] == 0 and keys.starts[-1] == len(keys.values)
-            fits = fits and not np.any(keys.starts[1:] <= keys.starts[:-1])
+            offsets, text = sections["key_offsets"], sections["key_text"]
+            if offsets.dtype != np.int64 or text.dtype != np.uint8 or not len(offsets):
+                raise ValueError("its keys are no text")
+            if offsets[0] != 0 or offsets[-1] > len(text) or np.any(offsets[1:] < offsets[:-1]):
+                raise ValueError("its keys overlap")
+            values = pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(text))
+        starts = sections.get("key_starts")
+        fits = len(values) == items
+        if starts is not None:
+            fits = starts.dtype == np.uint32 and len(starts) == items + 1 and not np.any(starts[1:] <= starts[:-1])
+            fits = fits and starts[0] == 0 and starts[-1] == len(values)
         if not fits:
             raise ValueError("its number of items does not fit its keys")
-        return keys
+        return Keys(values, starts)
 
 
 def in_item_order(
@@ -218,27 +227,11 @@ def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
     return {"key_offsets": offsets - first if first else offsets, "key_text": text[first:end]}
 
 
-def values_from_sections(sections: dict[str, NDArray[Any]]) -> pa.Array:
-    """Return the keys over the file's own memory. Raises ValueError if the sections do not fit each other."""
-    if "keys" in sections:
-        if sections["keys"].dtype != np.int64:
-            raise ValueError("its keys are no integers of 64 bits")
-        return pa.array(sections["keys"])
-    offsets, text = sections["key_offsets"], sections["key_text"]
-    if offsets.dtype != np.int64 or text.dtype != np.uint8 or not len(offsets):
-        raise ValueError("its keys are no text")
-    if offsets[0] != 0 or offsets[-1] > len(text) or np.any(offsets[1:] < offsets[:-1]):
-        raise ValueError("its keys overlap")
-    return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(text))
-
-
 def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str]:
     """Return the keys at these places, each 0 .. keys - 1. Raises ItemSetError if a damaged one is no text."""
-    taken = keys.take(pa.array(places))
+    taken: Any = keys.take(pa.array(places))
     try:
-        values: NDArray[np.int64] | list[str]
-        values = taken.to_numpy() if pa.types.is_integer(taken.type) else taken.to_pylist()
-        return values
+        return taken.to_numpy() if pa.types.is_integer(taken.type) else taken.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError as error:
         raise ItemSetError(f"the index is corrupted, a key is no text: {AGAIN}") from error
 
@@ -269,14 +262,3 @@ def _as_keys_of(keys: pa.Array, given: KeyList) -> pa.Array:
         ours, theirs = ("integers" if pa.types.is_integer(one.type) else "strings" for one in (keys, values))
         raise ItemSetError(f"the keys of this set are {ours}, not {theirs} such as {shown(values[0].as_py())}")
     return values
-
-
-def _places_of(keys: pa.Array, given: KeyList) -> NDArray[np.int64]:
-    """Return the first place of each given key, in one pass over `keys`. Raises ItemSetError for one not there."""
-    values = _as_keys_of(keys, given)
-    rows = np.flatnonzero(pc.is_in(keys, value_set=values).to_numpy(zero_copy_only=False))
-    first = pc.index_in(values, value_set=keys.take(pa.array(rows)))
-    if first.null_count:
-        raise ItemSetError(f"no item has the key {values.filter(first.is_null())[0].as_py()!r}")
-    places: NDArray[np.int64] = rows[first.to_numpy()]
-    return places

@@ -46,19 +46,13 @@ class LevelPlan:
             if len(children) > _KEPT:
                 children = np.partition(children, -_KEPT)[-_KEPT:]
             widest.append(np.cumsum(np.sort(children)[::-1]))
-        counts = (tuple(column[:levels].tolist()) for column in (nodes, tails, tailed))
-        nodes_of, tails_of, tailed_of = counts
-        return cls(nodes_of, tuple(widest), tails_of, tailed_of, trie.longest)
+        of_nodes, of_tails, of_tailed = (tuple(column[:levels].tolist()) for column in (nodes, tails, tailed))
+        return cls(of_nodes, tuple(widest), of_tails, of_tailed, trie.longest)
 
     @property
     def levels(self) -> int:
         """Levels that have edges: an item's tokens before its tail are at most as many."""
         return len(self.nodes)
-
-    @property
-    def most_children(self) -> int:
-        """Children of the widest node of all."""
-        return max(int(level[0]) for level in self.widest)
 
     def children(self, level: int, rows: int) -> int:
         """Return the most children that `rows` nodes of a level have together; 0 after the last level."""

@@ -127,26 +127,13 @@ def node_of(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _last_at_most(counts, given):  # type: ignore[no-untyped-def]
-    """Return the last entry of ascending counts, but for the total at their end, that is no more than `given`."""
-    low, high = np.int64(0), np.int64(len(counts) - 1)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if np.int64(counts[middle]) <= given:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@compiled
 def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
     """Return the last edge of an item, -1 if there is none."""
     leaves = tables.edges - (tables.nodes - 1)
     if number < leaves:
         return nth_edge(tables, number, 1)
     nth = number - leaves
-    word = _last_at_most(terminal_rank, nth)
+    word = np.int64(np.searchsorted(terminal_rank[:-1], np.uint32(nth), side="right")) - 1
     left, node = nth - np.int64(terminal_rank[word]), word * 32
     while node < word * 32 + 31 and not (left == 0 and is_terminal(tables, node)):
         left -= 1 if is_terminal(tables, node) else 0

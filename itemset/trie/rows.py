@@ -154,7 +154,7 @@ NO_ROWS = Distinct(Rows(np.zeros(0, np.uint16), np.zeros(1, np.int64)), None, No
 def sort_unique(rows: Rows) -> Distinct:
     """Sort the rows by their tokens, and fold equal ones."""
     lcp = np.empty(len(rows) + 1, np.uint16)
-    verdict, _ = _common_prefixes(rows.tokens, *rows.layout, lcp)
+    verdict, _ = common_prefixes(rows.tokens, *rows.layout, lcp)
     if verdict == _ASCENDING:
         return Distinct(rows, None, None, lcp)
     if verdict == _REPEATS:
@@ -162,7 +162,7 @@ def sort_unique(rows: Rows) -> Distinct:
     else:
         order = _sort_order(rows)
         rows = rows.take(order)
-        verdict, _ = _common_prefixes(rows.tokens, *rows.layout, lcp)
+        verdict, _ = common_prefixes(rows.tokens, *rows.layout, lcp)
     if verdict == _ASCENDING:
         return Distinct(rows, order, None, lcp)
     first = _first_of_equals(*rows.layout, lcp)
@@ -172,7 +172,7 @@ def sort_unique(rows: Rows) -> Distinct:
 
 def out_of_order(rows: Rows) -> int | None:
     """Return the first row that is lower than the one before it, None if there is none."""
-    verdict, row = _common_prefixes(rows.tokens, *rows.layout, np.empty(len(rows) + 1, np.uint16))
+    verdict, row = common_prefixes(rows.tokens, *rows.layout, np.empty(len(rows) + 1, np.uint16))
     return int(row) if verdict == _UNSORTED else None
 
 
@@ -249,7 +249,7 @@ def grown(array, size):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def]
+def common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def]
     """Fill lcp up to the first row that is out of order; return whether the rows ascend, repeat, or are unsorted, and
     that row."""
     rows = len(lcp) - 1

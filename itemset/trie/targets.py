@@ -96,6 +96,12 @@ def tails_of(tables, block):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def next_node(tables, edge):  # type: ignore[no-untyped-def]
+    """Return the node that the first edge to a node leads to, from `edge` on."""
+    return tables.nodes if edge >= tables.edges else nodes_before(tables, edge) + 1
+
+
+@compiled
 def next_tail(tables, edge, tail_tokens):  # type: ignore[no-untyped-def]
     """Return where the first tail starts of the edges from `edge` on."""
     block = edge >> 5

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from itemset.trie.file import pieces
 from itemset.trie.jit import compiled
@@ -81,16 +80,11 @@ def check_items(trie: Trie) -> None:
 
     Reads every tail once, and every edge twice. Each item then leads to its number, and back.
     """
-    shortest, longest = item_lengths(trie, tails=True)
-    if not longest:
+    if not in_order(trie, tails=True):
         raise ValueError("its tables are no trie")
+    shortest, longest = lengths_in_order(trie)
     if (shortest, longest) != (trie.shortest, trie.longest):
         raise ValueError(f"its items have {shortest} to {longest} tokens, not {trie.shortest} to {trie.longest}")
-
-
-def item_lengths(trie: Trie, *, tails: bool) -> tuple[int, int]:
-    """Return the tokens of the shortest and of the longest item; 0, 0 unless the tables are a trie (`in_order`)."""
-    return lengths_in_order(trie) if in_order(trie, tails=tails) else (0, 0)
 
 
 def in_order(trie: Trie, *, tails: bool) -> bool:
@@ -98,18 +92,14 @@ def in_order(trie: Trie, *, tails: bool) -> bool:
 
     tails: look into the tails, too, for where each ends. That takes five times as long.
     """
-    return bool(_in_order(trie.tables.pointers, trie.tail_tokens, *_levels(trie), tails))
+    levels = np.array(trie.level_nodes), np.array(trie.level_edges)
+    return bool(_in_order(trie.tables.pointers, trie.tail_tokens, *levels, tails))
 
 
 def lengths_in_order(trie: Trie) -> tuple[int, int]:
     """Return the tokens of the shortest and of the longest item of tables that are `in_order`."""
-    shortest, longest = _lengths(trie.tables.pointers, trie.tail_tokens, _levels(trie)[1])
+    shortest, longest = _lengths(trie.tables.pointers, trie.tail_tokens, np.array(trie.level_edges))
     return int(shortest), int(longest)
-
-
-def _levels(trie: Trie) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the nodes and the edges of each level."""
-    return np.array(trie.level_nodes), np.array(trie.level_edges)
 
 
 @compiled
@@ -129,11 +119,9 @@ def _in_order(tables, tail_tokens, level_nodes, level_edges, tails):  # type: ig
             for edge in range(first, end):
                 if edge & 31 == 0:
                     begins = tails_of(tables, edge >> 5)
-                    if (
-                        load32(tables.node_base, edge >> 5) != node
-                        or begins < position
-                        or (tails and begins != position)
-                    ):
+                    if load32(tables.node_base, edge >> 5) != node or begins < position:
+                        return False
+                    if tails and begins != position:
                         return False
                     position = begins
                 if edge > first and label(tables, edge) <= label(tables, edge - 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -47,16 +48,21 @@ class OfLogits(torch.autograd.Function):
     def backward(ctx: Any, of_values: Tensor | None, of_whole: Tensor | None) -> Any:
         logits, cells = ctx.saved_tensors
         flat = logits.reshape(-1, logits.shape[-1])
-        if of_whole is None:
-            grad = torch.zeros_like(flat)
-        else:
-            grad = torch.empty_like(flat) if len(of_whole) == len(flat) else torch.zeros_like(flat)
+        grad = _zeros_like(flat)
+        if of_whole is not None:
             factor = of_whole[:, None] / ctx.temperature
             for own, at in _parts(ctx.legal.places, flat):  # `softmax` is one pass where sub and exp are two
                 grad[at] = _tempered(flat[at], ctx.temperature).softmax(1).mul_(factor[own])
         if of_values is not None:
             grad.view(-1)[cells] += (of_values / ctx.temperature).to(grad.dtype)  # no cell is there twice
         return grad.view_as(logits), None, None, None
+
+
+def _zeros_like(flat: Tensor) -> Tensor:
+    """Return zeros; on a CPU in pages, large ones if the system has them, that are made where something is written."""
+    if flat.device.type != "cpu":
+        return torch.zeros_like(flat)
+    return torch.from_numpy(np.zeros(flat.nbytes, np.uint8)).view(flat.dtype).view(flat.shape)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

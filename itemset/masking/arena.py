@@ -4,8 +4,6 @@ One allocation, made once. It holds each set's tables in one piece, as the file 
 where. A state on the device is a set's number and the state within that set, so one kernel serves every set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

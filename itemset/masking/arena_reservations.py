@@ -1,7 +1,5 @@
 """Room in an arena for sets that requests may name, and their tables on the way there, a piece at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from itemset.item_set import ItemSet

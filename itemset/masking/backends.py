@@ -1,7 +1,5 @@
 """Which kernels a device takes."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Literal

@@ -3,8 +3,6 @@
 Most of a mask's time is here: there is a loop for each way in which labels lie, one after another, almost so, or apart.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A set as one request takes it for a slate: several distinct items, one after the other."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from itemset.item_set import ItemSet

@@ -1,7 +1,5 @@
 """Requests' state on the device: one integer a slot, and what a step does with it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ A copy waits for steps only if they may still read what it overwrites. A step wa
 copied. The host waits for neither, with one exception: see `Staging`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@ time, so a row costs what its children cost. Nothing is allocated, nothing is re
 tensor holds: each can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Triton: what one program makes of some of a row's logits, given the row's state. Used by the kernels that mask."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

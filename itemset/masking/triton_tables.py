@@ -4,8 +4,6 @@ words, fields: `Arena.words`, and the row of `Arena.sets` of the state's set, as
 tokens: int64.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection
 from types import ModuleType

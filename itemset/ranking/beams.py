@@ -6,8 +6,6 @@ without replacement: stochastic beam search (Kool, van Hoof and Welling 2019), a
 same keys, those are the races of `draws.Drawing`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Required, TypedDict, Unpack
 

@@ -3,8 +3,6 @@
 Logits are read once, those of living beams alone, and then at the children. A heap holds the best children's keys.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The log-sum-exp of logits in Numba: read once, and so written that a core takes eight or sixteen at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

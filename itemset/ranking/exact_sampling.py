@@ -26,8 +26,6 @@ and the draw's number, and a key's own bits are the prefix's random number. So a
 and the model alone: not on the rounds, nor on other draws, nor on who runs the race: `beams.Beams` runs it over beams.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

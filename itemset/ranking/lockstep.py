@@ -5,8 +5,6 @@ gets a row of its own beside the beams, for as long as its tail lasts. Draws nee
 know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Unpack
 

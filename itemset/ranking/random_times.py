@@ -1,7 +1,5 @@
 """The random numbers and times of exact draws, as the host and Numba's races compute them. Times are logarithms."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

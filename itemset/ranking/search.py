@@ -4,8 +4,6 @@ An item's score is the sum of its tokens' log-probabilities over the whole vocab
 Algorithm 1), with its end token's. Whoever runs the model, runs the rounds.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import islice

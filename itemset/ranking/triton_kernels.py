@@ -8,8 +8,6 @@ of its logits or does not, and parts of them begin anywhere. Only what reads who
 at a multiple of 16 bytes and for others.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Triton kernels that write the next beams and the best items: `follow` and `merge` of `beam_state`."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """What kernels of a beam search read and compute, in Triton: beams, children, random numbers, sums of exponentials."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

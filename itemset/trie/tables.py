@@ -167,11 +167,8 @@ def allocate(
     """
     totals = per_level.sum(axis=1)
     nodes, edges, tail_tokens = (int(totals[i]) for i in (NODES, EDGES, TAIL_TOKENS))
-    for name, total, limit in (
-        ("nodes", nodes, MAX_INDEX),
-        ("edges", edges, MAX_INDEX),
-        ("tail tokens", tail_tokens, MAX_TAIL_TOKENS),
-    ):
+    each = ("nodes", nodes, MAX_INDEX), ("edges", edges, MAX_INDEX), ("tail tokens", tail_tokens, MAX_TAIL_TOKENS)
+    for name, total, limit in each:
         if total > limit:
             raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
     target_size, tail_bases = targets.sizes(target_type, edges, levels_of(per_level))

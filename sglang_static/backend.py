@@ -20,7 +20,7 @@ from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, receive_set
 from itemset.serving.config import StaticConfig
-from itemset.serving.embedded_grammars import Grammars, SharedGrammar
+from itemset.serving.constraint import Grammars, SharedGrammar
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read

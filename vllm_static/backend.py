@@ -27,8 +27,7 @@ from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue, InlineSet, inline_ref, receive
 from itemset.serving.config import StaticConfig
-from itemset.serving.constraint import ENVELOPE
-from itemset.serving.embedded_grammars import Grammars, SharedGrammar
+from itemset.serving.constraint import ENVELOPE, Grammars, SharedGrammar
 from itemset.serving.metrics import label
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all

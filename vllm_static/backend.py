@@ -35,7 +35,6 @@ from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.device_path import DevicePath
 from vllm_static.metrics import Figures
-from vllm_static.version_rollout import WorkerDevices
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -103,8 +102,7 @@ class StaticBackend(StructuredOutputBackend):
         if compat.on_device_path(vllm_config):
             drafts = vllm_config.speculative_config is not None
             self._device = DevicePath(config, self._catalogue, drafts=drafts)
-        devices = None if self._device is None else WorkerDevices(self._device)
-        self.preparer = Preparer(self._catalogue, logger, devices)
+        self.preparer = Preparer(self._catalogue, logger, self._device)
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()

@@ -71,9 +71,6 @@ class StaticGrammar(BaseGrammarObject):
     def copy(self) -> StaticGrammar:
         return type(self)(*self._made_of)
 
-    def try_jump_forward(self, tokenizer: Any) -> None:
-        """SGLang 0.5 asks no grammar any more; forced tokens are masked like others."""
-
 
 class HoleGrammar(StaticGrammar):
     """The same of a grammar with item sets in it."""

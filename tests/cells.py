@@ -223,10 +223,9 @@ CELLS = [
 ELSEWHERE = {
     "serving: What a request may ask for": (),
     "serving: How sampling parameters behave": (
-        ("end of an item", "test_vllm_engine::test_an_item_may_be_a_prefix_of_another"),
-        ("least number of tokens", "test_vllm_engine::test_min_tokens_holds_the_stop_back"),
-        ("least number of tokens", "test_sglang_engine::test_min_new_tokens_holds_the_stop_back"),
-        ("what could leave a step", "test_vllm_refusals::test_a_bad_request_is_refused_and_the_engine_goes_on"),
+        ("end of an item", "engine_tests::test_an_item_may_be_a_prefix_of_another"),
+        ("least number of tokens", "engine_tests::test_min_tokens_holds_the_stop_back"),
+        ("what could leave a step", "refusal_tests::test_a_bad_request_is_refused_and_the_engine_goes_on"),
         ("what could leave a step", "test_sglang_refusals::test_a_custom_logit_processor_is_refused"),
         ("streaming, prefix caching", "test_vllm_engine::test_preemption_and_resumption"),
         ("streaming, prefix caching", "test_sglang_engine::test_retraction_and_resumption"),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
+from engine_words import PROMPT, Answer, Found, Item
 
 TESTS = Path(__file__).resolve().parent
 
@@ -197,6 +198,37 @@ class Engine(HostedEngine):
         list. Returns the `RequestOutput`s."""
         return self.call(_generate, prompts, params, {"use_tqdm": False} | kwargs)
 
+    def ask(self, prompts: list[str] | list[list[int]], words: dict[str, Any] | list[dict[str, Any]]) -> list[Answer]:
+        """The answers to texts or token ids, with one request's words or each one's: several of a prompt with `n`."""
+        from vllm import SamplingParams
+
+        params = [SamplingParams(**_given(one)) for one in (words if isinstance(words, list) else [words])]
+        outputs = self.generate(_tokens(prompts), params if isinstance(words, list) else params[0])
+        return [
+            Answer(tuple(one.token_ids), one.text, one.finish_reason, vars(one))
+            for output in outputs
+            for one in output.outputs
+        ]
+
+    @property
+    def refusal(self) -> type[Exception]:
+        """What a refused request raises."""
+        from vllm.exceptions import VLLMValidationError
+
+        return VLLMValidationError
+
+    def rank(self, n: int, prompts: Any = (PROMPT, PROMPT), **words: Any) -> list[Found]:
+        """A list of each prompt."""
+        from vllm_static.list_requests import RankingParams
+
+        return self.call(_rank, _tokens(prompts), RankingParams(beam_width=n, **_given({"max_tokens": 40} | words)))
+
+    def draw(self, **words: Any) -> list[tuple[Item, float]]:
+        """Items and their scores."""
+        from vllm_static.list_requests import DrawParams
+
+        return self.call(_draw, _tokens([PROMPT]), DrawParams(max_tokens=20, extra_args=words))
+
 
 def force_asynchronous_scheduling() -> None:
     """For `Engine(prepare=...)`: schedule the next step before the last one has ended, as vLLM does by default on a GPU
@@ -238,6 +270,42 @@ def take_triton_attention() -> None:
     CpuPlatform.get_attn_backend_cls = staticmethod(backend_of)
     cache_write.current_platform = AsXPU()
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0  # one kernel for all batches: a third of the launches of the other
+
+
+def _given(words: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `SamplingParams` for words that both engines take."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    kinds = ("choice", "regex", "json", "grammar", "structural_tag")
+    own = ("temperature", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "n")
+    own += ("logit_bias", "logprobs")
+    structured = {word: value for word, value in words.items() if word in kinds}
+    return {
+        **{word: value for word, value in words.items() if word in own},
+        "extra_args": {word: value for word, value in words.items() if word not in kinds + own} or None,
+        "structured_outputs": StructuredOutputsParams(**structured) if structured else None,
+    }
+
+
+def _tokens(prompts: Any) -> list[Any]:
+    return [one if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
+
+
+def _rank(llm: Any, prompts: list[Any], params: Any) -> list[Found]:
+    found = []
+    for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
+        tokens = prompt["prompt_token_ids"]
+        begin = len(llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
+        items = [(one.cum_logprob, tuple(one.tokens[len(tokens) :])) for one in output.sequences]
+        texts, keys = [one.text[begin:] for one in output.sequences], [one.keys for one in output.sequences]
+        found.append(Found(items, texts, keys, output.proven, output.passes))
+    return found
+
+
+def _draw(llm: Any, prompts: list[Any], params: Any) -> list[tuple[Item, float]]:
+    (output,) = llm.beam_search(prompts, params)
+    assert all(one.exact for one in output.sequences)
+    return [(tuple(one.tokens[len(PROMPT) : -1]), one.cum_logprob) for one in output.sequences]
 
 
 def _generate(llm: Any, prompts: Any, params: Any, kwargs: dict[str, Any]) -> Any:

@@ -6,11 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
-
-EOS = 1
-PROMPT = [7, 8, 9]
-Item = tuple[int, ...]
-Ranked = list[tuple[float, Item]]
+from engine_words import EOS, PROMPT, Item, Ranked
 
 
 def oracle_of(checkpoint: Path, prompt: Sequence[int] = PROMPT) -> Callable[[Iterable[Item]], Ranked]:

@@ -124,8 +124,7 @@ class Server(HttpServer):
     the environment.
 
     `--name value` comes from `name=value`, `--name` from True, `--no-name` from False, JSON from a dict; None drops one
-    of the defaults in `FAST`. With `forked`, it starts much faster, in a process that has vLLM imported already;
-    without, it is `python -m vllm.entrypoints.openai.api_server`.
+    of the defaults in `FAST`. It runs in a process that has vLLM imported already.
     """
 
     def __init__(
@@ -136,16 +135,11 @@ class Server(HttpServer):
         arguments: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         timeout: float = 180,
-        forked: bool = True,
         **options: Any,
     ) -> None:
         port = free_port()
         given = _flags(model, port, arguments, options)
-        if forked:
-            process: Process = ForkedServer(host(runner), f"the {runner} server", port, given, env or {}, timeout)
-        else:
-            process = _started(runner, port, given, env or {})
-        super().__init__(process, timeout)
+        super().__init__(ForkedServer(host(runner), f"the {runner} server", port, given, env or {}, timeout), timeout)
 
 
 def start_expecting_failure(
@@ -159,7 +153,8 @@ def start_expecting_failure(
 ) -> str:
     """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
     port = free_port()
-    return log_of_failure(_started(runner, port, _flags(model, port, arguments, options), env or {}), timeout)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(model, port, arguments, options)]
+    return log_of_failure(ServerProcess(command, port, environment(runner) | (env or {})), timeout)
 
 
 def log_of_failure(process: Process, timeout: float) -> str:
@@ -201,11 +196,6 @@ def wait_for(condition: Callable[[], Any]) -> None:
 def _flags(model: Path | str, port: int, arguments: tuple[str, ...], options: dict[str, Any]) -> list[str]:
     own = {"model": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
     return [*flags(own | FAST | options), *arguments]
-
-
-def _started(runner: str, port: int, given: list[str], env: dict[str, str]) -> ServerProcess:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *given]
-    return ServerProcess(command, port, environment(runner) | env)
 
 
 class ForkedServer(HostedProcess):

@@ -418,6 +418,7 @@ with scratch_folder({str(output)!r}) as folder:
     assert os.listdir(tmp_path) == ["a b"]
 
 
+@pytest.mark.slow
 def test_ended_builds_leave_a_whole_index_and_nothing_else(tmp_path: Path) -> None:
     seen = end_builds(tmp_path, KILLS, seed=1)
     assert seen.total() == KILLS

@@ -17,6 +17,7 @@ NAMED += ["races_follow_steps", "step", "walk", "walk_columns"]
 NAMED += ["walk_each", "walk_positions", "walk_tree"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_every_kernel_compiles_for_a_gpu(architecture: int) -> None:
     """To machine code, without a GPU: the interpreter takes what the compiler refuses."""

@@ -121,12 +121,27 @@ def test_prefixes_that_are_no_items_have_no_key() -> None:
         s.tokens([0, 7])
 
 
-@pytest.mark.parametrize("length", [1, 3, 8])
-@pytest.mark.parametrize("vocab", [4, 300, 70_000])
-def test_matrices_against_the_oracle(length: int, vocab: int) -> None:
-    random = np.random.default_rng(length * vocab)
-    matrix = random.integers(0, vocab, (2_000, length)).astype(np.int64)
+def skewed(length: int, vocab: int) -> np.ndarray:
+    """Codes as unequal as in real catalogues: one row below the root holds most of them, half of the rows few."""
+    draw, shares = np.random.default_rng(12), np.arange(1, vocab + 1) ** -1.2
+    return draw.permutation(vocab)[draw.choice(vocab, (3_000, length), p=shares / shares.sum())]
+
+
+def even(length: int, vocab: int) -> np.ndarray:
+    return np.random.default_rng(length * vocab).integers(0, vocab, (2_000, length))
+
+
+@pytest.mark.parametrize(
+    ("draw", "length", "vocab"),
+    [*((even, length, vocab) for length in (1, 3, 8) for vocab in (4, 300, 70_000)), (skewed, 8, 2_048)],
+)
+def test_matrices_against_the_oracle(draw: Any, length: int, vocab: int) -> None:
+    matrix = draw(length, vocab)
     s = itemset.build(matrix, vocab_size=vocab)
+    if draw is skewed:
+        children = np.diff(s.trie.tables.row_offsets.astype(np.int64))[1:]
+        assert children.max() > vocab / 16
+        assert np.median(children) < 5
     for before, tokens, ends in prefixes(dict_trie(matrix.tolist())):
         labels, terminal = s.children(before)
         assert (labels.tolist(), terminal) == (tokens, ends)

@@ -12,10 +12,10 @@ from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import item_sets
-from test_best import END, VOCABULARY, Model, best_items
-from test_draws import drawn, random_model
+from test_beams import check, logits_after, placed
+from test_exact_sampling import drawn, random_model
 from test_kernels import NothingReadBack
-from test_ranked_beams import check, logits_after, placed
+from test_search import END, VOCABULARY, Model, best_items
 
 from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.lockstep import Lockstep, rows_of_passes

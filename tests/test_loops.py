@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 INCREFS = """
 import json, re, sys
 import numpy as np
@@ -40,6 +42,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_loops_over_whole_tables_count_no_references(tmp_path: Path) -> None:
     """Counting them at each edge has made such loops up to 93 times slower."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # what comes from a cache cannot be looked into
@@ -52,6 +55,8 @@ def test_loops_over_whole_tables_count_no_references(tmp_path: Path) -> None:
 SERVED = """
 import sys, tempfile
 from pathlib import Path
+
+import pytest
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 import itemset
@@ -96,6 +101,7 @@ print(asked, len(before), sorted(made() - before))
 """
 
 
+@pytest.mark.slow
 def test_no_request_compiles_anything() -> None:
     """Sets from files and from requests, and what is left of them: every form that a server meets once it is ready."""
     done = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, check=True)

@@ -13,6 +13,7 @@ import triton.language as tl
 from devices import DEVICE
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU nothing is interpreted")
 def test_operations_on_all_types() -> None:
     import mixed_types

@@ -8,14 +8,16 @@ import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from engine_tests import check_answers
 from engines import force_asynchronous_scheduling
 from samples import SAMPLES
 from sets import tagged_items, tagged_keys
-from test_vllm_engine import CITIES, EOS, answer, check_answers, inline, named, on_path
+from test_vllm_engine import CITIES, EOS, answer, inline, named, on_path
 from vllm import SamplingParams
 
 import itemset
@@ -204,11 +206,8 @@ def copies_of_logits(llm: Any, params: list[SamplingParams]) -> tuple[int, int]:
         seen.append(processed.data_ptr() != logits.data_ptr())
         return processed
 
-    Sampler.apply_sampling_params = watched
-    try:
+    with mock.patch.object(Sampler, "apply_sampling_params", watched):
         llm.generate(["p"] * len(params), params, use_tqdm=False)
-    finally:
-        Sampler.apply_sampling_params = original
     return len(seen), sum(seen)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from test_vllm_wide_lists import ROOMY, beside, items_of, prompt_of, same, ways
+from test_vllm_wide_lists import ROOMY, beside, given, items_of, prompt_of, same, ways
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 
@@ -46,13 +47,9 @@ def saved(path: Path, model: Path, **more: Any) -> Path:
     return path
 
 
-def options(static: dict[str, Any], head: Path, **more: Any) -> dict[str, Any]:
-    return static | {"additional_config": static["additional_config"] | {"item_set_draft_head": str(head)} | more}
-
-
 @pytest.fixture
 def engine(engines: Any, tiny_model: Path, static: dict[str, Any], head: Path) -> Any:
-    return engines("v2", tiny_model, **options(static, head), **ROOMY)
+    return engines("v2", tiny_model, **given(static, item_set_draft_head=str(head)), **ROOMY)
 
 
 def in_library(
@@ -115,7 +112,9 @@ def test_items_that_are_left_by_a_filter_and_exclusions(engine, tiny_model, head
 
 def test_a_prompt_in_chunks(engines, engine, tiny_model, static, head, named_sets):
     """Whose last token and placeholders fall into several steps, beside other prompts."""
-    small = engines("v2", tiny_model, **options(static, head), **ROOMY, max_num_batched_tokens=32)
+    small = engines(
+        "v2", tiny_model, **given(static, item_set_draft_head=str(head)), **ROOMY, max_num_batched_tokens=32
+    )
     lengths = [93, 20, 62, 100]
     extra = {"item_set": "fixed", "width": 12}
     made, expected = (one.call(searched, lengths, 5, extra) for one in (small, engine))
@@ -154,11 +153,8 @@ def beside_drafts(llm: Any, lists: int) -> list[list[int]]:
         spec = ListSpec(k, width, 1, renormalised=renormalised, placeholders=LEVELS)
         return list_params(EngineRequest(SetRef(short), spec))
 
-    own, wide.asked = wide.asked, asked
-    try:
+    with mock.patch.object(wide, "asked", asked):
         return beside(llm, lists)
-    finally:
-        wide.asked = own
 
 
 def test_which_lists_the_head_makes(engine):
@@ -180,20 +176,20 @@ def test_no_room_for_the_placeholders_is_said(engine):
 def test_a_head_of_another_model_ends_the_start(engines, tiny_model, static, tmp_path):
     bad = saved(tmp_path / "other.head", tiny_model, hidden_size=64)
     with pytest.raises(ItemSetError, match=r"other\.head .*a hidden size of 64, this one has 128"):
-        engines("v2", tiny_model, **options(static, bad), **ROOMY)
+        engines("v2", tiny_model, **given(static, item_set_draft_head=str(bad)), **ROOMY)
 
 
 def test_an_engine_without_lists_inside_refuses_a_head(engines, tiny_model, static, head):
     with pytest.raises(ItemSetError, match=r"needs lists inside the engine, .*: model runner V1\. Omit"):
-        engines("v1", tiny_model, **options(static, head))
+        engines("v1", tiny_model, **given(static, item_set_draft_head=str(head)))
     with pytest.raises(ItemSetError, match=r"no\.head cannot be read"):
-        engines("v2", tiny_model, **options(static, head.with_name("no.head")), **ROOMY)
+        engines("v2", tiny_model, **given(static, item_set_draft_head=str(head.with_name("no.head"))), **ROOMY)
 
 
 def test_lists_over_http(servers, tiny_model, named_sets, head, engine):
     flags = ("--guided-decoding-backend", "static", "--item-set", f"fixed={named_sets['fixed'].path}")
-    given = ("--additional-config", json.dumps({"item_set_draft_head": str(head), "ranked_list_beams": 4}))
-    server = servers("v2", tiny_model, arguments=(*flags, *given))
+    options = ("--additional-config", json.dumps({"item_set_draft_head": str(head), "ranked_list_beams": 4}))
+    server = servers("v2", tiny_model, arguments=(*flags, *options))
     asked = {"model": "tiny", "use_beam_search": True, "n": 8, "width": 16, "max_tokens": 20, "item_set": "fixed"}
     status, answer = server.post("/v1/completions", asked | {"prompt": prompt_of(30)})
     assert status == 200, answer

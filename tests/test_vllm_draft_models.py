@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_models import cached_tiny_eagle, cached_tiny_eagle3, cached_tiny_mimo
+from ranking_tests import check_lists, lists_of
 from samples import exact
 from test_vllm_drafts import logits_behind, spoken, watch_drafts, watched
 from test_vllm_engine import CITIES, answer, inline, named, on_path
-from test_vllm_ranking import same_lists
 from vllm import SamplingParams
 
 import itemset
@@ -61,7 +61,7 @@ def check_answers_and_lists(speculating: Any, without: Any) -> None:
         for engine in (speculating, without)
     )
     assert drafted == expected
-    same_lists(speculating, without)
+    check_lists(lists_of(speculating), lists_of(without))
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])

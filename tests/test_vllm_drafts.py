@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from live import Films
 from models import cached_tiny_llama
+from ranking_tests import check_lists, lists_of
 from samples import FEW, SAMPLES, TEMPERATURE, exact
 from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
-from test_vllm_ranking import beams, ranked, same_lists
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -68,7 +68,7 @@ def test_answers_are_those_without_speculation(speculating, engines, tiny_model,
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
     drafted, accepted = spoken(engine)
     assert drafted >= accepted > drafted / 4
-    same_lists(engine, without)
+    check_lists(lists_of(engine), lists_of(without))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
@@ -128,7 +128,7 @@ def test_a_draft_model_on_the_host_path(engines, tiny_model, static, draft_model
     plain = [output.outputs[0].token_ids for output in without.generate(prompts, params)]
     engine = engines("v1", tiny_model, speculative_config=drafting(draft_model), disable_log_stats=False, **static)
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
-    same_lists(engine, without)
+    check_lists(lists_of(engine), lists_of(without))
 
 
 def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
@@ -168,7 +168,7 @@ def expected(engines, odd_model, few):
     """The probability of each of its items, by an engine without drafts."""
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", timeout=300, **few)
     with pytest.raises(VLLMValidationError, match=r"raw_logits.* ranked list adds log-probabilities up: start it with"):
-        plain.call(ranked, beams(2, item_set="few"))
+        plain.rank(2, item_set="few")
     return exact(FEW, lambda *after: logits_behind(plain, DRAWN, *after))
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from sets import tagged_items, tagged_keys
-from test_vllm_ranking import check_scores_beside_others, same_lists
+from engine_tests import *  # noqa: F403 - its tests, with the engine of this module
+from engine_words import CITIES, EOS
+from ranking_tests import check_lists, lists_of
+from test_vllm_ranking import check_scores_beside_others
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-EOS = 1
-CITIES = ["Paris", "London", "New York", "New York City"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 SAMPLES = {("v1", "host"): 2_000, ("v2", "host"): 100, ("v2", "device"): 100}
 
@@ -40,6 +40,11 @@ def engine(runner, engines, tiny_model, static):
     return engines(runner, tiny_model, **static)
 
 
+@pytest.fixture
+def many(way):
+    return SAMPLES[way]
+
+
 def named(name: str, **kwargs) -> SamplingParams:
     return SamplingParams(**{"temperature": 1, "max_tokens": 20, "extra_args": {"item_set": name}} | kwargs)
 
@@ -55,37 +60,6 @@ def answer(output) -> tuple[int, ...]:
     return tokens[:-1] if tokens[-1] == EOS else tokens
 
 
-def test_no_answer_is_outside_its_set(engine, way, named_sets):
-    check_answers(engine, named_sets, SAMPLES[way])
-
-
-def check_answers(engine, named_sets, count: int) -> None:
-    """Generate `count` items in batches of all kinds of requests."""
-    others = [
-        SamplingParams(max_tokens=8),
-        SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}")),
-        inline(CITIES),
-    ]
-    kinds = list(itertools.islice(itertools.cycle([*named_sets, *range(len(others))]), count * 9 // 6))
-    params = [named(kind) if isinstance(kind, str) else others[kind] for kind in kinds]
-    outputs = engine.generate([f"request {i}" for i in range(len(kinds))], params)
-    checked = 0
-    for kind, output in zip(kinds, outputs, strict=True):
-        text = output.outputs[0].text
-        if isinstance(kind, str):
-            assert answer(output) in named_sets[kind].items
-            assert output.outputs[0].finish_reason == "stop"
-            checked += 1
-        elif kind == 1:
-            assert len(text) == 3
-            assert text.isdigit()
-        elif kind == 2:
-            assert text in CITIES
-    assert checked >= count
-    distinct = {answer(output) for kind, output in zip(kinds, outputs, strict=True) if kind == "large"}
-    assert len(distinct) > checked / 6 / 2  # the model chooses, not the trie
-
-
 def test_a_step_is_filled_at_once_and_as_vllm_would(engine, way, named_sets):
     """The rows of item sets by one compiled call, whatever else is in the batch; bit for bit what vLLM fills."""
     if way[1] == "device":
@@ -96,33 +70,6 @@ def test_a_step_is_filled_at_once_and_as_vllm_would(engine, way, named_sets):
     assert counted["mixed"]
     assert counted["calls"] == counted["steps"] > 0
     assert counted["different"] == 0
-
-
-SELECTIONS = [
-    ({"item_filter": {"tag": 1}}, lambda i: i % 3 == 1),
-    ({"item_filter": {"tag": {"$ne": 1}}, "exclude_keys": tagged_keys()[:300]}, lambda i: i % 3 != 1 and i >= 300),
-    ({"exclude_keys": tagged_keys()[::2]}, lambda i: i % 2),
-    ({"only_keys": tagged_keys()[7:27]}, lambda i: 7 <= i < 27),
-    ({"item_filter": {"tag": {"$in": [0, 1]}}, "only_keys": tagged_keys()[11:14]}, lambda i: i in (12, 13)),
-]
-"""What requests may choose of the set `tagged`, and which items that leaves, by their numbers in the input."""
-
-
-def left_by(keeps: Callable[[int], object]) -> set[tuple[int, ...]]:
-    return {tuple(item) for i, item in enumerate(tagged_items()) if keeps(i)}
-
-
-def test_requests_choose_among_the_items(engine, named_sets):
-    """By filters, exclusions and candidates, and of a view; all in one batch, and again when they are known."""
-    chosen = [(named("tagged", extra_args={"item_set": "tagged", **words}), left_by(k)) for words, k in SELECTIONS]
-    of_view = {"item_set": "seen", "exclude_keys": tagged_keys()[:200]}
-    chosen += [(named("tagged"), left_by(lambda i: True)), (named("seen"), named_sets["seen"].items)]
-    chosen += [(named("seen", extra_args=of_view), left_by(lambda i: i % 3 == 0 and i >= 200))]
-    for _ in range(2):
-        outputs = engine.generate([f"request {i}" for i in range(4 * len(chosen))], [p for p, _ in chosen] * 4)
-        found = [answer(output) for output in outputs]
-        assert all(item in left for item, (_, left) in zip(found, chosen * 4, strict=True))
-        assert len(set(found)) > 10
 
 
 def count_fills(llm, prompts: list[Any], params: list[SamplingParams]) -> Counter[str]:
@@ -156,11 +103,9 @@ def count_fills(llm, prompts: list[Any], params: list[SamplingParams]) -> Counte
     llm.llm_engine.add_request("0", "p", SamplingParams(max_tokens=80, structured_outputs=regex))
     while not llm.llm_engine.step():  # its grammar is compiled beside the steps: the items could all be done before
         pass
-    host._fill_rows, StructuredOutputManager.grammar_bitmask = count, compare
-    try:
+    filling = mock.patch.object(StructuredOutputManager, "grammar_bitmask", compare)
+    with mock.patch.object(host, "_fill_rows", count), filling:
         llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        host._fill_rows, StructuredOutputManager.grammar_bitmask = fill_rows, filled
     return counted
 
 
@@ -187,59 +132,9 @@ def canonical_tokens(llm, texts: list[str]) -> dict[str, list[int]]:
     return {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
 
 
-def test_an_item_may_be_a_prefix_of_another(engine, way, named_sets):
-    outputs = engine.generate([f"p {i}" for i in range(20 + SAMPLES[way] // 10)], named("prefixes"))
-    assert {len(answer(output)) for output in outputs} >= {1, 2}
-
-
-def test_ignore_eos_goes_on_with_stop_tokens_only(engine, named_sets):
-    for output in engine.generate(["a", "b", "c"], named("prefixes", ignore_eos=True, max_tokens=24)):
-        tokens = list(output.outputs[0].token_ids)
-        item = tuple(itertools.takewhile(lambda token: token != EOS, tokens))
-        assert item in named_sets["prefixes"].items
-        assert set(tokens[len(item) :]) == {EOS}
-        assert (len(tokens), output.outputs[0].finish_reason) == (24, "length")
-
-
-def test_stop_token_ids_end_an_item_too(engine, named_sets):
-    outputs = engine.generate([f"p {i}" for i in range(16)], named("labels", stop_token_ids=[60, 61]))
-    ends = set()
-    for output in outputs:
-        *item, end = output.outputs[0].token_ids
-        assert tuple(item) in named_sets["labels"].items
-        ends.add(end)
-    assert ends <= {EOS, 60, 61}
-    assert ends & {60, 61}
-
-
-def test_max_tokens_cuts_inside_an_item(engine, named_sets):
-    (output,) = engine.generate(["p"], named("one", max_tokens=3))
-    assert tuple(output.outputs[0].token_ids) == (300, 301, 302)
-    assert output.outputs[0].finish_reason == "length"
-    (output,) = engine.generate(["p"], named("one", max_tokens=5))
-    assert tuple(output.outputs[0].token_ids) in named_sets["one"].items
-
-
-def test_min_tokens_holds_the_stop_back(engine):
-    for output in engine.generate(["p"] * 4, named("one", min_tokens=5)):
-        assert answer(output) == (300, 301, 302, 303, 304)
-
-
-def test_n_gives_independent_items(engine, named_sets):
-    (output,) = engine.generate(["p"], named("large", n=8, seed=3))
-    answers = {tuple(token for token in part.token_ids if token != EOS) for part in output.outputs}
-    assert answers <= named_sets["large"].items
-    assert len(answers) > 1
-
-
 def test_a_seed_repeats_its_answer(engine):
     first, second = (engine.generate(["p"] * 3, named("large", seed=11)) for _ in range(2))
     assert [answer(output) for output in first] == [answer(output) for output in second]
-
-
-def test_stop_strings_end_inside_an_item(engine):
-    (output,) = engine.generate(["p"], inline(["one two three"], stop=[" two"]))
-    assert output.outputs[0].text == "one"
 
 
 def test_logprobs_of_the_chosen_tokens(engine, way, named_sets):
@@ -285,7 +180,7 @@ def test_ngram_speculation_changes_nothing_at_temperature_0(
     filled = speculating.call(count_fills, prompts[:6], params[:6])
     assert (filled["calls"], filled["different"]) == (filled["steps"], 0)
     assert (filled["drafts"] > 0) == (way[1] == "host")
-    same_lists(speculating, engine)
+    check_lists(lists_of(speculating), lists_of(engine))
     assert ("On the host path no draft of ngram is forced" in speculating.log()) == (way[1] == "host")
     if runner == "v1":
         check_scores_beside_others(speculating)

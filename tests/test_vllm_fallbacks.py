@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranking import EOS
-from test_vllm_wide_lists import prompt_of, searched, ways
+from test_vllm_wide_lists import prompt_of, runner_of, searched, ways
 from vllm import SamplingParams
 
 WINDOW = 32
@@ -42,8 +42,7 @@ def one_by_one(llm: Any, items: list[tuple[int, ...]]) -> list[tuple[float, tupl
 
 def specs(llm: Any) -> set[str]:
     """What the groups of the engine's KV cache are."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    return {type(group.kv_cache_spec).__name__ for group in runner.kv_cache_config.kv_cache_groups}
+    return {type(group.kv_cache_spec).__name__ for group in runner_of(llm).kv_cache_config.kv_cache_groups}
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
-from test_vllm_wide_lists import ROOMY, as_accelerators, asked, by_rounds, prompt_of, same, ways
+from test_vllm_wide_lists import ROOMY, as_accelerators, asked, by_rounds, given, prompt_of, runner_of, same, ways
 
 from itemset.serving.list_runner import best_of
 from itemset.serving.wire import REASONS, WIRE, ListResult, NoList
@@ -17,39 +16,23 @@ LENGTHS = [20, 20, 20]
 
 
 @pytest.fixture
-def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
-    options = static["additional_config"] | {"ranked_list_beams": 160}
-    return engines("v2", tiny_model, **static | {"additional_config": options}, **ROOMY)
+def engine(engines, tiny_model, static):
+    return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
 
 
 def waits(llm: Any, queued: frozenset[str] | None) -> tuple[int, int]:
     """Passes of a list, and how often they wait for the device."""
     from vllm_static import branch_forward
 
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    own_names, own_run, own_wait, counts = (
-        branch_forward.QUEUED,
-        branch_forward._run,
-        runner.main_stream.synchronize,
-        [0, 0],
-    )
-
-    def counted(which: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any) -> Any:
-            counts[which] += 1
-            return call(*args)
-
-        return count
-
-    branch_forward._run, runner.main_stream.synchronize = counted(0, own_run), counted(1, own_wait)
-    if queued is not None:
-        branch_forward.QUEUED = queued
-    try:
+    stream = runner_of(llm).main_stream
+    with (
+        mock.patch.object(branch_forward, "QUEUED", branch_forward.QUEUED if queued is None else queued),
+        mock.patch.object(branch_forward, "_run", wraps=branch_forward._run) as run,
+        mock.patch.object(stream, "synchronize", wraps=stream.synchronize) as wait,
+    ):
         (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
-    finally:
-        branch_forward.QUEUED, branch_forward._run, runner.main_stream.synchronize = own_names, own_run, own_wait
     assert len(found) == 4
-    return counts[0], counts[1]
+    return run.call_count, wait.call_count
 
 
 def test_a_backend_that_plans_on_the_host_is_waited_for(engine):
@@ -63,25 +46,20 @@ def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], li
     group, and the answers."""
     from vllm_static import step_lists
 
-    lists = llm.llm_engine.model_executor.driver_worker.worker.model_runner.prompt_logprobs_worker.static_lists
-    own_room, own_make, groups = lists._room, step_lists.WideLists._make, []
+    lists, own_make, groups = runner_of(llm).prompt_logprobs_worker.static_lists, step_lists.WideLists._make, []
 
     def make(self: Any, group: list[Any], logits: Any) -> Any:
         assert len(group) == len(logits) <= tokens
         groups.append(len(group))
         return own_make(self, group, logits)
 
-    lists._room = own_room._replace(tokens=tokens)
-    step_lists.WideLists._make = make  # type: ignore[method-assign]
-    try:
-        prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
-        params = asked("fixed", 6, 3, False)
-        if races:
-            carried = params.extra_args[WIRE]
-            params.extra_args[WIRE] = carried.but(ranked=replace(carried.ranked, races=tuple(range(races))))
+    prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
+    params, room = asked("fixed", 6, 3, False), lists._room._replace(tokens=tokens)
+    if races:
+        carried = params.extra_args[WIRE]
+        params.extra_args[WIRE] = carried.but(ranked=replace(carried.ranked, races=tuple(range(races))))
+    with mock.patch.object(lists, "_room", room), mock.patch.object(step_lists.WideLists, "_make", make):
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        lists._room, step_lists.WideLists._make = own_room, own_make  # type: ignore[method-assign]
     return groups, [output.prompt_token_id_logprobs for output in outputs]
 
 
@@ -110,19 +88,11 @@ def largest(llm: Any) -> tuple[int, int, list[int]]:
     """Tokens that a pass may have logits of, beams that have room, and of how many tokens a start takes the logits."""
     from vllm_static.step_lists import WideLists
 
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    room, own, sizes = runner.prompt_logprobs_worker.static_lists._room, runner.model.compute_logits, []
-
-    def counted(hidden: Any, *args: Any) -> Any:
-        sizes.append(len(hidden))
-        return own(hidden, *args)
-
-    runner.model.compute_logits = counted
-    try:
+    runner = runner_of(llm)
+    room = runner.prompt_logprobs_worker.static_lists._room
+    with mock.patch.object(runner.model, "compute_logits", wraps=runner.model.compute_logits) as logits:
         WideLists(runner, room)
-    finally:
-        runner.model.compute_logits = own
-    return room.tokens, room.beams, sizes
+    return room.tokens, room.beams, [len(call.args[0]) for call in logits.call_args_list]
 
 
 def break_passes() -> None:
@@ -136,9 +106,7 @@ def break_passes() -> None:
 
 def blocks_of(llm: Any) -> tuple[int, int]:
     """The worker's and the scheduler's."""
-    engine = llm.llm_engine
-    runner = engine.model_executor.driver_worker.worker.model_runner
-    return runner.kv_cache_config.num_blocks, engine.vllm_config.cache_config.num_gpu_blocks
+    return runner_of(llm).kv_cache_config.num_blocks, llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
 
 
 def test_passes_that_do_not_run_are_found_at_the_start(engines, tiny_model, static, engine):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import shared_rows
 import torch
 from devices import DEVICE
 from engines import Engine, take_triton_attention
-from test_vllm_wide_lists import PLAIN, ROOMY, beside, cached, inside, prompt_of, reads, same
+from test_vllm_wide_lists import PLAIN, ROOMY, beside, cached, given, inside, prompt_of, reads, runner_of, same
 from torch import Tensor
 
-ON = {"item_set_shared_prefix": "on"}
+ON: dict[str, Any] = {"item_set_shared_prefix": "on"}
 TRITON: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
 
 
@@ -55,8 +57,7 @@ def plain(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def apart(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
-    options = static["additional_config"] | ON
-    return engines("v2", tiny_model, **static | {"additional_config": options}, **ROOMY, **TRITON)
+    return engines("v2", tiny_model, **given(static, **ON), **ROOMY, **TRITON)
 
 
 @pytest.mark.parametrize(("name", "renormalised"), [("ragged", False), ("prefixes", True)])
@@ -81,20 +82,10 @@ def parts(llm: Any) -> tuple[int, tuple[int, Counter[str]], int]:
     """How often layers attend in two parts: for ordinary requests, and for a list, with its passes."""
     from vllm_static import shared_prefix
 
-    own, calls = shared_prefix.attend, 0
-
-    def counted(*args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        own(*args)
-
-    shared_prefix.attend = counted
-    try:
+    with mock.patch.object(shared_prefix, "attend", wraps=shared_prefix.attend) as attend:
         llm.generate([{"prompt_token_ids": prompt_of(length)} for length in (9, 40)], PLAIN, use_tqdm=False)
-        ordinary = calls
-        return ordinary, reads(llm), calls
-    finally:
-        shared_prefix.attend = own
+        ordinary = attend.call_count
+        return ordinary, reads(llm), attend.call_count
 
 
 def test_the_passes_of_lists_alone_attend_in_two_parts(apart):
@@ -113,20 +104,16 @@ def recorded(llm: Any) -> list[tuple[str, int, int]]:
 
     from vllm_static.branch_forward import _shape
 
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    manager, found = runner.cudagraph_manager, []
-    kept = manager._candidates, manager._graphs_captured
+    runner, found = runner_of(llm), []
+    manager = runner.cudagraph_manager
     decode = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, uniform_token_count=1)
     pieces = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None)
     whole = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8)
-    manager._candidates, manager._graphs_captured = {(4, 0): [decode, pieces], (6, 0): [whole]}, True
-    try:
-        for rows in (4, 6):
-            for graphs in (True, False):
-                shape = _shape(runner, rows, 1, [], graphs=graphs)
-                found.append((shape.cg_mode.name, shape.num_tokens, shape.num_reqs or 0))
-    finally:
-        manager._candidates, manager._graphs_captured = kept
+    graphs = {"_candidates": {(4, 0): [decode, pieces], (6, 0): [whole]}, "_graphs_captured": True}
+    with mock.patch.multiple(manager, **graphs):
+        for rows, graphs_too in product((4, 6), (True, False)):
+            shape = _shape(runner, rows, 1, [], graphs=graphs_too)
+            found.append((shape.cg_mode.name, shape.num_tokens, shape.num_reqs or 0))
     return found
 
 
@@ -138,9 +125,8 @@ def test_no_full_graph_replays_them(apart):
 @pytest.mark.parametrize("named", [{}, {"attention_config": {"backend": "TRITON_ATTN"}}])
 def test_a_backend_that_cannot_is_refused_at_the_start(tiny_model, static, named):
     """A CPU's, which vLLM takes there whatever it is told: with a name it is found out after the model is loaded."""
-    options = static["additional_config"] | ON
     with pytest.raises(ValueError, match="backend CPU_ATTN cannot read a prompt once"):
-        Engine("v2", tiny_model, **static | {"additional_config": options}, **named)
+        Engine("v2", tiny_model, **given(static, **ON), **named)
 
 
 def take_another_base() -> None:
@@ -158,9 +144,8 @@ def take_another_base() -> None:
 
 
 def test_other_logits_are_found_at_the_start(engines, tiny_model, static, plain):
-    options = static["additional_config"] | ON
     arguments = {"attention_config": TRITON["attention_config"], "prepare": take_another_base}
-    other = engines("v2", tiny_model, **static | {"additional_config": options}, **ROOMY, **arguments)
+    other = engines("v2", tiny_model, **given(static, **ON), **ROOMY, **arguments)
     assert "although item_set_shared_prefix is on: a first pass gave other logits" in other.log()
     (found,), (expected,) = (engine.call(inside, "fixed", 4, 3, False, [33]) for engine in (other, plain))
     same(found, expected)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from engine_words import PROMPT
 from models import cached_tiny_llama
-from ranking import EOS, PROMPT, weights_of
-from sets import FIRST, tagged_items
-from test_vllm_engine import NGRAM, inline, named, on_path
+from sets import FIRST
+from test_vllm_engine import NGRAM, named, on_path
 from torch.overrides import TorchFunctionMode
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from weight_tests import *  # noqa: F403 - its oracle
+from weight_tests import check_weights, weighed
 
 FORCED = {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 WAYS = {
@@ -24,23 +27,7 @@ WAYS = {
     "v2-drafted": ("v2", "device", {"method": "draft_model", "num_speculative_tokens": 3}),
 }
 ANSWERS = 100
-SETS = ("prefixes", "ragged", "labels", "one", "tagged", "fixed")
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_model):
-    return weights_of(tiny_model)
-
-
-def weighed(name: str, **kwargs: Any) -> SamplingParams:
-    return named(name, extra_args={"item_set": name, "return_set_weight": True}, **kwargs)
-
-
-def answers(llm: Any, params: list[SamplingParams]) -> list[tuple[tuple[int, ...], Any, Any]]:
-    """In the engine's process: each output's tokens, item, and what vLLM says of log-probabilities."""
-    outputs = llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
-    found = [one for output in outputs for one in output.outputs]
-    return [(tuple(one.token_ids), getattr(one, "item", None), (one.logprobs, one.cumulative_logprob)) for one in found]
+of_one = SamplingParams(extra_args={"item_set": "one", "return_set_weight": True})
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -53,29 +40,17 @@ def test_a_weight_is_the_legal_mass_along_its_answer(engines, tiny_model, static
     engine = engines(runner, tiny_model, **on_path(static, path, "numba"), **more)
     # vLLM's n-grams need a temperature of 0 on model runner V1 and a CPU: docs/serving.md.
     greedy = {"temperature": 0} if speculative is NGRAM else {}
-    params = [weighed(name, **greedy) for name in SETS for _ in range(2)]
-    several = {"temperature": 0.7, "n": 2} | ({} if speculative else {"logit_bias": {150: 5.0}})
-    params += [weighed("tagged", **greedy), weighed("ragged", **(greedy or several))]
-    params[-2].extra_args["exclude_keys"] = ["item 1"]
-    free = SamplingParams(max_tokens=6, logprobs=1)
-    params += [named("ragged", logprobs=2, **greedy), free, inline(["Paris"], **greedy)]
-    *found, ragged, free, paris = engine.call(answers, params)
-    names = [*(name for name in SETS for _ in range(2)), "tagged", "ragged", "ragged"]
-    left = {tuple(item) for i, item in enumerate(tagged_items()) if i != 1}
-    for i, (name, (tokens, item, logprobs)) in enumerate(zip(names, found, strict=False)):
-        assert tokens[-1] == EOS
-        items = left if i == 12 else named_sets[name].items
-        weight, score = oracle(items, tokens[:-1])
-        assert item["set_weight"] == pytest.approx(weight, abs=2e-3)
-        assert score - 2e-3 <= item["set_weight"] <= 0
-        assert logprobs == (None, None)
-    assert len({item["set_weight"] for _, item, _ in found}) > 5
-    assert "key" in found[-1][1]
-    assert len(found) == len(names) - bool(greedy)
-    assert not any("set_weight" in one[1] for one in (ragged, paris))
-    assert all(len(one[2][0]) == len(one[0]) for one in (ragged, free))
-    for tokens, _, (columns, total) in (ragged, free):
-        assert total == pytest.approx(sum(column[token].logprob for column, token in zip(columns, tokens, strict=True)))
+    bent = {"temperature": 0.7} | ({} if speculative else {"logit_bias": {150: 5.0}})
+    check_weights(engine, named_sets, oracle, greedy, bent)
+
+
+def test_logprobs_add_up(engines, tiny_model, static):
+    """Of answers that are not weighed, beside one that is."""
+    params = [named("ragged", logprobs=2), SamplingParams(max_tokens=6, logprobs=1), of_one]
+    for output in engines("v1", tiny_model, **on_path(static, "host", "numba")).generate(["p"] * 3, params)[:2]:
+        (one,) = output.outputs
+        chosen = [column[token].logprob for column, token in zip(one.logprobs, one.token_ids, strict=True)]
+        assert one.cumulative_logprob == pytest.approx(sum(chosen))
 
 
 def test_with_weights_estimates_from_masked_answers_are_unbiased(engines, tiny_model, static, named_sets, oracle):
@@ -83,7 +58,7 @@ def test_with_weights_estimates_from_masked_answers_are_unbiased(engines, tiny_m
     The bound is five times the standard deviation of such a mean, which the oracle knows."""
     engine = engines("v1", tiny_model, **on_path(static, "host", "numba"))
     seeds = [weighed("prefixes", seed=seed) for seed in range(ANSWERS)]
-    found = [(tokens[:-1], item["set_weight"]) for tokens, item, _ in engine.call(answers, seeds)]
+    found = [(one.item, one.said["item"]["set_weight"]) for one in engine.ask([PROMPT] * ANSWERS, seeds)]
     items = sorted(named_sets["prefixes"].items)
     weights, scores = (np.array(column) for column in zip(*(oracle(items, item) for item in items), strict=True))
     masked, likely = np.exp(scores - weights), np.exp(scores)
@@ -97,8 +72,8 @@ def test_with_weights_estimates_from_masked_answers_are_unbiased(engines, tiny_m
 def test_nothing_is_launched_for_those_who_do_not_ask(engines, tiny_model, static):
     engine = engines("v2", tiny_model, **on_path(static, "device", "numba"))
     assert engine.call(count_masks, [named("ragged"), named("labels"), SamplingParams(max_tokens=4)]) == 0
-    asked = [weighed("labels"), named("ragged")]
-    assert engine.call(count_masks, asked) == 2  # the two tokens of the one
+    of_labels = named("labels", extra_args={"item_set": "labels", "return_set_weight": True})
+    assert engine.call(count_masks, [of_labels, named("ragged")]) == 2  # the two tokens of the one
 
 
 def count_masks(llm: Any, params: list[SamplingParams]) -> int:
@@ -107,13 +82,9 @@ def count_masks(llm: Any, params: list[SamplingParams]) -> int:
     from vllm_static.processor import item_sets
 
     processor = item_sets(compat.runner_of(llm.llm_engine.model_executor.driver_worker))
-    calls = []
-    mask, processor._slots.mask = processor._slots.mask, lambda *given: (calls.append(1), mask(*given))
-    try:
+    with mock.patch.object(processor._slots, "mask", wraps=processor._slots.mask) as mask:
         llm.generate(["p"] * len(params), params, use_tqdm=False)
-    finally:
-        del processor._slots.mask
-    return len(calls)
+    return mask.call_count
 
 
 @pytest.mark.parametrize(
@@ -136,7 +107,7 @@ def test_what_cannot_be_weighed_is_refused(engines, tiny_model, static, given, m
 def test_the_host_path_of_model_runner_v2_refuses(engines, tiny_model, static):
     engine = engines("v2", tiny_model, **on_path(static, "host"))
     with pytest.raises(VLLMValidationError, match="model runner V2 needs the device path for it"):
-        engine.generate("p", weighed("one"))
+        engine.ask(["p"], weighed("one"))
 
 
 class PageableCopies(TorchFunctionMode):

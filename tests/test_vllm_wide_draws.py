@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from draw_requests import CHOSEN, LABELS, check_fit
 from ranking import oracle_of
-from test_vllm_wide_lists import ROOMY, fixed_shapes, prompt_of
+from test_vllm_wide_lists import ROOMY, fixed_shapes, given, prompt_of
 
 from itemset.serving.metrics import ONE_REQUEST, UNDECIDED
 from vllm_static.list_requests import DrawParams, RankingParams
@@ -21,9 +21,8 @@ Item = tuple[int, ...]
 
 
 @pytest.fixture
-def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
-    options = static["additional_config"] | {"ranked_list_beams": 160}
-    return engines("v2", tiny_model, **static | {"additional_config": options}, **ROOMY)
+def engine(engines, tiny_model, static):
+    return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
 
 
 def counted() -> Counter[str]:
@@ -128,13 +127,9 @@ def passes_of(llm: Any, options: dict[str, Any], k: int | None) -> list[int]:
         return own(runner, tokens, *args)
 
     params = DrawParams if k is None else RankingParams
-    branch_forward._run = run
-    try:
-        given = params(beam_width=k or 1, max_tokens=20, extra_args=options)
-        with fixed_shapes(llm):
-            llm.beam_search([{"prompt_token_ids": prompt_of(20)}], given)
-    finally:
-        branch_forward._run = own
+    asked = params(beam_width=k or 1, max_tokens=20, extra_args=options)
+    with mock.patch.object(branch_forward, "_run", run), fixed_shapes(llm):
+        llm.beam_search([{"prompt_token_ids": prompt_of(20)}], asked)
     return sizes
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -37,8 +36,12 @@ Item = tuple[tuple[int, ...], float]
 
 @pytest.fixture
 def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
-    options = static["additional_config"] | {"ranked_list_beams": 160}
-    return engines("v2", tiny_model, **static | {"additional_config": options}, **ROOMY)
+    return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
+
+
+def given(static: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The arguments of an engine with these options, too."""
+    return static | {"additional_config": static["additional_config"] | options}
 
 
 ROOMY = {"kv_cache_memory_bytes": 128 << 20}
@@ -67,15 +70,13 @@ def inside(
     return [items_of(output) for output in outputs]
 
 
-@contextlib.contextmanager
-def fixed_shapes(llm: Any) -> Iterator[None]:
-    """In the engine's process: its worker leaves no row out, as on an accelerator."""
-    lists = llm.llm_engine.model_executor.driver_worker.worker.model_runner.prompt_logprobs_worker.static_lists
-    own, lists.narrow = lists.narrow, False
-    try:
-        yield
-    finally:
-        lists.narrow = own
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def fixed_shapes(llm: Any) -> Any:
+    """In the engine's process, while this is entered: its worker leaves no row out, as on an accelerator."""
+    return mock.patch.object(runner_of(llm).prompt_logprobs_worker.static_lists, "narrow", False)
 
 
 def as_accelerators(llm: Any, *arguments: Any) -> list[list[Item]]:
@@ -170,13 +171,10 @@ def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
         shapes[-1].append(tuple(tokens.shape))
         return own(runner, branches, tokens, known)
 
-    step_lists.logits_after = run
-    try:
+    with mock.patch.object(step_lists, "logits_after", run):
         for form, end in ((as_accelerators, None), (as_accelerators, 1), (inside, 1)):
             shapes.append([])
             form(llm, "large", 16, 4, False, [40], end)
-    finally:
-        step_lists.logits_after = own
     return shapes
 
 
@@ -226,8 +224,8 @@ def test_neighbours_stay_as_they_are(engine):
 def test_nothing_is_left(engines, tiny_model, static, prepare):
     """After lists of which every third is aborted and some preempted, mostly between the chunks of their prompts. There
     is room for two beams."""
-    static = static | {"additional_config": static["additional_config"] | {"ranked_list_beams": 2}}
-    small = engines("v2", tiny_model, **static, num_gpu_blocks_override=40, max_num_batched_tokens=64, prepare=prepare)
+    tight = given(static, ranked_list_beams=2) | {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
+    small = engines("v2", tiny_model, **tight, prepare=prepare)
     before, after, answered, preempted = small.call(churn, CHURNED)
     assert before == after == 35
     assert answered == CHURNED - CHURNED // 3
@@ -289,20 +287,16 @@ def reads(llm: Any) -> tuple[int, Counter[str]]:
         with _disable_current_modes():  # vLLM's own metadata and model
             return run(*args)
 
-    step_lists.WideLists._make, branch_forward._run = make, run_apart  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(step_lists.WideLists, "_make", make), mock.patch.object(branch_forward, "_run", run_apart):
         (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
-    finally:
-        step_lists.WideLists._make, branch_forward._run = own, run  # type: ignore[method-assign]
     assert len(found) == 4
     return passes_run, watch.found
 
 
 def test_a_list_of_512(engines, tiny_model, static):
     """Each pass is many passes here: the runner's buffers hold 64 rows."""
-    options = static["additional_config"] | {"ranked_list_beams": 512}
-    static = static | {"additional_config": options}
-    wide = engines("v2", tiny_model, **static, kv_cache_memory_bytes=1 << 30, max_num_seqs=64)
+    roomy = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 64}
+    wide = engines("v2", tiny_model, **given(static, ranked_list_beams=512), **roomy)
     (found,) = wide.call(inside, "large", 512, 512, False, [50])
     assert len({tokens for tokens, _ in found}) == 512
     oracle = oracle_of(tiny_model, prompt_of(50))([tokens for tokens, _ in found])
@@ -311,11 +305,8 @@ def test_a_list_of_512(engines, tiny_model, static):
 
 def test_what_has_no_room_is_said(engine):
     """A worker refuses nothing: the answer has a number instead of a list."""
-    assert engine.call(
-        lambda llm: llm.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 600, 1, False), use_tqdm=False)[
-            0
-        ].prompt_token_id_logprobs.tolist()
-    ) == [[1.0]]
+    (output,) = engine.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 600, 1, False))
+    assert output.prompt_token_id_logprobs.tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize(("name", "renormalised"), [("fixed", False), ("ragged", False), ("prefixes", True)])
@@ -340,15 +331,12 @@ def bytes_of_forks(llm: Any) -> tuple[list[tuple[int, int, int]], int]:
     from vllm_static.kv_branches import Branches
 
     fork, select, copied, size = Branches.fork, torch.index_select, list[tuple[int, int, int]](), 0
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def forked(branches: Branches, parents: torch.Tensor, known: int) -> None:
         nonlocal size
-        torch.index_select, size = counted, 0
-        try:
+        size = 0
+        with mock.patch.object(torch, "index_select", counted):
             fork(branches, parents, known)
-        finally:
-            torch.index_select = select
         copied.append((parents.numel(), known, size))
 
     def counted(*args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -356,12 +344,9 @@ def bytes_of_forks(llm: Any) -> tuple[list[tuple[int, int, int]], int]:
         size += out.nbytes
         return select(*args, out=out)
 
-    Branches.fork = forked  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Branches, "fork", forked):
         as_accelerators(llm, "fixed", 4, 3, False, [33])
-    finally:
-        Branches.fork = fork  # type: ignore[method-assign]
-    return copied, sum(cache[0, :, 0].nbytes for cache in runner.kv_caches)
+    return copied, sum(cache[0, :, 0].nbytes for cache in runner_of(llm).kv_caches)
 
 
 @pytest.fixture(scope="module")
@@ -424,23 +409,13 @@ def ways(llm: Any, requests: list[dict[str, Any]], k: int = 2) -> tuple[int, dic
         (metric,) = LISTS.collect()
         return Counter({one.labels["way"]: one.value for one in metric.samples if one.name.endswith("_total")})
 
-    core, before, added = llm.llm_engine.engine_core, counts(), 0
-    add = core.add_request
-
-    def counted(*args: Any) -> Any:
-        nonlocal added
-        added += 1
-        return add(*args)
-
-    core.add_request = counted
-    try:
+    core, before = llm.llm_engine.engine_core, counts()
+    with mock.patch.object(core, "add_request", wraps=core.add_request) as added:
         for one in requests:
             params = RankingParams(beam_width=k, max_tokens=40, **one)
             (output,) = llm.beam_search([{"prompt_token_ids": prompt_of(9)}], params)
             assert len(output.sequences) == k
-    finally:
-        core.add_request = add
-    return added, dict(counts() - before)
+    return added.call_count, dict(counts() - before)
 
 
 def test_a_list_is_one_request_of_the_engine(engine):
@@ -467,7 +442,7 @@ ENGINES = {
 @pytest.mark.parametrize("reason", ENGINES)
 def test_an_engine_without_lists_says_why(engines, tiny_model, static, reason):
     runner, options = ENGINES[reason]
-    engine = engines(runner, tiny_model, **static | {"additional_config": static["additional_config"] | options})
+    engine = engines(runner, tiny_model, **given(static, **options))
     added, counted = engine.call(ways, [{"extra_args": {"item_set": "prefixes"}}] * 2)
     assert counted == {reason: 2}
     assert added > 4

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-EOS = 1
-CITIES = ["Paris", "London", "New York", "New York City"]
+from engine_words import CITIES, EOS, prompts
+
+__all__ = ["CITIES", "EOS", "answer", "inline", "named", "prompts"]
 
 
 def named(name: str, **params: Any) -> dict[str, Any]:
@@ -20,8 +21,3 @@ def answer(output: dict[str, Any]) -> tuple[int, ...]:
     """The tokens before the stop token."""
     tokens = tuple(output["output_ids"])
     return tokens[:-1] if tokens[-1] == EOS else tokens
-
-
-def prompts(count: int) -> list[list[int]]:
-    """Different ones, in token ids."""
-    return [[200 + i, 300 + i % 7, 400] for i in range(count)]

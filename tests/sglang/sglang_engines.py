@@ -7,11 +7,13 @@ with Engine(model, grammar_backend="xgrammar") as engine:
 
 from __future__ import annotations
 
+import json
 import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine_words import PROMPT, Answer, Found, Item
 from engines import TESTS, Host, HostedEngine
 
 HERE = Path(__file__).resolve().parent
@@ -73,6 +75,9 @@ class Engine(HostedEngine):
     variables, those that it reads as it is imported must be in this process's environment.
     """
 
+    refusal = ValueError
+    """What a refused request raises."""
+
     def __init__(
         self, model: Path | str, *, env: dict[str, str] | None = None, timeout: float = 120, **server_args: Any
     ) -> None:
@@ -85,6 +90,53 @@ class Engine(HostedEngine):
         Returns a dict or a list of them, and with `stream=True` the list of what was streamed.
         """
         return self.call(_generate, args, kwargs)
+
+    def ask(self, prompts: list[str] | list[list[int]], words: dict[str, Any] | list[dict[str, Any]]) -> list[Answer]:
+        """The answers to texts or token ids, with one request's words or each one's: several of a prompt with `n`."""
+        several = isinstance(words, list)
+        given = [sampling_params(one) for one in words] if several else sampling_params(words)
+        logprobs = ["logprobs" in one for one in words] if several else "logprobs" in words
+        kind = "prompt" if isinstance(prompts[0], str) else "input_ids"
+        return [
+            Answer(tuple(one["output_ids"]), one["text"], one["meta_info"]["finish_reason"]["type"], one["meta_info"])
+            for one in self.generate(**{kind: prompts}, sampling_params=given, return_logprob=logprobs)
+        ]
+
+    def rank(self, n: int, prompts: Any = (PROMPT, PROMPT), **words: Any) -> list[Found]:
+        """A list of each prompt."""
+        given = sampling_params({"max_tokens": 40, "beam_width": n} | words)
+        return [found_in(output) for output in self.generate(input_ids=list(prompts), sampling_params=given)]
+
+    def draw(self, **words: Any) -> list[tuple[Item, float]]:
+        """Items and their scores."""
+        output = self.generate(input_ids=PROMPT, sampling_params=sampling_params({"max_tokens": 20} | words))
+        assert all(one["meta_info"]["exact"] for one in output["meta_info"]["beam_results"])
+        return [(item[:-1], score) for score, item in scored(output)]
+
+
+def sampling_params(words: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's sampling parameters for words that both engines take."""
+    own = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+    own |= {"json": "json_schema", "grammar": "ebnf"}
+    texts = {
+        word: json.dumps(value)
+        for word, value in words.items()
+        if word in ("json", "structural_tag") and not isinstance(value, str)
+    }
+    return {own.get(word, word): value for word, value in (words | texts).items() if word != "logprobs"}
+
+
+def found_in(output: dict[str, Any]) -> Found:
+    results, info = output["meta_info"]["beam_results"], output["meta_info"]
+    assert [one["meta_info"]["rank"] for one in results] == list(range(1, len(results) + 1))
+    texts, keys = [one["text"] for one in results], [one["meta_info"]["keys"] for one in results]
+    return Found(scored(output), texts, keys, info["proven"], results[0]["meta_info"]["passes"])
+
+
+def scored(output: dict[str, Any]) -> list[tuple[float, Item]]:
+    """(score, tokens with the end token) of each result of a list or of draws."""
+    results = output["meta_info"]["beam_results"]
+    return [(one["meta_info"]["sequence_score"], tuple(one["output_ids"])) for one in results]
 
 
 def _generate(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from servers import ForkedServer, HttpServer, Process, ServerProcess, flags, free_port, log_of_failure
+from servers import ForkedServer, HttpServer, ServerProcess, flags, free_port, log_of_failure
 from sglang_engines import FAST, environment, host
 
 
@@ -20,8 +20,7 @@ class Server(HttpServer):
     to the environment.
 
     `--name value` comes from `name=value`, `--name` from True, JSON from a dict; None and False drop one of the
-    defaults in `FAST`. With `forked`, it starts much faster, in a process that has SGLang imported already; without,
-    it is `python -m sglang.launch_server`.
+    defaults in `FAST`. It runs in a process that has SGLang imported already.
     """
 
     def __init__(
@@ -31,16 +30,13 @@ class Server(HttpServer):
         arguments: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         timeout: float = 180,
-        forked: bool = True,
         **options: Any,
     ) -> None:
         port = free_port()
         given = [*_flags(model, port, options), *arguments]
-        if forked:
-            process: Process = ForkedServer(host(), "the SGLang server", port, given, _HEALTH | (env or {}), timeout)
-        else:
-            process = _started(given, port, env or {})
-        super().__init__(process, timeout)
+        super().__init__(
+            ForkedServer(host(), "the SGLang server", port, given, _HEALTH | (env or {}), timeout), timeout
+        )
 
 
 def start_expecting_failure(
@@ -53,7 +49,8 @@ def start_expecting_failure(
 ) -> str:
     """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
     port = free_port()
-    return log_of_failure(_started([*_flags(model, port, options), *arguments], port, env or {}), timeout)
+    command = [sys.executable, "-m", "sglang.launch_server", *_flags(model, port, options), *arguments]
+    return log_of_failure(ServerProcess(command, port, environment() | _HEALTH | (env or {})), timeout)
 
 
 # Else every look at the server's health generates a token, and takes a second.
@@ -63,7 +60,3 @@ _HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 def _flags(model: Path | str, port: int, options: dict[str, Any]) -> list[str]:
     own = {"model_path": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
     return flags({name: value for name, value in (own | FAST | options).items() if value is not False})
-
-
-def _started(given: list[str], port: int, env: dict[str, str]) -> ServerProcess:
-    return ServerProcess([sys.executable, "-m", "sglang.launch_server", *given], port, environment() | _HEALTH | env)

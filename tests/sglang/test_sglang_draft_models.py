@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from asking import CITIES, EOS, answer, inline, named, prompts
 from pools import Pool
+from ranking_tests import check_lists, lists_of
 from sets import FIRST, LAST, NamedSet
 from sglang_draft_models import EVEN, cached_sglang_eagle, cached_sglang_eagle3, token_map
 from sglang_engines import draft_model
-from test_sglang_ranking import check_lists, lists_of
 
 import itemset
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from asking import CITIES, answer, inline, named, prompts
 from models import cached_tiny_llama
+from ranking_tests import check_lists, lists_of
 from samples import FEW, SAMPLES, TEMPERATURE, exact
 from sglang_engines import NGRAM, draft_model
-from test_sglang_ranking import check_lists, lists_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import itemset

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from oracle import dict_trie
 from samples import SAMPLES
 from strategies import item_sets
-from test_best import END as LAST
-from test_best import VOCABULARY, Model, log_probs, oracle
+from test_search import END as LAST
+from test_search import VOCABULARY, Model, log_probs, oracle
 from views import made
 
 import itemset
@@ -34,7 +34,7 @@ def logs(prefix: tuple[int, ...]) -> np.ndarray:
 
 
 def random_model(passes: Sequence[Pass]) -> list[Answer]:
-    """That of `test_best`, each prefix scored once for all tests."""
+    """That of `test_search`, each prefix scored once for all tests."""
     return [
         (
             np.array([logs(one.tokens[:i])[one.tokens[i]] for i in range(one.known, len(one.tokens))]),

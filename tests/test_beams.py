@@ -12,8 +12,8 @@ from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import item_sets
-from test_best import END, VOCABULARY, Model, best_items, log_probs, oracle
 from test_kernels import NothingReadBack
+from test_search import END, VOCABULARY, Model, best_items, log_probs, oracle
 from views import made
 
 import itemset
@@ -199,6 +199,7 @@ def test_rows_that_lead_nowhere_are_left_out() -> None:
     assert sum(shapes[1]) < sum(shapes[0])
 
 
+@pytest.mark.slow
 def test_candidates_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as fit in memory at once: the best of all parts are chosen."""
     items = torch.randint(0, 70, (600, 4), generator=torch.Generator().manual_seed(3)).tolist()

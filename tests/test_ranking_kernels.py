@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from interleaving import interleaved
 from specialisations import Recorded
 from strategies import item_sets
+from test_beams import placed
 from test_kernels import Launches
-from test_ranked_beams import placed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itemset.masking.arena import Arena

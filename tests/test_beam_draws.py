@@ -20,12 +20,12 @@ from interleaving import interleaved
 from samples import SAMPLES
 from specialisations import Recorded
 from strategies import item_sets
-from test_best import END as LAST
-from test_best import VOCABULARY
-from test_draws import SURE, drawn, logs, random_model
-from test_expand import KERNELS, Operations, as_engines_have_them, random_sets
+from test_beams import placed
+from test_exact_sampling import SURE, drawn, logs, random_model
 from test_kernels import Launches, NothingReadBack
-from test_ranked_beams import placed
+from test_ranking_kernels import KERNELS, Operations, as_engines_have_them, random_sets
+from test_search import END as LAST
+from test_search import VOCABULARY
 
 import itemset
 from itemset.masking.arena import Arena, room_for

@@ -1,0 +1,118 @@
+"""What holds of answers with items inside, of either engine. Test modules import these, and have the fixtures `engine`,
+`drafting` (the same one with speculation), `server`, and
+`own_form`: of words for an engine, the path and the fields of their own form over HTTP."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from engine_words import Answer
+from inside_cases import ALONE, BAD, BAD_SLATES, CASES, SCHEMAS, TITLES
+from models import tiny_tokenizer
+from server_tests import check_refused
+
+
+def holding(name: str, **more: Any) -> dict[str, Any]:
+    kind, constraint, _ = CASES[name]
+    return {kind: constraint, "max_tokens": 150, "temperature": 1} | more
+
+
+def check(names: list[str], answers: list[Answer]) -> None:
+    ended = 0
+    for name, answer in zip(names, answers, strict=True):
+        if answer.finish == "stop":
+            CASES[name][2](answer.text, answer.said["items"])
+            ended += 1
+    assert ended > len(names) * 2 / 3
+
+
+def test_answers_hold_items(engine):
+    names = [name for name in CASES for _ in range(4)]
+    check(names, engine.ask([f"p {i}" for i in range(len(names))], [holding(name) for name in names]))
+
+
+def test_beside_sets_and_other_grammars(engine):
+    """In one batch, on the device path as well: each as if it were alone."""
+    item = {"item_set": "titles", "max_tokens": 40, "temperature": 1}
+    words = [holding("object"), {"regex": "[a-c]{4}", "max_tokens": 20}, item, holding("slate")] * 4
+    answers = engine.ask([f"q {i}" for i in range(16)], words)
+    check(["object", "slate"] * 4, [answer for i, answer in enumerate(answers) if i % 4 in (0, 3)])
+    for answer in answers[1::4]:
+        assert set(answer.text) <= set("abc")
+        assert "items" not in answer.said
+    for answer in answers[2::4]:
+        assert answer.text in TITLES
+        assert answer.said["item"]["key"].startswith("title")
+
+
+def test_with_speculation_the_answers_are_the_same(engine, drafting):
+    """Drafts are judged across the borders of items, and rolled back there."""
+    names = [name for name in CASES for _ in range(2)]
+    prompts = [f"[{', '.join(TITLES[:4])}] {i}" for i in range(len(names))]
+    words = [holding(name, temperature=0, max_tokens=80) for name in names]
+    for name, one, other in zip(names, engine.ask(prompts, words), drafting.ask(prompts, words), strict=True):
+        assert one.text == other.text, name
+        assert one.said["items"] == other.said["items"], name
+
+
+@pytest.mark.parametrize(
+    ("sampled", "sentence"),
+    [
+        ({"max_tokens": 34}, r"a slate of so many items has at least 35 tokens, but max_(new_)?tokens=34: raise"),
+        (
+            {"min_tokens": 36, "max_tokens": 50},
+            r"min_(new_)?tokens=36 could forbid the end of the slate, which may have 35 tokens",
+        ),
+    ],
+)
+def test_slates_without_room_are_refused(engine, sampled, sentence):
+    with pytest.raises(engine.refusal, match=sentence):
+        engine.ask(["p"], {"slate": {"item_set": "titles", "n": 18}, **sampled})
+
+
+def test_after_the_end_come_stop_tokens_alone(engine):
+    names, tokenizer = ["object", "slate", "tag", "slate alone"], tiny_tokenizer()
+    words = [holding(name, ignore_eos=True, max_tokens=200) for name in names]
+    for name, answer in zip(names, engine.ask(["p"] * 4, words), strict=True):
+        assert answer.finish == "length"
+        end = answer.tokens.index(tokenizer.eos_token_id)
+        assert set(answer.tokens[end:]) == {tokenizer.eos_token_id}
+        CASES[name][2](tokenizer.decode(answer.tokens[:end]), answer.said["items"])
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_what_would_not_hold_is_refused(engine, sentence):
+    with pytest.raises(engine.refusal, match=r"parameter=structured_outputs|[Ii]tem|constraint|exclude_keys") as raised:
+        engine.ask(["p"], {"json": BAD[sentence]})
+    assert sentence in str(raised.value)
+
+
+def formatted(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def test_schemas_and_slates_over_http(server):
+    def ask(name: str) -> dict[str, Any]:
+        words = formatted(SCHEMAS[name]) if name in SCHEMAS else {"slate": ALONE}
+        status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 150, **words})
+        assert status == 200, answer
+        return answer["choices"][0]
+
+    with ThreadPoolExecutor(16) as pool:
+        choices = list(pool.map(ask, names := [*SCHEMAS, "slate alone"]))
+    for name, choice in zip(names, choices, strict=True):
+        if choice["finish_reason"] == "stop":
+            CASES[name][2](choice["text"], choice["items"])
+    assert sum(choice["finish_reason"] == "stop" for choice in choices) > len(choices) / 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_over_http(server, own_form, stream):
+    asked = [(sentence, fields, fields) for sentence, fields in BAD_SLATES.items()]
+    asked += [(sentence, formatted(schema), {"json": schema}) for sentence, schema in BAD.items()]
+    for sentence, fields, words in asked:
+        path, body = own_form(words)
+        check_refused(server, "/v1/completions", {"model": "tiny", "prompt": "p", "stream": stream} | fields, sentence)
+        check_refused(server, path, body | {"stream": stream}, sentence)

@@ -20,7 +20,7 @@ from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, receive_set
 from itemset.serving.config import StaticConfig
-from itemset.serving.embedded_grammars import Grammars, SharedGrammar
+from itemset.serving.constraint import Grammars, SharedGrammar
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
@@ -70,9 +70,6 @@ class StaticGrammar(BaseGrammarObject):
 
     def copy(self) -> StaticGrammar:
         return type(self)(*self._made_of)
-
-    def try_jump_forward(self, tokenizer: Any) -> None:
-        """SGLang 0.5 asks no grammar any more; forced tokens are masked like others."""
 
 
 class HoleGrammar(StaticGrammar):

@@ -17,9 +17,8 @@ from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, Constraint
 from itemset.serving.front_end import FrontEndBase, Grammar
 from itemset.serving.http_bodies import body, while_connected
-from itemset.serving.list_runner import Lists
+from itemset.serving.list_runner import Lists, OneRequest
 from itemset.serving.request_fields import BEAMS, wrong_type
-from itemset.serving.single_request import OneRequest
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass
 from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list

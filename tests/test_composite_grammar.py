@@ -27,8 +27,7 @@ from itemset.embedded.holes import Hole, Items
 from itemset.embedded.rewrite import Marker
 from itemset.embedded.survey import PLACES
 from itemset.embedded.vocabulary import HOLES, Vocabulary
-from itemset.serving.constraint import ENVELOPE
-from itemset.serving.embedded_grammars import Grammars
+from itemset.serving.constraint import ENVELOPE, Grammars
 
 SEEN, SHORT = ({"type": "string", "item_set": name} for name in ("seen", "short"))
 

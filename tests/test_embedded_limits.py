@@ -21,8 +21,7 @@ from itemset.serving.admission import Checks
 from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint
-from itemset.serving.embedded_grammars import Grammars
+from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint, Grammars
 from itemset.serving.embedded_sets import Constraints
 
 FILM = {"type": "string", "item_set": "films"}

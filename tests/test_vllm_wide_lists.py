@@ -23,7 +23,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from itemset.serving.single_request import best_of
+from itemset.serving.list_runner import best_of
 from itemset.serving.wire import HEAD, EngineRequest, ListResult, ListSpec, SetRef
 from vllm_static.list_requests import RankingParams
 from vllm_static.single_request import EngineLists, list_params

@@ -27,8 +27,7 @@ from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue, InlineSet, inline_ref, receive
 from itemset.serving.config import StaticConfig
-from itemset.serving.constraint import ENVELOPE
-from itemset.serving.embedded_grammars import Grammars, SharedGrammar
+from itemset.serving.constraint import ENVELOPE, Grammars, SharedGrammar
 from itemset.serving.metrics import label
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
@@ -36,7 +35,6 @@ from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.device_path import DevicePath
 from vllm_static.metrics import Figures
-from vllm_static.version_rollout import WorkerDevices
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -104,8 +102,7 @@ class StaticBackend(StructuredOutputBackend):
         if compat.on_device_path(vllm_config):
             drafts = vllm_config.speculative_config is not None
             self._device = DevicePath(config, self._catalogue, drafts=drafts)
-        devices = None if self._device is None else WorkerDevices(self._device)
-        self.preparer = Preparer(self._catalogue, logger, devices)
+        self.preparer = Preparer(self._catalogue, logger, self._device)
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -19,6 +20,9 @@ from itemset.masking.device_slate import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
+from itemset.serving.rollout_messages import Prepare, Stage
+from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
+from itemset.serving.versions import Opened
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 from vllm_static import compat
 
@@ -31,8 +35,11 @@ RESIDENT = "item_set_resident"
 """Attribute of a request in the engine core: the Resident that it holds, until it ends."""
 
 
-class DevicePath:
-    """Admits requests to the device path. Called by vLLM's input thread and by its engine loop."""
+class DevicePath(Devices):
+    """Admits requests to the device path, and brings versions of their sets to the workers, whose executor is `engine`.
+
+    Called by vLLM's input thread and by its engine loop.
+    """
 
     def __init__(self, config: StaticConfig, catalogue: Catalogue, *, drafts: bool) -> None:
         """drafts: whether the engine speculates, in which case slates take the host path."""
@@ -72,6 +79,25 @@ class DevicePath:
         resident = vars(request).pop(RESIDENT, None)
         if resident is not None:
             self.plan.release(resident.number)
+
+    def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
+        if isinstance(opened, str):
+            return [opened]
+        pieces = None
+        if opened is not None:
+            try:
+                pieces = [list(piece) for piece in self.holdings.hold(opened.name, opened.sets)]
+            except ArenaFullError as error:
+                warn_of_no_room(opened, error, "in --additional-config", logger)
+                return [Stage.HOST]
+        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, pieces))
+        return stages
+
+    def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
+        """Have the workers let go of what this core has closed, at the same step: `Plan.send_again`."""
+        self.holdings.drop(name) if version is None else self.holdings.settle(name)
+        self.plan.send_again(open_sets)
+        engine.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
 
 
 def send_index_once(request: Request, data: Any) -> None:
@@ -115,3 +141,34 @@ def refuse_speculation(vllm_config: Any) -> None:
             "rejection_sample_method=synthetic accepts drafts without looking at them, so no item set can hold: "
             "leave it out"
         )
+
+
+def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str:
+    """Open a version beside the steps of a worker, and copy one piece of it to its device. Return the stage, or why it
+    cannot be had: an error in a worker would end the engine.
+
+    pieces: its places, `masking.arena_reservations.Pieces`; None while the engine core opens it.
+    """
+
+    def prepare() -> Stage:
+        processor = _item_sets(worker)
+        return Stage.DEVICE if processor is None else processor.prepare(message, pieces)
+
+    return or_reason(prepare, logger)
+
+
+def close_in_worker(worker: Any, name: str, version: str | None, open_sets: Sequence[str]) -> None:
+    """Serve a version that was prepared, None if its set is gone. Keep `open_sets` alone, by their digests."""
+    try:
+        if (processor := _item_sets(worker)) is not None:
+            processor.close(name, version, open_sets)
+    except Exception:
+        logger.exception("Versions of an item set could not be closed")
+
+
+def _item_sets(worker: Any) -> Any:
+    """Return the processor of a worker that samples, None if the worker does not, in a pipeline."""
+    from vllm_static.processor import item_sets
+
+    runner = compat.runner_of(worker)
+    return None if getattr(runner, "sampler", None) is None else item_sets(runner)

@@ -92,7 +92,7 @@ class ItemSetProcessor(LogitsProcessor):
         return list(self._catalogue.registered.values())
 
     def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
-        """Do `version_rollout.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
+        """Do `device_path.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):
             return Stage.DEVICE
         opened = self._catalogue.versions.begin(message, check_tables)
@@ -102,7 +102,7 @@ class ItemSetProcessor(LogitsProcessor):
         return Stage.DEVICE if self._arrivals.advance(opened.name, opened.sets, places) else Stage.COPYING
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
-        """Do `version_rollout.close_in_worker`."""
+        """Do `device_path.close_in_worker`."""
         if not hasattr(self, "arena"):
             return
         if version is None:

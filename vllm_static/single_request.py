@@ -12,9 +12,8 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from itemset.serving.config import StaticConfig
-from itemset.serving.list_runner import Pace
+from itemset.serving.list_runner import OneRequest, Pace
 from itemset.serving.request import ItemRequest
-from itemset.serving.single_request import OneRequest
 from itemset.serving.wire import WIRE, EngineRequest, ListResult, ListSpec
 from vllm_static import compat
 

@@ -17,10 +17,9 @@ from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint
 from itemset.serving.embedded_answer import ExpectedItems
 from itemset.serving.embedded_sets import Constraints
-from itemset.serving.list_runner import search_for
+from itemset.serving.list_runner import OneRequest, search_for
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import WEIGHT
-from itemset.serving.single_request import OneRequest
 from itemset.serving.version_watcher import Follower
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec
 

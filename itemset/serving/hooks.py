@@ -156,19 +156,14 @@ class _Refusal(MetaPathFinder):
 
 
 def _call(
-    function: Callable[..., Any],
-    places: Mapping[str, int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    /,
-    **others: Any,
+    call: Callable[..., Any], places: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any], /, **others: Any
 ) -> Any:
     """Call a function with other values for some arguments. places: of those that can be given by position."""
     values, kwargs = list(args), {**kwargs, **others}
     for name in others:
         if (place := places.get(name, len(args))) < len(args):
             values[place] = kwargs.pop(name)
-    return function(*values, **kwargs)
+    return call(*values, **kwargs)
 
 
 def read(ours: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -1,7 +1,5 @@
 """An item set: its trie, the items' keys and the tokenizer it was made with. Built, saved, updated, looked up."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +75,7 @@ class ItemSet:
         return self.trie.nbytes
 
     @property
-    def whole(self) -> ItemSet:
+    def whole(self) -> "ItemSet":
         """The set that a view's tables come from in the end; of a set, itself."""
         return self if self.base is None else self.base.whole
 
@@ -262,7 +260,7 @@ class ItemSet:
         tokenizer: Any = None,
         remove: KeyList = (),
         missing_ok: bool = False,
-    ) -> ItemSet:
+    ) -> "ItemSet":
         """Return a new set: without the keys `remove` and the items that have no other, and with the items `add`.
 
         It is byte for byte the set that `build` makes of the items that stay, in their order, and then the new ones.

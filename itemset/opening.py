@@ -1,7 +1,5 @@
 """From an index file, mapped or in memory, to the item set in it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

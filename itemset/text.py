@@ -1,7 +1,5 @@
 """Texts into token sequences, and what identifies the tokenizer that did it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings
@@ -14,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError, ItemSetWarning
+from itemset.errors import ItemSetError, ItemSetWarning, shown
 
 ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
@@ -80,11 +78,11 @@ def encode(
     if isinstance(tokenizer, str | PurePath):
         raise ItemSetError(f"the tokenizer must be a tokenizer object, not {tokenizer}: open it with load_tokenizer()")
     if isinstance(texts, str | bytes):
-        raise ItemSetError(f"texts must be a list of texts, not the one text {_short(texts)}: put it in a list")
+        raise ItemSetError(f"texts must be a list of texts, not the one text {shown(texts)}: put it in a list")
     if prefix and (why := _refusal(prefix, tokenizer)):
-        raise ItemSetError(f"the prefix {_short(prefix)} {why}: give another prefix")
+        raise ItemSetError(f"the prefix {shown(prefix)} {why}: give another prefix")
     if escape not in (None, "json", "text"):
-        raise ItemSetError(f"escape must be json or text, not {_short(escape)}")
+        raise ItemSetError(f"escape must be json or text, not {shown(escape)}")
     carrier = _CARRIER if escape and not continues(tokenizer) else ""
     forbidden = _forbidden_tokens(tokenizer)
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
@@ -170,19 +168,16 @@ def identify(tokenizer: Any) -> TokenizerId:
     return TokenizerId(name or type(tokenizer).__name__, fingerprint(tokenizer))
 
 
-def never_shown(tokenizer: Any) -> list[int]:
-    """Return the ids of the special tokens, which engines omit from an answer's text by default."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
-    return sorted(special | set(getattr(tokenizer, "all_special_ids", ())))
-
-
 def warn_of_special(occurring: Callable[[list[int]], list[int]], tokenizer: Any) -> None:
     """Warn, for the caller of the function that builds a set, if items have tokens that no answer's text shows.
 
-    occurring: returns those of some token ids that occur in an item. tokenizer: None if the set has none.
+    Engines omit special tokens by default. occurring: returns those of some token ids that occur in an item.
     """
-    if tokenizer is not None and (hidden := occurring(never_shown(tokenizer))):
+    if tokenizer is None:
+        return
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    if hidden := occurring(sorted(special | set(getattr(tokenizer, "all_special_ids", ())))):
         warnings.warn(
             f"{len(hidden):,} of the tokens in items are special ones of the tokenizer, such as "
             f"{tokenizer.convert_ids_to_tokens(hidden[0])!r} (id {hidden[0]}). Engines leave them out of an answer's "
@@ -252,9 +247,9 @@ def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the tokens that no item may hold, and what to say of an item that does."""
     unknown, end = getattr(tokenizer, "unk_token_id", None), getattr(tokenizer, "eos_token_id", None)
     reasons = {
-        unknown: f"encodes to the unknown token {_short(getattr(tokenizer, 'unk_token', None))} (id {unknown}): remove "
+        unknown: f"encodes to the unknown token {shown(getattr(tokenizer, 'unk_token', None))} (id {unknown}): remove "
         "the characters that the tokenizer does not know",
-        end: f"holds the end-of-sequence token {_short(getattr(tokenizer, 'eos_token', None))} (id {end}), at which an "
+        end: f"holds the end-of-sequence token {shown(getattr(tokenizer, 'eos_token', None))} (id {end}), at which an "
         "answer ends: remove it from the text",
     }  # the end comes last: it counts if it is the unknown token, too
     return {token: reason for token, reason in reasons.items() if token is not None}
@@ -262,10 +257,4 @@ def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:
 
 def named(name: str, position: int, text: object) -> str:
     """Return what an error calls the item at a position: its name, as `encode` takes it, and its text's beginning."""
-    return f"{name.format(position)} ({_short(text)})"
-
-
-def _short(text: object) -> str:
-    if isinstance(text, str | bytes):
-        return repr(text) if len(text) <= 60 else f"{text[:60]!r}..."
-    return f"{text!r:.60}"
+    return f"{name.format(position)} ({shown(text)})"

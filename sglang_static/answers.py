@@ -27,33 +27,24 @@ ITEMS = "item_set_items"
 """Attribute of the `GenerateReqInput` of an endpoint: the items found so far, by the index of their choice."""
 
 
-@hook(
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response", why="which item a finished answer is"
-)
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")
 async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any) -> AsyncGenerator[Any, None]:
-    """Every output passes here, and its state has all of its tokens."""
+    """Which item a finished answer is: every output passes here, and its state has all of its tokens."""
     expected = getattr(obj, EXPECTED, None)
     async with aclosing(original()) as parts:
         async for part in parts:
-            finish = part["meta_info"].get("finish_reason")
-            weight = legal_mass.taken(part["meta_info"], state) if expected is not None and expected.weighed else None
+            info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
+            weight = legal_mass.taken(info, state) if expected is not None and expected.weighed else None
             if expected is not None and finish:
+                from sglang_static.metrics import count_answer
+
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
                 told = expected.answer_fields(state.output_ids, cut=cut, weight=weight)
-                stopped = not cut and finish["type"] == "stop"
-                _count(obj, expected, state.output_ids, told, stopped=stopped)
-                part["meta_info"].update(told)
+                stopped, reference = not cut and finish["type"] == "stop", getattr(obj, CALLED, None)
+                if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
+                    logger.error("Request %s: %s", obj.rid, fault)
+                info.update(told)
             yield part
-
-
-def _count(request: Any, expected: Any, tokens: list[int], told: dict[str, Any], *, stopped: bool) -> None:
-    from itemset.serving.metrics import label
-    from sglang_static.metrics import count_answer
-
-    reference = getattr(request, CALLED, None)
-    called = "" if reference is None else label(reference)
-    if fault := count_answer(called, expected, tokens, told, stopped=stopped):
-        logger.error("Request %s: %s", request.rid, fault)
 
 
 def note(request: Any, part: Any) -> None:
@@ -66,9 +57,9 @@ def note(request: Any, part: Any) -> None:
 @hook(
     "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._generate_completion_stream",
     "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._generate_chat_stream",
-    why="an answer's item, streamed",
 )
 async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> AsyncGenerator[str, None]:
+    """An answer's item, streamed."""
     from itemset.serving import http_bodies
 
     async with aclosing(original()) as events:
@@ -79,11 +70,12 @@ async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> A
 @hook(
     "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._build_completion_response",
     "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._build_chat_response",
-    why="an answer's item; a list's ranks and scores",
 )
 def openai_response(original: Callable[..., Any], ret: Any) -> Any:
-    """Each answer's item in its choice; a ranked list's says more of it."""
-    from sglang_static import http, list_requests
+    """Each answer's item in its choice; a list's ranks and scores."""
+    from itemset.serving.http_bodies import body
+    from sglang_static.list_requests import with_items
 
     response = original()
-    return response if http.is_translated() else list_requests.with_items(response, ret)
+    # The answer of /v1/messages is made of a chat's, which must stay SGLang's own object for it.
+    return response if body().path == "/v1/messages" else with_items(response, ret)

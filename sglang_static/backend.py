@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +14,17 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
 from itemset.embedded.vocabulary import Vocabulary
+from itemset.masking.arena import ArenaFullError, Place
 from itemset.masking.device_slate import Slate
 from itemset.masking.host import HostState, fill_bitmasks
+from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, receive_set
 from itemset.serving.config import StaticConfig
-from itemset.serving.embedded_grammars import Grammars
+from itemset.serving.embedded_grammars import Grammars, SharedGrammar
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
 from sglang_static import compat, processor
-from sglang_static.device_path import claim
-from sglang_static.embedded_grammars import HoleGrammar
 from sglang_static.metrics import SchedulerFigures
 from sglang_static.request import receive_request
 from sglang_static.version_watcher import RankDevices
@@ -42,9 +43,11 @@ class StaticGrammar(BaseGrammarObject):
     move_vocab_mask = staticmethod(XGrammarGrammar.move_vocab_mask)
     apply_vocab_mask = XGrammarGrammar.apply_vocab_mask
 
+    host: Any  # a HostState or Composite
+
     def __init__(self, item_set: ItemSet, stop_tokens: set[int]) -> None:
         super().__init__()
-        self._item_set, self._stops = item_set, stop_tokens
+        self._made_of = item_set, stop_tokens
         self.host = HostState(item_set, stop_tokens)
 
     def accept_token(self, token: int) -> None:
@@ -57,9 +60,8 @@ class StaticGrammar(BaseGrammarObject):
         self.host.rollback(k)
 
     def is_terminated(self) -> bool:
-        """Never: after an item the mask allows the stop tokens alone, and SGLang ends the request at one of them. It
-        lifts the mask of a terminated grammar, and a request that goes on after its item (`ignore_eos`) would leave
-        the set."""
+        """Never: SGLang lifts the mask of a terminated grammar, and a request may go on after its end (`ignore_eos`).
+        After an item the mask allows the stop tokens alone, at which SGLang ends the request."""
         return False
 
     def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
@@ -67,17 +69,28 @@ class StaticGrammar(BaseGrammarObject):
         self.host.fill_bitmask(vocab_mask.numpy()[idx])
 
     def copy(self) -> StaticGrammar:
-        return StaticGrammar(self._item_set, self._stops)
+        return type(self)(*self._made_of)
 
     def try_jump_forward(self, tokenizer: Any) -> None:
         """SGLang 0.5 asks no grammar any more; forced tokens are masked like others."""
 
 
-def fill_rows(
-    fill_vocab_mask_batched: Callable[..., None],
-    entries: list[GrammarRow],
-    vocab_mask: torch.Tensor,
-) -> None:
+class HoleGrammar(StaticGrammar):
+    """The same of a grammar with item sets in it."""
+
+    def __init__(self, shared: SharedGrammar, stop_tokens: set[int]) -> None:
+        BaseGrammarObject.__init__(self)
+        self._made_of: Any = (shared, stop_tokens)
+        self.host = shared.begin(stop_tokens)
+
+    def accept_token(self, token: int) -> None:
+        """Raises ValueError for a token that leaves the grammar."""
+        if not self.host.accept(token):
+            raise ValueError(f"the token {token} leaves the grammar")
+        self.current_token = token
+
+
+def fill_rows(original: Callable[..., None], entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
     """Fill the rows of item sets in one call, all others as SGLang does (constrained/base_grammar_backend.py).
 
     SGLang asks the class of the batch's first grammar; xgrammar's inherits the same function as ours.
@@ -87,20 +100,19 @@ def fill_rows(
     if hosts:
         rows = [entry.row for entry in ours]
         fill_bitmasks(hosts, [host.state for host in hosts], rows, vocab_mask.numpy())
-    fill_vocab_mask_batched(entries=[entry for entry in entries if type(entry.grammar) is not StaticGrammar])
+    original(entries=[entry for entry in entries if type(entry.grammar) is not StaticGrammar])
 
 
 class StaticBackend:
     """The item sets of one scheduler, and the way that each request with one takes."""
 
-    def __init__(self, server_args: Any, vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Open the registered sets. Raises ItemSetError as `itemset.load` does.
 
         vocabulary: makes the model's, once a request needs it.
         """
-        sampler = processor.current()
+        self._sampler = sampler = processor.current()
         self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
-        self._sampler = sampler
         self._plan = None if sampler is None else sampler.arena.plan
         self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
         self.preparer = Preparer(self._catalogue, logger, RankDevices(sampler))
@@ -108,9 +120,8 @@ class StaticBackend:
         compile_all()
 
     def admit(self, manager: Any, request: Any) -> bool | None:
-        """Give the request its set, or its grammar with sets in it.
-
-        Returns whether it waits for that; None if it has neither.
+        """Give the request its set, or its grammar with sets in it. Return whether it waits for that; None if it has
+        neither.
 
         On the device path a request with a set stays one without a grammar, as far as SGLang can see. One that cannot
         be served is ended with its reason, HTTP 400.
@@ -118,66 +129,65 @@ class StaticBackend:
         custom = request.sampling_params.custom_params or {}
         if (carried := read(custom)) is None:
             return None
-        if carried.holes is not None:
-            del custom[WIRE]
-            return self._admit_holes(manager, request, carried.holes)
         try:
+            if carried.holes is not None:
+                del custom[WIRE]
+                return self._admit_holes(manager, request, carried.holes)
             _, item_set = receive_request(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
-            start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
+            stops = compat.stop_tokens(request)
+            on_device = self._claim(manager, request, item_set, stops)
             # With n above 1 SGLang first asks for no token, so that the others find the prompt in its cache.
-            asks = request.sampling_params.max_new_tokens > 0
-            if self._claim(request, item_set, start, stops, counted=asks and carried.ranked is None):
-                return False
-            request.grammar = compat.behind_reasoning(manager, request, StaticGrammar(item_set, stops))
-            manager._apply_request_reasoning_config(request)
+            if request.sampling_params.max_new_tokens > 0 and carried.ranked is None:
+                self._figures.admitted("device" if on_device else "host")
+            if not on_device:
+                request.grammar = compat.after_reasoning(manager, request, StaticGrammar(item_set, stops))
+                manager._apply_request_reasoning_config(request)
         except ItemSetError as error:
             self._figures.refused()
             request.set_finish_with_abort(str(error))
         return False
 
-    def _claim(self, request: Any, item_set: ItemSet, start: int | None, stops: set[int], *, counted: bool) -> bool:
-        """Whether a request takes the device path. counted: False for what samples nothing under a mask."""
-        plan = self._plan
-        taken = plan is not None and claim(plan, self._figures.released, request, item_set, start, stops)
-        if counted:
-            self._figures.admitted("device" if taken else "host")
-        return taken
+    def _claim(self, manager: Any, request: Any, item_set: ItemSet, stops: set[int]) -> bool:
+        """Claim a place for the request's set, held for as long as the request exists: it takes the device path.
+
+        False, and nothing done, if it must take the host path: a full arena, too many stop tokens, or an end of its
+        reasoning of more than one token.
+        """
+        start = compat.reasoning_end_token(manager, request)
+        if self._plan is None or start is None or len(stops) > MAX_STOP_TOKENS:
+            return False
+        try:
+            resident = self._plan.acquire(item_set)
+        except ArenaFullError as error:
+            logger.warning("An item set takes the host path: %s (inline_set_memory of the plugin's options)", error)
+            return False
+        # A request ends in many places of SGLang; that nothing holds on to it any more is the one sign of them all.
+        weakref.finalize(request, self._figures.released, resident.number)
+        place = Place(resident.number, resident.start, resident.digest, start, resident.below)
+        request.item_set = processor.Admitted(item_set, place, tuple(sorted(stops)))
+        return True
 
     def _admit_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
-        spec = holes.grammar
-        try:
-            sets = {one.reference: receive_set(self._catalogue, one) for one in holes.sets}
-            for item_set in sets.values():
-                self._check_room(manager.scheduler, request, item_set)
-        except ItemSetError as error:
-            self._figures.refused()
-            request.set_finish_with_abort(str(error))
-            return False
-        if holes.slate is not None:
+        spec, stops = holes.grammar, compat.stop_tokens(request)
+        sets = {one.reference: receive_set(self._catalogue, one) for one in holes.sets}
+        for item_set in sets.values():
+            self._check_room(manager.scheduler, request, item_set)
+        if holes.slate is not None and self._sampler is not None and self._sampler.drafts == 1:
             (item_set,), (more, separator) = sets.values(), holes.slate
-            if self._makes_slate(manager, request, item_set, more, separator):
+            slate = Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator)
+            if separator not in stops and self._claim(manager, request, slate, stops):
+                self._figures.admitted("device")
                 return False
 
         def compiled() -> Any:
-            grammar = HoleGrammar(self._grammars.get(spec, sets.__getitem__), compat.stop_tokens(request))
-            return compat.behind_reasoning(manager, request, grammar)
+            return compat.after_reasoning(
+                manager, request, HoleGrammar(self._grammars.get(spec, sets.__getitem__), stops)
+            )
 
         self._figures.admitted("host")
         compat.compile_later(manager, request, WIRE, compiled, self._grammars.threads(spec))
         return True
-
-    def _makes_slate(self, manager: Any, request: Any, item_set: ItemSet, more: int, separator: int) -> bool:
-        """Whether the device path takes a slate, with a list of its own: not with speculation. more, separator: as of
-        `Slate`."""
-        start, stops = compat.reasoning_end_token(manager, request), compat.stop_tokens(request)
-        if self._sampler is None or self._sampler.drafts > 1 or separator in stops:
-            return False
-        slate = Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator)
-        taken = claim(self._sampler.arena.plan, self._figures.released, request, slate, start, stops)
-        if taken:
-            self._figures.admitted("device")
-        return taken
 
     def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:
         """The front end checks against the context; only here the size of the KV cache is known."""
@@ -192,7 +202,5 @@ class StaticBackend:
 def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     """What SGLang's registry calls: its own backend for other grammars, with ours beside it."""
     backend = compat.everything_else(tokenizer, vocab_size, end_tokens)
-    backend.static_backend = StaticBackend(
-        server_args, lambda: Vocabulary(compat.token_info(tokenizer, vocab_size, end_tokens))
-    )
+    backend.static_backend = StaticBackend(lambda: Vocabulary(compat.token_info(tokenizer, vocab_size, end_tokens)))
     return backend

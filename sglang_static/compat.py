@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -77,6 +78,12 @@ def seats(server_args: Any) -> int:
     return int(resolved(server_args).max_running_requests or 256)
 
 
+def server_manager() -> Any:
+    """The TokenizerManager of this process's server, None where there is none (entrypoints/http_server.py)."""
+    state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
+    return getattr(state, "tokenizer_manager", None)
+
+
 def unfinished(manager: Any) -> int:
     """Requests that this front end has in the engine (managers/tokenizer_manager.py)."""
     return len(manager.rid_to_state)
@@ -114,17 +121,16 @@ VERIFIED_BY_EAGLE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_
 def why_host_path(server_args: Any) -> str | None:
     """What keeps this configuration from the device path; None where nothing does."""
     given, platform = resolved(server_args), importlib.import_module("sglang.srt.platforms").current_platform
-    if given.speculative_algorithm not in VERIFIED_BY_EAGLE:
-        return f"{given.speculative_algorithm} verifies drafts in a way of its own"
-    if given.disaggregation_mode == "decode":
-        return "a decode server of PD disaggregation takes requests over in the middle"
-    if given.enable_pdmux:
-        return "with --enable-pdmux two batches sample at the same time"
-    if given.dllm_algorithm is not None:
-        return "the model does not sample token by token"
-    if platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps") or os.environ.get("SGLANG_USE_MLX") == "1":
-        return f"the device {given.device} has a sampler of its own"
-    return None
+    mlx, algorithm = os.environ.get("SGLANG_USE_MLX") == "1", given.speculative_algorithm
+    own_sampler = platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps") or mlx
+    reasons = {
+        f"{algorithm} verifies drafts in a way of its own": algorithm not in VERIFIED_BY_EAGLE,
+        "a decode server of PD disaggregation takes requests over in the middle": given.disaggregation_mode == "decode",
+        "with --enable-pdmux two batches sample at the same time": given.enable_pdmux,
+        "the model does not sample token by token": given.dllm_algorithm is not None,
+        f"the device {given.device} has a sampler of its own": own_sampler,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def verified_rows(server_args: Any) -> int:
@@ -135,11 +141,10 @@ def verified_rows(server_args: Any) -> int:
 def refuse_unmasked(server_args: Any) -> None:
     """Raises ValueError for a configuration in which nothing that SGLang offers can hold a grammar."""
     given = resolved(server_args)
+    algorithm = given.speculative_algorithm
     thresholds = given.speculative_accept_threshold_single, given.speculative_accept_threshold_acc
     reasons = {
-        "UNO speculation takes no grammar, so no item set can hold: choose another algorithm": (
-            given.speculative_algorithm == "UNO"
-        ),
+        "UNO speculation takes no grammar, so no item set can hold: choose another algorithm": algorithm == "UNO",
         "--tokenizer-worker-num above 1 takes requests in processes in which item sets would be lost: leave it out": (
             given.tokenizer_worker_num > 1
         ),
@@ -147,16 +152,15 @@ def refuse_unmasked(server_args: Any) -> None:
             float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0
         ),
         "a speculative acceptance threshold of zero accepts drafts outside the item set: choose one above zero": (
-            given.speculative_algorithm is not None and min(thresholds) <= 0
+            algorithm is not None and min(thresholds) <= 0
         ),
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(reason)
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise ValueError(reason)
 
 
 def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
-    """The backend for grammars that are no item sets: xgrammar, as SGLang itself would make it, reasoning included
+    """The backend for other grammars: xgrammar, as SGLang itself would make it, reasoning included
     (constrained/base_grammar_backend.py, create_grammar_backend)."""
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
@@ -201,10 +205,7 @@ def json_options() -> dict[str, Any]:
 
 def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], Any], threads: Executor | None) -> None:
     """Have the request wait until its grammar has been compiled, on another thread (constrained/grammar_manager.py).
-    If its client leaves before, SGLang cancels that. threads: ours, or None for SGLang's own.
-
-    SGLang then keeps a copy of each grammar, by its key: what was kept of earlier ones under this name is forgotten.
-    """
+    threads: ours, or None for SGLang's own. Of SGLang's copies of grammars, those under this name are forgotten."""
     backend = manager.grammar_backend
     for key in [key for key in backend.cache if key[0] == name]:
         del backend.cache[key]
@@ -214,8 +215,8 @@ def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], 
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
-    """The token after which the request's constraint begins, -1 where it begins at once, and None where the end of
-    its reasoning is more than one token or has rules of its own (constrained/reasoner_grammar_backend.py)."""
+    """The token after which a request's constraint begins, -1 if it begins at once, None if its reasoning ends by more
+    than one token or rules of its own (constrained/reasoner_grammar_backend.py)."""
     ends = getattr(manager.grammar_backend, "think_end_ids", None)
     if ends is None or not request.require_reasoning:
         return -1
@@ -227,8 +228,7 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
 
 
 def content_after_reasoning(tokenizer: Any, request: Any) -> Callable[[Sequence[int]], Sequence[int]] | None:
-    """What takes the reasoning off a request's output, None where it has none: the front end's side of
-    `behind_reasoning`. request: a GenerateReqInput."""
+    """What takes the reasoning off a request's output, None where it has none. request: a GenerateReqInput."""
     from sglang.srt.parser.reasoning_parser import ReasoningParser
     from sglang.srt.runtime_context import get_serving
 
@@ -240,7 +240,7 @@ def content_after_reasoning(tokenizer: Any, request: Any) -> Callable[[Sequence[
     return partial(after, mark) if mark else None
 
 
-def behind_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
+def after_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
     """The grammar, in force after the request's reasoning where it has any."""
     backend = manager.grammar_backend
     if not hasattr(backend, "think_end_ids"):

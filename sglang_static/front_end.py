@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
+
 from itemset.embedded.vocabulary import Vocabulary
-from itemset.serving import metrics
-from itemset.serving.admission import Checks
 from itemset.serving.body_constraints import refuse_lost
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig, Words
-from itemset.serving.constraint import Constraint
-from itemset.serving.embedded_sets import Constraints
-from itemset.serving.front_end import FrontEndBase, Wanted
+from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.constraint import JSON, Constraint
+from itemset.serving.front_end import FrontEndBase, Grammar
 from itemset.serving.http_bodies import body, while_connected
 from itemset.serving.list_runner import Lists
 from itemset.serving.request_fields import BEAMS, wrong_type
+from itemset.serving.single_request import OneRequest
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass
-from sglang_static.embedded_grammars import constraint_of, validate, with_constraint
-from sglang_static.request import CONSTRAINT, OTHERS, asked, in_place, wants_list
-from sglang_static.single_request import EngineLists
+from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list
 
 logger = logging.getLogger(__name__)
 
-WORDS = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
 
 
 class FrontEnd(FrontEndBase):
-    """SGLang's, one of each process that takes requests. Safe for threads."""
+    """SGLang's."""
+
+    words = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
+
+    @staticmethod
+    def validate(kind: str, spec: str) -> None:
+        """Raises ValueError for what SGLang refuses with xgrammar (constrained/xgrammar_backend.py, dispatch_json)."""
+        if kind == JSON:
+            validate_xgrammar_json_schema(json.loads(spec))
 
     def __init__(self, manager: Any) -> None:
-        """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
         config, model = StaticConfig.of(compat.options()), manager.model_config
         tokenizer = manager.tokenizer
         if tokenizer is None:
@@ -43,28 +48,18 @@ class FrontEnd(FrontEndBase):
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
         self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
         self._tokenizer, self._defaults = tokenizer, manager.preferred_sampling_params or {}
-        checks = Checks(
+        seats = compat.seats(manager.server_args)
+        super().__init__(
             config,
             tokenizer,
-            WORDS,
-            vocab_size=model.vocab_size,
-            context=model.context_len,
-            reserved=RESERVED,
-            end_tokens=self._ends,
-            on_encoded=metrics.ENCODED.inc,
-        )
-        constraints = Constraints(
-            checks,
-            tokenizer,
+            ModelLimits(model.vocab_size, model.context_len, RESERVED, self._ends),
             lambda: Vocabulary(compat.token_info(tokenizer, model.vocab_size, model.hf_eos_token_id)),
-            options=compat.json_options(),
-            validate=validate,
+            OneRequest(logger.warning, beams=seats, widest=None, too_many="more draws than the engine has seats for"),
+            json_options=compat.json_options(),
         )
-        seats = compat.seats(manager.server_args)
-        super().__init__(config, checks, constraints, EngineLists(seats))
         self.lists = Lists(seats, lambda: compat.unfinished(manager))
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
-        reason = "as configured" if config.item_set_path == "host" else compat.why_host_path(manager.server_args)
+        reason = "as configured" if config.item_set_path == "host" else self._why_no_weights
         self.host_path = reason is not None
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self.checks.summary())
@@ -76,30 +71,31 @@ class FrontEnd(FrontEndBase):
         Await it on the event loop before anything is done with a request. Encoding of inline sets stops if the client
         leaves. Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
         """
-        fields, given, processors = _fields(), request.sampling_params, request.custom_logit_processor
+        fields, given, processors = body().fields or {}, request.sampling_params, request.custom_logit_processor
         each = given if isinstance(given, list) else [given]
         if not all(params is None or isinstance(params, dict) for params in each):
             raise wrong_type("sampling_params of one prompt must be an object: send no list of them")
         ranked = bool(each) and wants_list(each[0] or {}, fields)
-        wanted = [asked({**self._defaults, **(params or {})}, fields, ranked=ranked) for params in each]
+        with_defaults = [{**self._defaults, **(params or {})} for params in each]
+        requests = [asked(params, fields, ranked=ranked) for params in with_defaults]
         inside = [
-            None if one is not None else await self._constraint({**self._defaults, **(params or {})}, http_request)
-            for params, one in zip(each, wanted, strict=True)
+            None if one is not None else await self._constraint(params, fields, http_request)
+            for params, one in zip(with_defaults, requests, strict=True)
         ]
         refuse_lost(body().stated, reached=sum(one is not None for one in inside))
         if ranked and any(inside):
             raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
-        if not any(wanted) and not any(inside):
+        if not any(requests) and not any(inside):
             return False
-        if ranked and None in wanted:
+        if ranked and None in requests:
             raise RefusedError(
                 "beam search",
-                f"sampling_params[{wanted.index(None)}] has no item set, and others of this batch have one: give each "
-                "prompt its set, or send those without one in a request of their own",
+                f"sampling_params[{requests.index(None)}] has no item set, and others of this batch have one: give "
+                "each prompt its set, or send those without one in a request of their own",
             )
         made: dict[int, Any] = {}  # by the identity of its list, which prompts may share
         judged = []
-        for i, (params, one, constraint) in enumerate(zip(each, wanted, inside, strict=True)):
+        for i, (params, one, constraint) in enumerate(zip(each, requests, inside, strict=True)):
             if one is None and constraint is None:
                 judged.append(params)
                 continue
@@ -112,7 +108,7 @@ class FrontEnd(FrontEndBase):
                 )
             if one is None:
                 assert constraint is not None
-                judged.append(with_constraint(params or {}, constraint))
+                judged.append(in_place(params or {}, constraint))
                 continue
             if one.weighed:
                 self._check_weighed(request, i, params or {})
@@ -125,12 +121,13 @@ class FrontEnd(FrontEndBase):
         request.sampling_params = judged if isinstance(given, list) else judged[0]
         return ranked
 
-    async def _constraint(self, params: Mapping[str, Any], http_request: Any) -> Constraint | None:
+    async def _constraint(
+        self, params: Mapping[str, Any], fields: Mapping[str, Any], http_request: Any
+    ) -> Constraint | None:
         """The constraint with item sets in it that a prompt has. Raises as `Constraints.prepare` does."""
         if isinstance(before := params.get(CONSTRAINT), Constraint):  # the same request comes again
             return before
-        given = constraint_of(params, _fields())
-        if given is None:
+        if (given := constraint_of(params, fields)) is None:
             return None
         made = await while_connected(self.constraints.prepare(*given), http_request)
         if made is not None and sum(bool(params.get(name)) for name in OTHERS) > 1:
@@ -138,32 +135,27 @@ class FrontEnd(FrontEndBase):
         return made
 
     def _check_weighed(self, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
-        """Raises RefusedError where the weights of the answers to one of a request's prompts cannot be had: see
-        `weights`."""
+        """Raises RefusedError where the answers to one of a request's prompts can have no weights."""
         logprobs = getattr(request, "return_logprob", None)
         if isinstance(logprobs, list):
             logprobs = prompt < len(logprobs) and logprobs[prompt]
         instead_of = "log-probabilities" if logprobs and not hasattr(request, legal_mass.ASKED) else None
         self.check_weight(self._why_no_weights, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 
-    def attach(self, wanted: Wanted, request: Any, params: Any, prompt_tokens: int) -> None:
-        """Make a request's `SamplingParams` carry its set or constraint to the scheduler, and note what is expected of
-        its answers. request: a GenerateReqInput.
+    def attach(self, grammar: Grammar, request: Any, params: Any, prompt_tokens: int) -> None:
+        """Make a request's `SamplingParams` carry its grammar to the scheduler, and note what is expected of its
+        answers. request: a GenerateReqInput.
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
         stops, weighed = set(params.stop_token_ids or ()), hasattr(request, legal_mass.ASKED)
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
         ends, most = stops | self._ends, params.max_new_tokens
-        carried = self.engine_request(wanted, stop_tokens=ends, max_tokens=most, weighed=weighed, **least)
+        carried = self.engine_request(grammar, stop_tokens=ends, max_tokens=most, weighed=weighed, **least)
         if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
         content = compat.content_after_reasoning(self._tokenizer, request)
-        expected = self.expected(wanted, frozenset(stops | self._all_ends), content, weighed=weighed)
+        expected = self.expected(grammar, frozenset(stops | self._all_ends), content, weighed=weighed)
         setattr(request, answers.EXPECTED, expected)
-        setattr(request, answers.CALLED, wanted if isinstance(wanted, str) else None)
-
-
-def _fields() -> Mapping[str, Any]:
-    return body().fields or {}
+        setattr(request, answers.CALLED, grammar if isinstance(grammar, str) else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,59 +15,42 @@ from itemset.serving.request_fields import (
     BEAMS,
     CHOICE,
     CUSTOM,
-    DRAW,
-    DRAWN,
     DRAWS,
-    GUIDED,
-    OPTIONS,
     PARAMS,
     REFERENCE,
     SELECTION,
     SLATE,
     STRUCTURED,
     WEIGHT,
+    WORDS,
 )
-from sglang_static.embedded_grammars import KINDS, constraint_of, disguised
+from sglang_static import compat
+from sglang_static.request import KINDS, constraint_of, disguised
 
-_BODY = {"": request_fields.WORDS, STRUCTURED: (CHOICE,)}
-_WITHIN = (REFERENCE, CHOICE, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
+_BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
+_WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
+_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, DRAWS)
+_OWN = tuple(dict.fromkeys((*_ASKING, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
-SERVED = {
-    "/v1/completions": _OPENAI,
-    "/v1/chat/completions": _OPENAI,
-    "/v1/responses": _BODY
-    | {
-        "": tuple(word for word in request_fields.WORDS if word not in (DRAWS, DRAW, WEIGHT))
-    },  # no custom_params are read
+_OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
+SERVED = dict.fromkeys(_OPENAI_DRAWS, _OPENAI) | {
+    # No custom_params are read.
+    "/v1/responses": _BODY | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT))},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
+_DRAWING = "/v1/completions, /v1/chat/completions or /generate"
 SURFACE = lost_fields.Surface(
     served=SERVED,
-    elsewhere={},
     dropped=("format",),  # Ollama's
-    mends={
-        REFERENCE: "name the item set in item_set, beside the other fields",
-        **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {CHOICE}, beside the other fields"),
-        SLATE: "send slate beside the other fields",
-        **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
-        **dict.fromkeys(
-            (DRAWS, DRAW), "send draws beside item_set to /v1/completions, /v1/chat/completions or /generate"
-        ),
-        WEIGHT: f"send {WEIGHT} beside item_set to /v1/completions, /v1/chat/completions or /generate",
-    },
+    mends=lost_fields.mends(f"{CHOICE}, beside the other fields", _DRAWING)
+    | {WEIGHT: f"send {WEIGHT} beside item_set to {_DRAWING}"},
     inside="name a set in item_set, beside the other fields; state a schema in response_format (/generate: "
     "json_schema, /v1/responses: text.format), a grammar in ebnf (not on /v1/responses)",
 )
-_OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
 RANKED = SERVED.keys() - {"/v1/responses"}
 
 UNSEEN = ("/generate", "/v1/responses")
 """Endpoints that begin to stream before a request is judged; the others wait for its first token."""
-
-
-def is_translated() -> bool:
-    """Whether the answer is made of a chat's, which must stay SGLang's own object for it."""
-    return http_bodies.body().path == "/v1/messages"
 
 
 class ItemSetFields(http_bodies.BodyMiddleware):
@@ -75,7 +58,30 @@ class ItemSetFields(http_bodies.BodyMiddleware):
 
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
-        _check(scope, given)
+        noted, ours = http_bodies.body(), _front_end() is not None
+        path, fields = noted.path, lost_fields.fields_of_route(scope, given)
+        SURFACE.check(path, given, fields, ours=ours)
+        if not isinstance(given, dict):
+            return
+        if isinstance(tools := given.get("tools"), list) and given.get("tool_choice") != "none":
+            forced = given.get("tool_choice") not in (None, "auto")
+            refuse_loose_tools(tools, given.get("tool_choice"), lambda strict: path in SERVED and (forced or strict))
+        noted.stated = constraints_of(given, fields)
+        if path not in SERVED:
+            return
+        stated = given.get("response_format")
+        if isinstance(stated, dict) and stated.get("type") == "structural_tag":
+            given["response_format"] = disguised(stated)
+        if ours:
+            _rename(path, given)
+        own = _own_fields(given)
+        places = [one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in request_fields.at(given, place)]
+        named = any(one.get(word) is not None for one in (own, *places) for word in _ASKING)
+        if named and ours:
+            _refuse_what_is_ignored(path, given)
+        if named or given.get(BEAMS):  # which a set inside a constraint excludes
+            noted.fields = own
+        _move_within_the_contract(given)
 
     async def make(self, request: Any, given: Any) -> None:
         """Judge a request that is to be streamed, and make its sets. Raises as `FrontEnd.prepare` does."""
@@ -89,60 +95,44 @@ class ItemSetFields(http_bodies.BodyMiddleware):
             await front_end.prepare(body.made, request)
 
 
-def _check(scope: Any, body: Any) -> None:
-    path, ours = http_bodies.body().path, _front_end() is not None
-    fields = lost_fields.fields_of_route(scope, body)
-    SURFACE.check(path, body, fields, ours=ours)
-    if not isinstance(body, dict):
-        return
-    if isinstance(tools := body.get("tools"), list) and body.get("tool_choice") != "none":
-        forced = body.get("tool_choice") not in (None, "auto")
-        refuse_loose_tools(tools, body.get("tool_choice"), lambda strict: path in SERVED and (forced or strict))
-    http_bodies.body().stated = constraints_of(body, fields)
-    if path not in SERVED:
-        return
-    given = body.get("response_format")
-    if isinstance(given, dict) and given.get("type") == "structural_tag":
-        body["response_format"] = disguised(given)
+def _front_end() -> Any:
+    """This server's, None if it does not use our backend: the plugin may be installed and another one chosen."""
+    return getattr(compat.server_manager(), "static_front_end", None)
+
+
+def _rename(path: str, body: dict[str, Any]) -> None:
+    """Put `choice` for vLLM's older word, and draws on the way of beam searches."""
     structured = body.get(STRUCTURED)
-    if ours:
-        if isinstance(structured, dict) and set(structured) - {CHOICE}:
-            raise RefusedError(
-                "wrong type",
-                f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside "
-                "it, as fields of their own",
-            )
-        for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
-            for given in request_fields.at(body, place):
-                request_fields.rename_guided(given, given)
-    if ours and draw_options.wants_draws(body) and path in _OPENAI_DRAWS:
+    if isinstance(structured, dict) and set(structured) - {CHOICE}:
+        raise RefusedError(
+            "wrong type",
+            f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside "
+            "it, as fields of their own",
+        )
+    for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
+        for given in request_fields.at(body, place):
+            request_fields.rename_guided(given, given)
+    if draw_options.wants_draws(body) and path in _OPENAI_DRAWS:
         draw_options.with_beams(body)
+
+
+def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body that SGLang would drop, and an inline list within `structured_outputs`."""
     of_draws = ("seed", "temperature") if draw_options.wants_draws(body) else ()
-    read = (REFERENCE, CHOICE, BEAMS, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN, *of_draws)
-    found = {word: body[word] for word in read if body.get(word) is not None}
+    read, structured = (*_OWN, BEAMS, *of_draws), body.get(STRUCTURED)
+    own = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
-        if CHOICE in found:
+        if CHOICE in own:
             raise RefusedError("two constraints", f"{CHOICE} is given twice, also in {STRUCTURED}: give one of them")
-        found[CHOICE] = structured[CHOICE]
-    places = [
-        found,
-        *(one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in request_fields.at(body, place)),
-    ]
-    ask = (REFERENCE, CHOICE, *SELECTION, SLATE, DRAWS, WEIGHT)
-    named = any(one.get(word) is not None for one in places for word in ask)
-    if named and ours:
-        _refuse_what_is_ignored(path, body)
-    if named or body.get(BEAMS):  # which a set inside a constraint excludes
-        http_bodies.body().fields = found
-    _move_within_the_contract(body)
+        own[CHOICE] = structured[CHOICE]
+    return own
 
 
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in request_fields.at(body, PARAMS):
         seed = ("seed",) if draw_options.wants_draws(one) else ()
-        ours = [word for word in (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, *OPTIONS, *DRAWN, *seed) if word in one]
-        custom = one.get(CUSTOM)
+        ours, custom = [word for word in (*_OWN, *seed) if word in one], one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:
                 raise RefusedError("two constraints", f"{twice[0]} is given twice, also in {CUSTOM}: give one of them")
@@ -168,9 +158,3 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
             check_options(one, ranked=ranked and not drawn, drawn=drawn)
         return
     raise RefusedError("beam search", refusal)
-
-
-def _front_end() -> Any:
-    """This server's, None if it does not use our backend: the plugin may be installed and another one chosen."""
-    state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
-    return getattr(getattr(state, "tokenizer_manager", None), "static_front_end", None)

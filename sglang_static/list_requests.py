@@ -2,9 +2,8 @@
 request has one.
 
 SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists and draws are one
-request, whose candidates come from the set (`one_request`). For the others, and to end what that leaves undecided, each
-round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`):
-the children of a prefix, or a whole tail. The answer has the form of SGLang's beam search: `meta_info["beam_results"]`.
+request, whose candidates come from the set (`step_lists`). For the others, and to end what that leaves undecided, each
+round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
+from fastapi import HTTPException
 from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -24,7 +25,8 @@ from itemset.serving.answer_fields import FIELDS
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected
 from itemset.serving.request_fields import BEAMS, REFERENCE
-from itemset.serving.wire import Tokens
+from itemset.serving.wire import EngineRequest, ListResult, ListTotals, NoList, Tokens
+from sglang_static.request import CARRIED
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 _OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
@@ -96,9 +98,9 @@ async def _one(
 
     best: Any = None
     if job.carried is not None:
-        result, texts, info = await front_end.one_request.ask(generate, manager, prompt, job.carried, skip)
+        result, texts, info = await _in_one_request(generate, manager, prompt, job.carried, skip)
         said |= info
-        best = front_end.one_request.found(job.carried, result, job.search)
+        best = front_end.one_request.outcome(job.carried, result, job.search)
     if best is None:
         best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
     results: list[dict[str, Any]] = []
@@ -119,6 +121,52 @@ async def _one(
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
     return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}
+
+
+async def _in_one_request(
+    generate: Callable[..., AsyncGenerator[Any, None]],
+    manager: Any,
+    prompt: list[int],
+    carried: EngineRequest,
+    skip_special_tokens: bool,
+) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:
+    """Return what the engine has made, the text of each item by its tokens, and what SGLang says of any answer.
+
+    Cancelled, it takes the request back. skip_special_tokens: as in SGLang's sampling parameters, of the texts.
+    """
+    request = GenerateReqInput(
+        rid=uuid.uuid4().hex,
+        input_ids=prompt,
+        sampling_params={"beam_width": 2, "max_new_tokens": 1, "skip_special_tokens": skip_special_tokens},
+        log_metrics=False,
+    )
+    setattr(request, CARRIED, carried)
+    output: dict[str, Any] = {}
+    try:
+        with no_body():
+            async for part in generate(obj=request, request=None):
+                output = part
+    except asyncio.CancelledError:
+        manager.abort_request(request.rid)
+        raise
+    except ValueError as error:
+        try:
+            return msgspec.json.decode(str(error), type=ListResult), {}, {}
+        except msgspec.DecodeError:  # not the scheduler's refusal of a list
+            raise error from None
+    except HTTPException as error:  # the KV cache was full
+        return ListResult(reason=NoList.NO_ROOM_NOW, detail=str(error.detail)), {}, {}
+    info: dict[str, Any] = output["meta_info"]
+    if (results := info.pop("beam_results", None)) is None:
+        return ListResult(reason=NoList.NO_ROOM_NOW, detail=str(info.get("finish_reason"))), {}, {}
+    texts, items = dict[Tokens, str](), list[tuple[Tokens, float]]()
+    for one in results:
+        if tokens := tuple(one["output_ids"][:-1]):  # an end token alone says that there is no item
+            texts[tokens] = one["text"]
+            items.append((tokens, one["meta_info"]["sequence_score"]))
+    totals, rows = msgspec.convert(results[0]["meta_info"]["finish_reason"], ListTotals), iter(items)
+    races = [[next(rows) for _ in range(count)] for count in totals.counts]
+    return ListResult(races, totals.proven, totals.passes, totals.rounds), texts, info
 
 
 async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:

@@ -17,10 +17,11 @@ FIGURES = EngineFigures("sum", used="sum")
 
 
 def count_answer(
-    called: str, expected: Any, tokens: Sequence[int], fields: dict[str, Any], *, stopped: bool
+    reference: str | None, expected: Any, tokens: Sequence[int], fields: dict[str, Any], *, stopped: bool
 ) -> str | None:
-    """Do `metrics.count_answer`, and count the item and what it was forced to. called: the label of its set."""
-    if stopped and fields.get("item") is not None:
+    """Do `metrics.count_answer`, and count the item and its forced tokens. reference: of its set, None of several."""
+    if reference is not None and stopped and fields.get("item") is not None:
+        called = metrics.label(reference)
         FIGURES.answered.labels(called).inc()
         content = tokens if expected.content is None else expected.content(tokens)
         FIGURES.forced.labels(called).inc(forced_tokens(expected.item_set, content))
@@ -40,7 +41,6 @@ class SchedulerFigures:
         self.memory()
 
     def memory(self) -> None:
-        """Set how much of the arena is in use."""
         if self._counted:
             FIGURES.arena_used.set(self._plan.used if self._plan else 0)
 

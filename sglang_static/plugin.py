@@ -6,7 +6,6 @@ import os
 
 from sglang_static import (  # noqa: F401 - modules with hooks
     answers,
-    beam_hooks,
     compat,
     engine_config,
     legal_mass,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from itemset.masking.arena import Arena, arena_bytes, check_tables
+from itemset.item_set import ItemSet
+from itemset.masking.arena import Arena, Place, arena_bytes, check_tables
 from itemset.masking.arena_reservations import Arrivals, Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.device_slate import Slate
@@ -17,7 +18,6 @@ from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.trie.walk import DEAD, END
-from sglang_static.device_path import Admitted
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,19 @@ def current() -> ItemSetSampler | None:
     return _current[0] if _current else None
 
 
+class Admitted(NamedTuple):
+    """What the sampler must know of a request."""
+
+    item_set: ItemSet
+    place: Place
+    stop_tokens: tuple[int, ...]
+
+
 class Step(NamedTuple):
     """The rows of one step, on the device. slots, last, begin: [rows], one a request.
 
-    numbers: the sets of those that have one. slates: whether one of these is a slate. last: the last token of each
-    request's input. begin: see `Batch`, of a history that holds this token alone.
+    numbers: the sets of those that have one. last: of each request's input, the last token. begin: see `Batch`, of a
+    history that holds this token alone. slates: whether one of the sets is a slate.
     """
 
     numbers: list[int]
@@ -63,14 +71,14 @@ class ItemSetSampler:
 
     A request's slot is its row in `req_to_token`. A prefill, first or after retraction, begins its item anew and walks
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
+
+    drafts: logits rows of a request in verification, or 1: set by `allocate`. runner: SGLang's, if there is one.
+    list_rows: rows of a pass of ranked lists for which there is memory: set by `turns`.
     """
 
     drafts: int
-    """Logits rows of a request in verification, or 1: set by `allocate`."""
     runner: Any
-    """SGLang's, beside which it stands: set by who makes it, where there is one."""
     list_rows: int
-    """Rows of a pass of ranked lists for which there is memory: set by `turns`."""
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
@@ -97,8 +105,8 @@ class ItemSetSampler:
         self._warm_up(drafts)
 
     def _warm_up(self, drafts: int) -> None:
-        """Compile the kernels now, in each form that a step launches: a first request should not wait for them. All
-        integers are of 64 bits, and SGLang's logits float32, with or without the padding of the vocabulary."""
+        """Compile the kernels now, in each form that a step launches. All integers are of 64 bits, and SGLang's logits
+        float32, with or without the padding of the vocabulary."""
         nobody, one = torch.full_like(self._one[:1], -1), self._one[:1]
         plain = Batch(nobody, nobody[:, None], one, one, by_slot=False)
         chain = plain._replace(tokens=nobody, rows_each=1)
@@ -128,13 +136,8 @@ class ItemSetSampler:
             return
         if info is not None and (numbers := self.numbers(batch)):
             rows = len(batch.reqs)  # after which a beam search may have more, whose logits are not masked
-            last = batch.input_ids.long()
-            if mode.is_decode():
-                last = last[:rows]
-            else:
-                lengths = torch.tensor(batch.extend_lens)
-                last = last[self.moved(lengths.cumsum(0) - 1)]
-            slots = batch.req_pool_indices[:rows].long()
+            ends = slice(rows) if mode.is_decode() else self.moved(torch.tensor(batch.extend_lens).cumsum(0) - 1)
+            last, slots = batch.input_ids.long()[ends], batch.req_pool_indices[:rows].long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
             so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
             info.item_sets = Step(numbers, slots, last, 1 - so_far, _hold_slates(batch.reqs))
@@ -157,8 +160,7 @@ class ItemSetSampler:
         """The mask of the rows of draft chains or trees, [requests x drafts], for verification.
 
         A row stands for the tokens on its path from the root, the request's last committed token. A draft that leaves
-        the set leaves its row unmasked: its parent's row gives it no chance. A chain's rows take no torch operation but
-        for where its requests began: SGLang's own tensors are read.
+        the set leaves its row unmasked: its parent's row gives it no chance.
         """
         slots, drafts = batch.req_pool_indices.long(), verify.draft_token_num
         tokens = verify.draft_token.long().reshape(-1, drafts)
@@ -179,11 +181,8 @@ class ItemSetSampler:
         return Mask(other, self, self.numbers(batch), rows)
 
     def accept(self, batch: Any, tokens: Tensor, lengths: Tensor, *, walked: int) -> None:
-        """Walk what a step has sampled or verified.
-
-        tokens: [requests, any]. lengths: [requests], how many of them. walked: tokens before these that are no part of
-        `seq_lens` yet.
-        """
+        """Walk what a step has sampled or verified. tokens: [requests, any]. lengths: [requests], how many of them.
+        walked: tokens before these that are no part of `seq_lens` yet."""
         slots = batch.req_pool_indices.long()
         begin = self._prompt[slots] - batch.seq_lens - walked
         self.slots.walk(Batch(slots, tokens.long(), begin, lengths.long(), by_slot=False))
@@ -195,9 +194,8 @@ class ItemSetSampler:
 
     def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """The states after one more token each; tensors of [n]."""
-        marks = self.slots.marks[slots]
-        advance = self.arena.kernels.advance
-        result: Tensor = advance(self.arena, states, tokens.long(), marks, torch.empty_like(states))
+        marks, after = self.slots.marks[slots], torch.empty_like(states)
+        result: Tensor = self.arena.kernels.advance(self.arena, states, tokens.long(), marks, after)
         return result
 
     def _assign(self, requests: list[Any]) -> None:
@@ -206,7 +204,10 @@ class ItemSetSampler:
         for request in requests:
             slot, admitted = request.kv.req_pool_idx, getattr(request, "item_set", None)
             if admitted is not None:
-                rows.append(self._row(slot, request, admitted))
+                place = admitted.place
+                self.arena.place(admitted.item_set, place.number, place.start, place.below)
+                marks = [place.begins_after, *admitted.stop_tokens]
+                rows.append([slot, len(request.origin_input_ids), place.number, *marks])
                 outputs.append(list(request.output_ids))
             elif self._constrained[slot]:
                 rows.append([slot, 0, NO_SET])
@@ -219,19 +220,14 @@ class ItemSetSampler:
         slots, prompts, numbers = table[:3]
         self._prompt.index_copy_(0, slots, prompts)
         self.slots.assign(slots, numbers, table[3:].T)
-        if (most := max(map(len, outputs))) > 0:
+        lengths = list(map(len, outputs))
+        if (most := max(lengths)) > 0:
             self.arena.use([row[2] for row in rows])
-            lengths = list(map(len, outputs))
             padded = [token for output in outputs for token in output + [0] * (most - len(output))]
             end, history = self.moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
             begin = torch.zeros_like(end)
             slates = _hold_slates(requests)
             self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False, slates=slates))
-
-    def _row(self, slot: int, request: Any, admitted: Admitted) -> list[int]:
-        place = admitted.place
-        self.arena.place(admitted.item_set, place.number, place.start, place.below)
-        return [slot, len(request.origin_input_ids), place.number, place.begins_after, *admitted.stop_tokens]
 
     def moved(self, table: Tensor) -> Tensor:
         """On the device, without waiting for it."""
@@ -245,18 +241,18 @@ def _hold_slates(requests: list[Any]) -> bool:
 
 
 def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
-    """The parent of each node of draft trees, -1 for a root: [trees, nodes] integers.
+    """The parent of each node of draft trees, -1 for a root: [trees, nodes] integers. By pointer jumping.
 
-    first_child, next_sibling: [trees, nodes] integers, -1 where there is none: SGLang's `retrieve_next_token` and
-    `retrieve_next_sibling`. By pointer jumping, in as many rounds as the number of nodes has bits.
+    first_child, next_sibling: SGLang's `retrieve_next_token` and `retrieve_next_sibling`, [trees, nodes] integers, -1
+    where there is none.
     """
     trees, nodes = first_child.shape
     index = torch.arange(nodes, device=first_child.device).expand(trees, nodes)
 
     def inverse(link: Tensor) -> Tensor:
         """Which node's link leads to each node, -1 where none does."""
-        found = torch.full((trees, nodes + 1), -1, dtype=torch.int64, device=link.device)
-        return found.scatter_(1, torch.where(link >= 0, link, nodes).long(), index)[:, :nodes]
+        source = torch.full((trees, nodes + 1), -1, dtype=torch.int64, device=link.device)
+        return source.scatter_(1, torch.where(link >= 0, link, nodes).long(), index)[:, :nodes]
 
     before = inverse(next_sibling)
     first = torch.where(before >= 0, before, index)

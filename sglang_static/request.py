@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from itemset import ItemSet
+from itemset.embedded.rewrite import mentions
+from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import Catalogue, RefusedError, receive_set
-from itemset.serving.constraint import Constraint
+from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
 from itemset.serving.draw_options import refuse_beside, wants_draws
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SELECTION, SLATE, WEIGHT
@@ -15,9 +19,14 @@ from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 
 CONSTRAINT = "item_set_constraint"
 """Where a prompt's sampling parameters have its Constraint, as an ItemRequest stands at `item_set`."""
+CARRIED = "item_set_list"
+"""Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
 _WORDS = (REFERENCE, CHOICE, CONSTRAINT, SLATE, WEIGHT, *SELECTION)
+KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
+"""The constraints, in `sampling_params`, in which item sets can stand."""
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's own constraints, in `sampling_params`."""
+_DISGUISE = f"item_set {secrets.token_hex(8)} "  # begins no client's text
 
 
 def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -44,8 +53,8 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         return before
     if isinstance(params.get(CONSTRAINT), Constraint):
         return None
-    found = places(params, fields)
-    given = {key: value for place in found for key, value in place.items()}
+    each = places(params, fields)
+    given = {key: value for place in each for key, value in place.items()}
     others = [key for key in OTHERS if params.get(key)]
     k, twice = None, False
     if drawn := wants_draws(given):
@@ -56,9 +65,9 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
             twice, width = given.get("width") is not None, params.get("beam_width") or 1
             given["width"] = width
             k = width if k == 1 or (isinstance(k, int) and isinstance(width, int) and k > width) else k
-    wanted = ItemRequest.of(
-        [place.get(REFERENCE) for place in found],
-        [place.get(CHOICE) for place in found],
+    request = ItemRequest.of(
+        [place.get(REFERENCE) for place in each],
+        [place.get(CHOICE) for place in each],
         given,
         k=k,
         draws=drawn,
@@ -66,13 +75,13 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         constraints=(REFERENCE, CHOICE, ", ".join(others) or "other constraints"),
         other=bool(others),
     )
-    if wanted is not None and twice:
+    if request is not None and twice:
         message = "beam_width is the width of a list here: leave width out, and give n"
         raise RefusedError("beam search", message, "width")
-    if wanted is not None and not ranked and wants_list(params, fields):
+    if request is not None and not ranked and wants_list(params, fields):
         message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
         raise RefusedError("beam search", message, "beam_width")
-    return wanted
+    return request
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,17 +97,14 @@ def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
     return {"seed": seed, "temperature": params.get("temperature")}
 
 
-def in_place(params: Mapping[str, Any], wanted: ItemRequest) -> dict[str, Any]:
-    """The parameters of one prompt in which an ItemRequest stands in place of the words that it was read from."""
-    return {**without_words_anywhere(params), REFERENCE: wanted}
-
-
-def without_words_anywhere(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of one prompt without our words, also in their `custom_params`."""
+def in_place(params: Mapping[str, Any], grammar: ItemRequest | Constraint) -> dict[str, Any]:
+    """The parameters of one prompt in which a request, or a constraint, stands in place of what it was made of."""
     own = without_words(params)
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
-    return own
+    if isinstance(grammar, ItemRequest):
+        return {**own, REFERENCE: grammar}
+    return {**{key: value for key, value in own.items() if key not in KINDS}, CONSTRAINT: grammar}
 
 
 def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,3 +122,51 @@ def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[Engin
     item_set = receive_set(catalogue, carried.item_set)
     custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
     return carried, item_set
+
+
+def disguised(tag: Any) -> Any:
+    """A structural tag of a body, with what SGLang's body model takes (xgrammar's `Format`) in place of its sets: a
+    constant text, out of which `constraint_of` takes the set again."""
+
+    def constant(node: dict[str, Any]) -> Any:
+        text = {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
+        return text if node.get("type") == REFERENCE else None
+
+    return _replaced(tag, constant) if mentions(tag) else tag
+
+
+def _undisguised(tag: str) -> str:
+    def item_set(node: dict[str, Any]) -> Any:
+        value = node.get("value")
+        return json.loads(value[len(_DISGUISE) :]) if isinstance(value, str) and value.startswith(_DISGUISE) else None
+
+    return json.dumps(_replaced(json.loads(tag), item_set)) if _DISGUISE in tag else tag
+
+
+def _replaced(node: Any, other: Callable[[dict[str, Any]], Any]) -> Any:
+    """The same with other formats in place of those for which there is one; JSON schemas are left as they are."""
+    if isinstance(node, list):
+        return [_replaced(one, other) for one in node]
+    if not isinstance(node, dict):
+        return node
+    return other(node) or {
+        key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()
+    }
+
+
+def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
+
+    fields: of its body, as for `request.places`.
+    """
+    for place in places(params, fields):
+        if place.get(SLATE) is not None:
+            return SLATE, place[SLATE]
+    given = next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
+    return (TAG, _undisguised(given[1])) if given is not None and given[0] == TAG else given
+
+
+def names_sets(params: Mapping[str, Any]) -> bool:
+    """Whether a set stands in the constraint of one prompt."""
+    given = constraint_of(params, {})
+    return given is not None and holds_sets(*given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from itemset.serving.request_fields import REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass, version_watcher
 from sglang_static.compat import hook
-from sglang_static.request import CONSTRAINT, places, without_words
+from sglang_static.request import CARRIED, CONSTRAINT, names_sets, places, without_words
 
 
 @hook("sglang.srt.entrypoints.http_server:app", extends=True)
@@ -25,12 +24,7 @@ def _add_middleware(app: Any) -> None:
 
     if not any(one.cls is ItemSetFields for one in app.user_middleware):
         app.user_middleware.append(Middleware(ItemSetFields))
-        add_routes(app, lambda state: version_watcher.follower_of(_manager()))
-
-
-def _manager() -> Any:
-    state = getattr(sys.modules["sglang.srt.entrypoints.http_server"], "_global_state", None)
-    return getattr(state, "tokenizer_manager", None)
+        add_routes(app, lambda state: version_watcher.follower_of(compat.server_manager()))
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.init_tokenizer_and_processor", always=True)
@@ -81,29 +75,26 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
     front_end = self.static_front_end
     if front_end is None:
         from itemset.serving.http_bodies import body
-        from sglang_static import embedded_grammars
 
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
         named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
-        if named or embedded_grammars.names_sets(given):  # ignored, or an unknown parameter
+        if named or names_sets(given):  # ignored, or an unknown parameter
             raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original()
-    from sglang_static.single_request import CARRIED
-
     if (carried := getattr(obj, CARRIED, None)) is not None:
         tokenized = original()
         tokenized.sampling_params.custom_params = {WIRE: carried.json()}
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
-    wanted = given.get(REFERENCE) or given.get(CONSTRAINT)
-    if getattr(wanted, "weighed", False):
+    grammar = given.get(REFERENCE) or given.get(CONSTRAINT)
+    if getattr(grammar, "weighed", False):
         legal_mass.ask(obj)
     try:
         tokenized = original()
     finally:
         obj.sampling_params = given  # the same request may be tokenized again
-    if isinstance(wanted, ItemRequest):
-        wanted = front_end.checks.reference(wanted)
-    if wanted is not None:
-        front_end.attach(wanted, obj, tokenized.sampling_params, len(input_ids or ()))
+    if isinstance(grammar, ItemRequest):
+        grammar = front_end.checks.reference(grammar)
+    if grammar is not None:
+        front_end.attach(grammar, obj, tokenized.sampling_params, len(input_ids or ()))
     return tokenized

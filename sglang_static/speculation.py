@@ -34,20 +34,21 @@ def eagle_sample(
 ) -> Any:
     """Verification of draft trees, in EAGLE, STANDALONE, NGRAM and their kin."""
     sampler = processor.current()
-    if sampler is None or batch.forward_mode.is_idle() or not sampler.numbers(batch):
-        with legal_mass.verified(batch, logits_output.next_token_logits):
-            return original()
-    mask = sampler.tree_mask(verify_input, batch, grammar_mask)
+    if sampler is not None and (batch.forward_mode.is_idle() or not sampler.numbers(batch)):
+        sampler = None
+    if sampler is not None:
+        grammar_mask = sampler.tree_mask(verify_input, batch, grammar_mask)
     with legal_mass.verified(batch, logits_output.next_token_logits):
-        predict, lengths, indices = original(grammar_mask=mask)
-    sampler.accept(batch, predict[indices.long()], lengths, walked=1)
-    return predict, lengths, indices
+        result = original(grammar_mask=grammar_mask)
+    if sampler is not None:
+        predict, lengths, indices = result
+        sampler.accept(batch, predict[indices.long()], lengths, walked=1)
+    return result
 
 
 @hook("sglang.srt.speculative.eagle_utils:_verify_coins", why="a coin of zero would accept an illegal draft")
 def verify_coins(original: Callable[..., Any]) -> Any:
-    """A draft is accepted where its coin is not above its probability: for one outside the set that is zero, and so
-    may be a coin, once in 2^24 times."""
+    """A draft is accepted where its coin is not above its probability: outside the set both may be zero."""
     coins, final = original()
     return coins.clamp(min=1e-9), final
 
@@ -62,10 +63,7 @@ class _Drafting:
         self._states = sampler.committed(self._slots)
 
     def mask(self, logits: Tensor, fed: Tensor | None) -> None:
-        """Mask draft logits, [rows, draft vocabulary], in place.
-
-        fed: [rows], with steps, the drafts that led to these rows; else a request's rows continue its committed tokens.
-        """
+        """Mask draft logits, [rows, draft vocabulary], in place. fed: [rows], with steps, the drafts before them."""
         rows, requests = len(logits), len(self._slots)
         if not rows or rows % requests:
             return

@@ -23,9 +23,9 @@ from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import ListResult, ListSpec, ListTotals, NoList
 from sglang_static import processor
-from sglang_static.beam_hooks import WHOLE
 from sglang_static.processor import ItemSetSampler
 from sglang_static.request import receive_request
+from sglang_static.turns import WHOLE
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
 
@@ -34,7 +34,7 @@ class Chosen(NamedTuple):
     """What a selection leaves for the commit that follows it. Tensors on the device.
 
     last: whether no pass is left. state: [2] int64: whether no pass could change the list, and how many beams are open.
-    tokens, scores: as of `Beams.decided`.
+    The rest: see `Beams`.
     """
 
     last: bool
@@ -46,14 +46,11 @@ class Chosen(NamedTuple):
 
 
 class ItemGroup(BeamGroup):
-    """The beams of one list, and the tails that ride along; or those of the races of some draws. Its rows, their KV and
-    its end are the coordinator's work.
+    """The beams of one list, and the tails that ride along; or those of the races of some draws.
 
-    beam_width: rows, as many as a pass may ever have. Most passes have fewer, the first of them. At the position that
-    such a pass has filled, each other row has the leader's slot, so that all can be re-parented and freed alike.
-
-    How many rows a pass has is settled before the engine prepares it, by what has been read until then: the selection
-    before the last, where the scheduler overlaps.
+    beam_width: rows, as many as a pass may ever have. Most passes have only the first of them. At the position that
+    such a pass has filled, each other row has the leader's slot, so that all can be re-parented and freed alike. How
+    many rows a pass has is settled before the engine prepares it, by the selections that have been read until then.
     """
 
     def __init__(
@@ -61,25 +58,22 @@ class ItemGroup(BeamGroup):
         sampler: ItemSetSampler,
         item_set: ItemSet,
         resident: Resident,
-        wanted: ListSpec,
+        spec: ListSpec,
         counts: tuple[int, ...],
         group: BeamGroup,
     ) -> None:
-        """counts: the most rows of each pass after the prompt's. group: SGLang's own for this request, which this one
-        replaces."""
-        self._counts, self._released = list(counts), False
-        self._most_slots = sum(counts)
+        """counts: the most rows of each pass after the prompt's. group: SGLang's own, which this one replaces."""
+        self._counts, self._most_slots, self._released = list(counts), sum(counts), False
         self._members: Tensor | None = None
         self._members_cpu: Tensor | None = None
         super().__init__(
             beam_width=rows_in(counts),
             max_new_tokens=group.max_new_tokens,
-            num_return=wanted.k * max(1, len(wanted.races)),
+            num_return=spec.k * max(1, len(spec.races)),
             device=sampler.arena.device,
         )
         self.leader, self.prompt_len = group.leader, group.prompt_len
-        self.num_candidates = WHOLE
-        self.wanted = wanted
+        self.num_candidates, self._spec = WHOLE, spec
         self.said: dict[str, Any] = {}
         self._sampler, self._resident, self._device = sampler, resident, sampler.arena.device
         self._item_set: ItemSet | None = item_set  # until it has ended: the request and its group hold each other
@@ -107,8 +101,8 @@ class ItemGroup(BeamGroup):
         self._members_cpu = rows
 
     def fits(self, adder: Any, promised: int, others: Sequence[ItemGroup]) -> bool:
-        """Whether there are rows and KV slots for all of this list now. promised: rows that others will take. others:
-        lists that have begun. Alone, it fits: that was checked."""
+        """Whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that others will
+        take. others: lists that have begun."""
         pool = adder.tree_cache.req_to_token_pool
         if self.beam_width > pool.available_size() - promised:
             return False
@@ -136,8 +130,8 @@ class ItemGroup(BeamGroup):
         return held - int(self.slots_freed)
 
     def await_selections(self) -> None:
-        """Before anything is reclaimed: let the current stream wait for the selections that nobody has read. They
-        move slots from row to row, and both would else have another request by then."""
+        """Before anything is reclaimed: let the current stream wait for the selections that nobody has read, which move
+        slots from row to row."""
         if self._pending_steps:
             torch.get_device_module(self._device).current_stream().wait_stream(self._stream)
 
@@ -192,38 +186,40 @@ class ItemGroup(BeamGroup):
 
     def finalize(self) -> list[BeamResult]:
         """The items, best first, each with its end token; the end token alone if there is none."""
-        end = self.wanted.end_token
+        end = self._spec.end_token
         return [
             BeamResult(tokens=[*tokens, end], cum_logprob=score, beam_score=score, matched_token=end)
-            for tokens, score in self._found or [([], -torch.inf)]
+            for tokens, score in self._items or [([], -torch.inf)]
         ]
 
     def _finish(self, chosen: Chosen) -> None:
-        tables = zip(chosen.tokens.tolist(), chosen.scores.tolist(), strict=True)
-        each = [_items(rows, scores) for rows, scores in tables]
-        self._found = [item for found in each for item in found]
+        races = [  # without what fills up their rows
+            [([token for token in row if token >= 0], score) for row, score in table if score != -torch.inf]
+            for table in map(zip, chosen.tokens.tolist(), chosen.scores.tolist())
+        ]
+        self._items = [item for race in races for item in race]
         passes, rounds = zip(*chosen.took.tolist(), strict=True)
-        proven, taken = bool(chosen.proven.all()), sum(passes) - len(each) + 1  # all races begin with the prompt's pass
-        self.said = msgspec.to_builtins(ListTotals(proven, taken, max(rounds), [len(found) for found in each]))
+        proven, taken = bool(chosen.proven.all()), sum(passes) - len(races) + 1  # all begin with the prompt's pass
+        self.said = msgspec.to_builtins(ListTotals(proven, taken, max(rounds), list(map(len, races))))
         self._beams = self._item_set = None
         self._pending_steps.clear()
         self.state = BeamGroupState.FINISHED
 
     def _begin(self, item_set: ItemSet) -> Lockstep:
-        sampler, wanted, place = self._sampler, self.wanted, self._resident
+        sampler, spec, place = self._sampler, self._spec, self._resident
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
-        options: dict[str, Any] = {"width": wanted.width, "k": wanted.k, "end_token": wanted.scored_end}
+        options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
         options["kernels"] = sampler.kernels
-        if wanted.races:
-            options |= {"keys": sampler.moved(torch.tensor(wanted.races)), "temperature": wanted.temperature}
-        numbers = [place.number] * max(1, len(wanted.races))
-        self._beams = Lockstep(sampler.arena, numbers, item_set.level_plan, renormalised=wanted.renormalised, **options)
+        if spec.races:
+            options |= {"keys": sampler.moved(torch.tensor(spec.races)), "temperature": spec.temperature}
+        numbers = [place.number] * max(1, len(spec.races))
+        self._beams = Lockstep(sampler.arena, numbers, item_set.level_plan, renormalised=spec.renormalised, **options)
         return self._beams
 
     def _narrow(self) -> None:
-        """Leave rows out of the next pass if the selection before the last one was read, and says that there are fewer
-        beams. Not if the engine has begun to prepare the pass."""
+        """Leave rows out of the next pass, unless the engine has begun to prepare it, if the selection before the last
+        one was read and says that there are fewer beams."""
         step = self.num_generated - 1
         read, open_beams = self._open
         begun = self.leader.kv.kv_allocated_len - self.prompt_len > step
@@ -249,8 +245,7 @@ class ItemGroup(BeamGroup):
 @contextmanager
 def _joined(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
     """The rows of a pass as one tensor, without a copy of them all: [rows, vocabulary]. pieces: the leader's row, and
-    those of the members, which are part of the step's logits; there another request's row stands before them, whose
-    place the leader's takes for as long."""
+    those of the members within the step's logits, where the leader's takes the place of the row before them."""
     if len(pieces) == 1 or not len(pieces[1]):
         yield pieces[0]
         return
@@ -263,28 +258,19 @@ def _joined(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
     whole[:1] = other
 
 
-def _items(rows: Sequence[Sequence[int]], scores: Sequence[float]) -> list[tuple[list[int], float]]:
-    """The items of one list or race, without what fills up their rows."""
-    found = zip(rows, scores, strict=True)
-    return [([token for token in row if token >= 0], score) for row, score in found if score != -torch.inf]
-
-
 def rows_in(counts: Sequence[int]) -> int:
-    """How many rows a group needs: two at least, as SGLang knows no other beam search."""
+    """How many rows a group needs: two at least, for SGLang."""
     return max(2, *counts, 0)
 
 
-def rows_of(item_set: ItemSet, wanted: ListSpec) -> tuple[int, ...]:
+def rows_of(item_set: ItemSet, spec: ListSpec) -> tuple[int, ...]:
     """How many rows each pass after the prompt's has at most."""
-    options: dict[str, Any] = {"renormalised": wanted.renormalised, "end_token": wanted.scored_end}
-    return rows_of_passes(item_set.level_plan, wanted.width, races=len(wanted.races), **options)
+    options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
+    return rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
 
 
 def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:
-    """Give a request for a list its group; returns the reason why rounds must make the list, or None.
-
-    make_group: what gives the request a group of SGLang's, or returns why it cannot have one.
-    """
+    """Give a request for a list its group; return why rounds must make the list, or None. make_group: SGLang's."""
     params = req.sampling_params
     sampler = processor.current()
     if sampler is None:
@@ -296,8 +282,7 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
     except ItemSetError as failure:
         return _refusal(NoList.NO_ROOM_NOW, str(failure))
     assert carried.ranked is not None
-    wanted = carried.ranked
-    counts = rows_of(item_set, wanted)
+    counts = rows_of(item_set, carried.ranked)
     if reason := _too_much(coordinator, counts, sampler.list_rows):
         return _refusal(NoList.TOO_MANY_ROWS, reason)
     if reason := _no_room(coordinator, counts, len(req.origin_input_ids)):
@@ -314,7 +299,7 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
         req.beam_group = None
         return _refusal(NoList.NO_ROOM_NOW, str(full))
     weakref.finalize(req, sampler.arena.plan.release, resident.number)
-    req.beam_group = ItemGroup(sampler, item_set, resident, wanted, counts, req.beam_group)
+    req.beam_group = ItemGroup(sampler, item_set, resident, carried.ranked, counts, req.beam_group)
     return None
 
 

@@ -1,12 +1,9 @@
-"""Ranked lists beside SGLang's other requests: how many rows a pass may have, which lists wait to be admitted, and
-which steps they sit out.
+"""Ranked lists in SGLang's beam search, beside other requests: which wait to be admitted, and which steps they sit out.
 
-A list has hundreds of rows, so that a step with it may take many times as long as one without. Two rules keep both
-sides going. Lists together have at most half of the rows and KV slots, or one list more than that alone: what waits for
-these waits outside the queue, where it would stop all others. And steps are taken in turns, a row for a row: after a
-step with lists the other requests have steps of their own, until these have had as many rows.
-
-All ranks decide alike: by rows, never by time.
+A step with a list, of hundreds of rows, may take many times as long as one without. Lists together have at most half of
+the rows and KV slots, or one list has more alone: others wait outside the queue. And steps are taken in turns: after a
+step with lists the other requests have steps of their own, until these have had as many rows. All ranks decide alike:
+by rows, never by time. A group of beams that belongs to a list is known by its `num_candidates`.
 """
 
 from __future__ import annotations
@@ -16,15 +13,103 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from itemset.serving.wire import read
 from sglang_static import compat, processor
-from sglang_static.beam_hooks import admitted_lists, is_list
 from sglang_static.compat import hook
 
 logger = logging.getLogger(__name__)
+
+_COORDINATOR = "sglang.srt.beam_search.coordinator"
+_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+WHOLE = 0
+"""`num_candidates` of a list's group: it takes whole logits, and not the best tokens of each row."""
+
+
+def is_list(group: Any) -> bool:
+    """Whether a beam group, or None, belongs to a list."""
+    return group is not None and group.num_candidates == WHOLE
+
+
+_admitted: WeakSet[Any] = WeakSet()
+"""Groups, of lists or others, whose prompts are in the engine or about to be."""
+
+
+@hook("sglang.srt.managers.schedule_policy:PrefillAdder.add_one_req")
+def add_one_req(original: Callable[..., Any], self: Any, req: Any) -> Any:
+    """A list waits for rows and KV slots that others need: SGLang promises rows twice, and ends for want of one."""
+    group = req.beam_group
+    if is_list(group):
+        waiting = sum(not one.kv.holds_kv for one in self.can_run_list)
+        others = [one for one in admitted_lists() if one is not group]
+        if not group.fits(self, waiting + promised_rows(), others):
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.NO_TOKEN
+    result = original()
+    if group is not None and self.can_run_list and self.can_run_list[-1] is req:
+        _admitted.add(group)
+    return result
+
+
+def admitted_lists() -> list[Any]:
+    """The groups of the lists that have begun."""
+    return [group for group in _admitted if is_list(group) and not group.retired]
+
+
+def promised_rows() -> int:
+    """Rows that groups will take once their prompts are complete."""
+    waiting = [group for group in _admitted if group.member_rows is None and not group.retired]
+    return sum(int(group.beam_width) - 1 for group in waiting)
+
+
+@hook(f"{_COORDINATOR}:BeamCoordinator.pending_member_rows")
+def pending_member_rows(original: Callable[..., Any]) -> int:
+    """The rows of groups that are admitted in the same step, or whose prompts are in pieces."""
+    pending: int = original()
+    return max(pending, promised_rows())
+
+
+@hook(f"{_COORDINATOR}:_rows_topk_logprobs", why="a list's beams read whole logits")
+def rows_topk_logprobs(original: Callable[..., Any], pieces: Any, num_candidates: int) -> Any:
+    return (pieces, None) if num_candidates == WHOLE else original()
+
+
+@hook(f"{_COORDINATOR}:BeamCoordinator._select_group", why="the next beams of a list come from its set")
+def select_group(original: Callable[..., Any], self: Any, group: Any, top_logprobs: Any, tick: int) -> Any:
+    """top_logprobs: of a list, the pieces of its logits."""
+    if is_list(group):
+        return group.select(top_logprobs, tick, self.req_to_token_pool.req_to_token)
+    return original()
+
+
+@hook(f"{_COORDINATOR}:BeamCoordinator._reclaim_orphans")
+def reclaim_orphans(original: Callable[..., Any], group: Any, up_to_tick: int | None) -> None:
+    """What is reclaimed of an aborted list was written on another stream, and perhaps not yet."""
+    if up_to_tick is None and is_list(group):
+        group.await_selections()
+    original()
+
+
+@hook(f"{_COORDINATOR}:free_member_rows", "sglang.srt.managers.schedule_batch:free_member_rows")
+def free_member_rows(original: Callable[..., Any], group: Any, req_to_token_pool: Any) -> None:
+    """A list's rows take part in some steps and not in others."""
+    if is_list(group):
+        group.release(req_to_token_pool.req_to_token)
+    original()
+
+
+@hook("sglang.srt.managers.scheduler_components.output_streamer:pack_beam_search_output")
+def pack_beam_search_output(original: Callable[..., Any], req: Any) -> Any:
+    """What a list took, and whether it is proven, travels with the reason why the first item ended."""
+    output = original()
+    if output is not None and is_list(req.beam_group):
+        output.sequences[0].finish_reason |= req.beam_group.said
+    return output
+
 
 SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
 LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over
@@ -36,7 +121,7 @@ SMALL_STEP_ON_CPU = 64
 _TURNS = "static_turns"
 
 
-@hook("sglang.srt.managers.scheduler:Scheduler.init_beam_coordinator")
+@hook(f"{_SCHEDULER}.init_beam_coordinator")
 def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
     """The memory of the largest pass of lists is tried before a request comes: without it lists take rounds."""
     original()
@@ -52,7 +137,7 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
 def rows_in_memory(rows: int, each: int, reserve: Callable[[int], Any]) -> int:
     """Return how many of `rows` a pass of lists has memory for: all, or a half as often as needed. 0 if none.
 
-    each: bytes of a row. reserve: takes this many bytes of the device. Raises RuntimeError if these are not free.
+    each: bytes of a row. reserve: takes bytes of the device; raises RuntimeError if these are not free.
     """
     while rows:
         try:
@@ -104,8 +189,8 @@ class Turns:
 
 
 def _can_part(batch: Any) -> bool:
-    """Whether some requests of a batch may run alone: penalties count in tensors of the whole batch, and where memory
-    is short SGLang decides who goes."""
+    """Whether some requests of a batch may run alone: penalties count in tensors of it all, and short memory is for
+    SGLang to deal with."""
     return not batch.sampling_info.penalizer_orchestrator.is_required and batch.check_decode_mem()
 
 
@@ -121,8 +206,8 @@ def _parted(batch: Any, which: Sequence[int]) -> Any:
 
 
 def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
-    """Return the queue's lists that wait for others to end, first come first served. rows, slots: what lists may have
-    together of the requests' rows and of the KV cache."""
+    """Return the queue's lists that wait for others to end. rows, slots: what lists may have together of the requests'
+    rows and of the KV cache."""
     queued = [request for request in queue if is_list(request.beam_group)]
     away = {id(request.beam_group) for request in queued}  # one that gave way to others was admitted before
     admitted, late = [group for group in admitted_lists() if id(group) not in away], list[Any]()
@@ -134,19 +219,19 @@ def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
     return late
 
 
-@hook("sglang.srt.beam_search.coordinator:BeamCoordinator.validate_and_init")
+@hook(f"{_COORDINATOR}:BeamCoordinator.validate_and_init")
 def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str | None:
     """A ranked list is a beam search inside its set, not a refused constraint."""
     carried = read(req.sampling_params.custom_params)
     if carried is not None and carried.ranked is not None:
-        from sglang_static import step_lists
+        from sglang_static.step_lists import give_group
 
-        return step_lists.give_group(self, req, original)
+        return give_group(self, req, original)
     error: str | None = original()
     return error
 
 
-@hook("sglang.srt.managers.scheduler:Scheduler.get_next_batch_to_run")
+@hook(f"{_SCHEDULER}.get_next_batch_to_run")
 def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
     """Lists that wait for other lists do not stop the queue; requests come back from a step that lists sat out."""
     if not self.beam_coordinator._num_live_groups and not hasattr(self, _TURNS):
@@ -164,7 +249,7 @@ def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch
         self.waiting_queue = [*late, *self.waiting_queue]
 
 
-@hook("sglang.srt.managers.scheduler:Scheduler.update_running_batch")
+@hook(f"{_SCHEDULER}.update_running_batch")
 def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     """Lists sit out some steps of their neighbours."""
     which = _turns(self).others(batch) if self.beam_coordinator._num_live_groups else None
@@ -181,7 +266,7 @@ def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) ->
     return original()
 
 
-@hook("sglang.srt.managers.scheduler:Scheduler.pause_generation", why="a pause knows of one batch that decodes")
+@hook(f"{_SCHEDULER}.pause_generation", why="a pause knows of one batch that decodes")
 def pause_generation(original: Callable[..., Any], self: Any) -> Any:
     if hasattr(self, _TURNS):
         self.running_batch = _turns(self).rejoin(self.running_batch)

@@ -26,11 +26,9 @@ METHOD = "item_sets"
 scheduler, and others back."""
 
 
-@hook(
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
-    why="published sets are followed once the event loop is known",
-)
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop")
 def _auto_create_handle_loop(original: Callable[..., Any], self: Any) -> None:
+    """Published sets are followed once the event loop is known."""
     original()
     front = getattr(self, "static_front_end", None)
     if front is not None and front.follower is None:
@@ -48,11 +46,7 @@ def follower_of(manager: Any) -> Follower | None:
 
 
 def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
-    """Take up what is current of the published sets of an `sglang.Engine`, or of one of them, before the next request.
-
-    Returns the entry of each in `GET /v1/item_sets`. Raises ItemSetError: no such set, or a version that cannot be
-    served.
-    """
+    """Do `sglang_static.refresh`."""
 
     async def refreshed() -> list[dict[str, Any]]:
         follower = follower_of(engine.tokenizer_manager)

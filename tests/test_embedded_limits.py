@@ -20,7 +20,7 @@ from itemset.embedded.survey import PLACES, TEXT
 from itemset.serving.admission import Checks
 from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig, Words
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint
 from itemset.serving.embedded_grammars import Grammars
 from itemset.serving.embedded_sets import Constraints
@@ -163,7 +163,7 @@ def gate() -> Iterator[Gate]:
 
 def constraints_of(validate: Any) -> Constraints:
     words, tokenizer = Words("", "", "", "", ""), tiny_tokenizer()
-    checks = Checks(StaticConfig(), tokenizer, words, vocab_size=2112, context=256, end_tokens={1})
+    checks = Checks(StaticConfig(), tokenizer, words, ModelLimits(2112, 256, 0, {1}))
     vocabulary = setting("tiny").vocabulary
     return Constraints(checks, tokenizer, lambda: vocabulary, options={}, validate=validate)
 
@@ -191,7 +191,7 @@ def test_what_is_kept_of_constraints_has_a_limit_in_characters() -> None:
     made = constraints_of(lambda kind, spec: None)
     for i in range(120):
         assert made._mark(JSON, fields(250, {}, film=INLINE, why={"const": f"because {i}"})) is not None
-    kept = sum(len(key) + len(marked.spec) + len(marked.grammar) for key, (marked, _) in made._marked.items())
+    kept = sum(len(key) + len(marked.spec) + len(marked.grammar) for key, (marked, *_) in made._marked.items())
     assert 0 < kept <= 8 << 20
     with pytest.raises(RefusedError, match="1,000 places"):
         made.get(JSON, {"$defs": {"f": INLINE}, **fields(PLACES, {"$ref": "#/$defs/f"})})

@@ -16,7 +16,7 @@ from models import tiny_tokenizer
 import itemset
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
-from itemset.serving.config import StaticConfig, Words
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, Encoder, InlineTexts, Steps, _slices
 from itemset.serving.request import ItemRequest
 
@@ -34,7 +34,7 @@ def tokenizer() -> Any:
 
 
 def front_end(tokenizer: Any, **options: Any) -> Checks:
-    return Checks(StaticConfig(), tokenizer, WORDS, vocab_size=2112, context=256, end_tokens={1}, **options)
+    return Checks(StaticConfig(), tokenizer, WORDS, ModelLimits(2112, 256, 0, {1}), **options)
 
 
 class Gate:

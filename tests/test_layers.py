@@ -24,7 +24,8 @@ ALLOWED = {
     "ranking": "errors text trie item_set masking",
     "embedded": "errors trie item_set opening select masking",
     "serving": "errors text storage trie item_set opening select published masking ranking embedded",
-    "adapters": "trie item_set masking ranking",
+    "training": "errors trie item_set",
+    "adapters": "errors trie item_set masking ranking training",
     "__init__": "errors trie item_set opening select building",
     "cli": "errors text storage trie item_set published building __init__",
     "__main__": "cli",
@@ -32,7 +33,7 @@ ALLOWED = {
 BESIDE_EACH_OTHER = {"building", "masking"}
 ENGINES = {"vllm", "sglang", "vllm_static", "sglang_static"}
 OF_ENGINES = {"vllm_static": {"sglang", "sglang_static"}, "sglang_static": {"vllm", "vllm_static"}}
-FOR_DEVICES = {"masking", "ranking", "embedded", "adapters"}
+FOR_DEVICES = {"masking", "ranking", "embedded", "training", "adapters"}
 
 
 def imports(path: Path) -> Iterator[str]:

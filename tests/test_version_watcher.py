@@ -24,7 +24,7 @@ from itemset.masking.arena_reservations import Arrivals, Holdings
 from itemset.serving import private_copies
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
-from itemset.serving.config import StaticConfig, Words
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.request import ItemRequest
 from itemset.serving.rollout_messages import Stage
 from itemset.serving.version_rollout import Preparer
@@ -56,7 +56,7 @@ class Processes:
 
 
 def checks(config: StaticConfig) -> Checks:
-    return Checks(config, tiny_tokenizer(), WORDS, vocab_size=2112, context=256, end_tokens={1})
+    return Checks(config, tiny_tokenizer(), WORDS, ModelLimits(2112, 256, 0, {1}))
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes
     for _ in range(3):
         films.publish()
         processes.follower.look()
-    late = front._chosen.get(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}), first)
+    late = front._selections.get(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}), first)
     assert front.catalogue[late.reference] is late.item_set
     assert len(late.item_set) == len(held) - 3
     assert not front.catalogue._inline

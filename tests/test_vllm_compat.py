@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 import itemset
 from itemset.serving import hooks, startup
 from itemset.text import load_tokenizer
-from vllm_static import compat, engine_config, plugin, reserved_blocks, speculation, step_list_hooks
+from vllm_static import compat, engine_config, plugin, speculation, step_list_hooks
 from vllm_static.front_end import FrontEnd
 
 
@@ -217,7 +217,7 @@ def test_caches_that_beams_cannot_share():
 
     def suits(*specs):
         groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
-        return reserved_blocks._one_full_attention(KVCacheConfig(8, [], groups))
+        return step_list_hooks._one_full_attention(KVCacheConfig(8, [], groups))
 
     assert suits(full)
     assert suits(MLAAttentionSpec(**sizes))

@@ -172,7 +172,7 @@ def test_a_slow_reader_of_a_stream_loses_no_item(monkeypatch):
         return RequestOutput("r", None, [1], None, [completion], bool(item))
 
     register()
-    monkeypatch.setattr(hook, "_chosen", True)  # as in the process of an engine with sets
+    monkeypatch.setattr(hook, "chosen", True)  # as in the process of an engine with sets
     merged = output(0)
     merged.add(output(1), aggregate=True)
     merged.add(output(0, item={"key": 7}), aggregate=True)

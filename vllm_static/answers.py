@@ -6,7 +6,7 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -20,9 +20,8 @@ from vllm_static.compat import hook
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 EXPECTED = "expected_item"
-"""Attribute of a request's parameters: makes what is expected of its answers (itemset.serving.answer_fields). Of its
-state in vLLM's output processor: that. Parameters take attributes and do not send them to the engine; copies made for
-`n` have none."""
+"""Attribute of a request's parameters, which do not send it to the engine: makes what is expected of its answers
+(itemset.serving.answer_fields). Of its state in vLLM's output processor: that. Copies made for `n` have none."""
 
 
 @hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")
@@ -37,19 +36,19 @@ def add_request(original: Callable[..., Any], self: Any, request: Any, parent_re
 @hook("vllm.v1.engine.output_processor:RequestState._new_completion_output", why="which item a finished answer is")
 def new_completion_output(original: Callable[..., Any], self: Any, finish_reason: Any, stop_reason: Any) -> Any:
     """The one place where all tokens of a finished answer are known."""
-    output = original()
-    expected, weight = getattr(self, EXPECTED, None), None
-    if expected is not None and expected.weighed:  # nobody has asked for the columns in which the weights came
+    output, weight = original(), None
+    if (expected := getattr(self, EXPECTED, None)) is None:
+        return output
+    if expected.weighed:  # nobody has asked for the columns in which the weights came
         weight, output.logprobs, output.cumulative_logprob = output.cumulative_logprob, None, None
-    if expected is not None and finish_reason is not None:
+    if finish_reason is not None:
         # By a stop string, or aborted.
         cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
-        told = expected.answer_fields(self.detokenizer.output_token_ids, cut=cut, weight=weight)
-        stopped = not cut and str(finish_reason) == "stop"
-        if fault := metrics.count_answer(expected, self.detokenizer.output_token_ids, told, stopped=stopped):
+        tokens, stopped = self.detokenizer.output_token_ids, not cut and str(finish_reason) == "stop"
+        told = expected.answer_fields(tokens, cut=cut, weight=weight)
+        if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)
-        for name, value in told.items():
-            setattr(output, name, value)
+        _say(output, told)
     return output
 
 
@@ -58,63 +57,54 @@ def merge(original: Callable[..., Any], self: Any, next_output: Any) -> None:
     original()
     for done in next_output.outputs:
         for output in self.outputs:
-            for name, value in told_of(done).items() if output.index == done.index else ():
-                setattr(output, name, value)
+            if output.index == done.index:
+                _say(output, told_of(done))
 
 
-@hook(
-    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
-    why="an answer's item; a list's ranks and scores",
-    when=IMPORTED,
-)
+_COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+_CHAT = "vllm.entrypoints.openai.chat_completion"
+_RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+
+
+@hook(f"{_COMPLETIONS}.request_output_to_completion_response", when=IMPORTED)
 def completion_response(original: Callable[..., Any], final_res_batch: Any) -> Any:
+    """An answer's item; a list's ranks and scores."""
     outputs = [output for result in final_res_batch for output in result.outputs]
     return _with_items(original(), dict(enumerate(map(told_of, outputs))))
 
 
-@hook(
-    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-    why="an answer's item; a list's ranks and scores",
-    when=IMPORTED,
-)
+@hook(f"{_CHAT}.serving:OpenAIServingChat.chat_completion_full_generator", when=IMPORTED)
 async def chat_response(original: Callable[..., Any], result_generator: Any) -> Any:
+    """An answer's item; a list's ranks and scores."""
     items: Items = {}
     return _with_items(await original(result_generator=_noted(result_generator, items)), items)
 
 
-@hook(
-    "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch",
-    why="an answer's item",
-    when=IMPORTED,
-)
+@hook(f"{_CHAT}.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch", when=IMPORTED)
 async def chat_batch_response(original: Callable[..., Any], generators: Any) -> Any:
+    """An answer's item."""
     items: Items = {}
     noted = [_noted(results, items, first=i) for i, results in enumerate(generators)]
     return _with_items(await original(generators=noted), items)
 
 
-@hook(
-    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.responses_full_generator",
-    why="an answer's item, streamed or not",
-    when=IMPORTED,
-)
+@hook(f"{_RESPONSES}.responses_full_generator", why="an answer's item, streamed or not", when=IMPORTED)
 async def responses_response(original: Callable[..., Any], context: Any) -> Any:
     """Streams end with the same object. A response has no choices: `item` stands beside its `output`."""
     response = await original()
-    outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
-    for output in outputs[:1]:
-        for name, value in told_of(output).items() if hasattr(response, "output") else ():
-            setattr(response, name, value)
+    outputs = getattr(getattr(context, "last_output", None), "outputs", None)
+    if outputs and hasattr(response, "output"):
+        _say(response, told_of(outputs[0]))
     return response
 
 
 @hook(
-    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
-    why="an answer's item, streamed",
+    f"{_COMPLETIONS}.completion_stream_generator",
+    f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator",
     when=IMPORTED,
 )
 async def stream(original: Callable[..., Any], request: Any, result_generator: Any) -> AsyncGenerator[str, None]:
+    """An answer's item, streamed."""
     from itemset.serving import http_bodies
 
     items: Items = {}
@@ -128,13 +118,9 @@ Items = dict[int, dict[str, Any]]
 """By choice, what an answer says of items."""
 
 
-async def _noted(
-    results: AsyncIterator[Any], items: Items, *, first: int = 0, choices: int = 1
-) -> AsyncGenerator[Any, None]:
-    """The same results, whose items are noted before vLLM makes an event of each; closed where its reader is.
-
-    first: the choice of the first output. choices: of a prompt, if a result comes with its prompt's number.
-    """
+async def _noted(results: Any, items: Items, first: int = 0, choices: int = 1) -> AsyncGenerator[Any, None]:
+    """The same results, whose items are noted before vLLM makes an event of each. first: the choice of the first
+    output. choices: of a prompt, if a result comes with its prompt's number."""
     try:
         async for part in results:
             prompt, result = part if isinstance(part, tuple) else (0, part)
@@ -150,6 +136,10 @@ async def _noted(
 def _with_items(response: Any, items: Items) -> Any:
     """The same response with each answer's items in its choice."""
     for i, choice in enumerate(getattr(response, "choices", ())):
-        for name, value in items.get(i, {}).items():
-            setattr(choice, name, value)
+        _say(choice, items.get(i, {}))
     return response
+
+
+def _say(target: Any, told: dict[str, Any]) -> None:
+    for name, value in told.items():
+        setattr(target, name, value)

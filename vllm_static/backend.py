@@ -28,14 +28,13 @@ from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue, InlineSet, inline_ref, receive
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import ENVELOPE
-from itemset.serving.embedded_grammars import Grammars
+from itemset.serving.embedded_grammars import Grammars, SharedGrammar
 from itemset.serving.metrics import label
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.device_path import DevicePath
-from vllm_static.embedded_grammars import HoleGrammar, vocabulary_of
 from vllm_static.metrics import Figures
 from vllm_static.version_rollout import WorkerDevices
 
@@ -48,17 +47,20 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 class StaticGrammar(StructuredOutputGrammar):
     """One request's item set as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
 
+    host: Any  # a HostState or Composite
+
     def __init__(self, item_set: ItemSet, stop_token_ids: set[int]) -> None:
         self.host = HostState(item_set, stop_token_ids)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        if self.host.accept(tokens):
-            return True
-        logger.error("Request %s: the tokens %s leave the item set.", request_id, tokens)
-        return False
+        if not self.host.accept(tokens):
+            logger.error("Request %s: the tokens %s leave the item set.", request_id, tokens)
+            return False
+        return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return self.host.allowed_prefix(tokens)
+        prefix: list[int] = self.host.allowed_prefix(tokens)
+        return prefix
 
     def rollback(self, num_tokens: int) -> None:
         self.host.rollback(num_tokens)
@@ -68,12 +70,25 @@ class StaticGrammar(StructuredOutputGrammar):
         self.host.fill_bitmask(bitmask.numpy()[batch_index])
 
     def is_terminated(self) -> bool:
-        """Never: vLLM lifts the mask of a terminated grammar, and a request that goes on after its item (`ignore_eos`)
-        would leave the set. After an item the mask allows the stop tokens alone."""
+        """Never: vLLM lifts the mask of a terminated grammar, and a request may go on after its end (`ignore_eos`)."""
         return False
 
     def reset(self) -> None:
         self.host.reset()
+
+
+class HoleGrammar(StaticGrammar):
+    """The same of a grammar with item sets in it."""
+
+    def __init__(self, shared: SharedGrammar, stop_token_ids: set[int]) -> None:
+        self._shared, self.host = shared, shared.begin(stop_token_ids)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        for token in tokens:
+            if not self.host.accept(token):
+                logger.error("Request %s: the token %s leaves its grammar.", request_id, token)
+                return False
+        return True
 
 
 class StaticBackend(StructuredOutputBackend):
@@ -91,7 +106,7 @@ class StaticBackend(StructuredOutputBackend):
             self._device = DevicePath(config, self._catalogue, drafts=drafts)
         devices = None if self._device is None else WorkerDevices(self._device)
         self.preparer = Preparer(self._catalogue, logger, devices)
-        self._grammars = Grammars(partial(vocabulary_of, vllm_config, tokenizer))
+        self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
@@ -100,9 +115,9 @@ class StaticBackend(StructuredOutputBackend):
         compile_all()
 
     def admit(self, manager: Any, request: Request) -> bool:
-        """Take over the inline set that came with the request, and say whether the device path takes the request.
+        """Take over the inline set that came with the request, and return whether the device path takes the request.
 
-        The index travels on to the workers only on the device path, whose arenas may have forgotten it.
+        The index travels on to the workers only there, whose arenas may have forgotten it.
         """
         params = request.sampling_params
         carried = read(params.extra_args) if params is not None else None
@@ -123,10 +138,7 @@ class StaticBackend(StructuredOutputBackend):
         return on_device
 
     def _take_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
-        """Take over the sets of the request's constraint, which it holds from now on. Return what `admit` does.
-
-        No worker needs them, but for the set of a slate on the device path.
-        """
+        """Do `admit` for the sets of a constraint, which the request holds. No worker needs them, but for a slate's."""
         request.item_set_holes = held = [
             receive(self._catalogue, ref) or self._catalogue[ref.reference] for ref in holes.sets
         ]
@@ -136,7 +148,7 @@ class StaticBackend(StructuredOutputBackend):
         if holes.slate is not None and self._device is not None:
             (ref,), (kept,) = holes.sets, held
             own = EngineRequest(inline_ref(kept) if isinstance(kept, InlineSet) else ref, slate=holes.slate)
-            on_device = self._device.claim_slate(manager, request, self._catalogue[ref.reference], own)
+            on_device = self._device.claim(manager, request, self._catalogue[ref.reference], own)
         self._figures.by_path["device" if on_device else "host"] += 1
         return on_device
 
@@ -151,7 +163,7 @@ class StaticBackend(StructuredOutputBackend):
         params = request.sampling_params
         carried = read(params.extra_args) if params is not None else None
         if carried is None or carried.item_set is None or carried.slate or request.status.name != "FINISHED_STOPPED":
-            return
+            return  # only what has ended by itself is counted
         reference = carried.item_set.reference
         self._figures.answered[label(reference)] += 1
         item_set = self._catalogue.known(reference)  # nothing is opened for a figure
@@ -166,20 +178,19 @@ class StaticBackend(StructuredOutputBackend):
         return self._figures.as_dict(self._device and self._device.plan)
 
     def compile_grammar(
-        self,
-        request_type: StructuredOutputOptions,
-        grammar_spec: str,
-        stop_token_ids: set[int] | None = None,
+        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
     ) -> StructuredOutputGrammar:
+        stops = stop_token_ids or {self.tokenizer.eos_token_id}
         if grammar_spec.startswith(ENVELOPE):
-            stops = stop_token_ids or {self.tokenizer.eos_token_id}
             return HoleGrammar(self._grammars.get(grammar_spec, self._catalogue.__getitem__), stops)
         if request_type != StructuredOutputOptions.CHOICE:
-            return self._xgrammar_backend().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
+            with self._xgrammar_lock:
+                if self._xgrammar is None:
+                    self._xgrammar = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
+            return self._xgrammar.compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
         references = json.loads(grammar_spec)
         if len(references) != 1:
             raise ItemSetError("this request did not pass vLLM's input processor, which prepares its item set")
-        stops = stop_token_ids or {self.tokenizer.eos_token_id}
         return StaticGrammar(self._catalogue[references[0]], stops)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
@@ -195,10 +206,9 @@ class StaticBackend(StructuredOutputBackend):
     ) -> NDArray[np.int32]:
         """A step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
 
-        A request has a row for each of its drafts and one more; since vLLM 0.33 a block of rows as if it had the most
-        drafts, of which the workers read as many as it has. vLLM fills them one after another, with the drafts
-        accepted in between and rolled back (v1/structured_output/__init__.py, grammar_bitmask): the same rows. The
-        answer is valid until the next step, as vLLM's own.
+        A request has a row for each of its drafts and one more; since vLLM 0.33 as many rows as if it had the most
+        drafts. They are as vLLM fills them one after another (v1/structured_output/__init__.py, grammar_bitmask), and
+        valid until the next step.
         """
         hosts, states, rows = list[HostState](), list[int](), list[int]()
         others, other_rows = list[str](), list[int]()
@@ -232,9 +242,3 @@ class StaticBackend(StructuredOutputBackend):
     def destroy(self) -> None:
         if self._xgrammar is not None:
             self._xgrammar.destroy()
-
-    def _xgrammar_backend(self) -> XgrammarBackend:
-        with self._xgrammar_lock:
-            if self._xgrammar is None:
-                self._xgrammar = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
-            return self._xgrammar

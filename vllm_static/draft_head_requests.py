@@ -42,9 +42,8 @@ class Drafting(NamedTuple):
 def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str, ItemSet]) -> Drafting | None:
     """Open and check the configured head, before the engine starts; None without one.
 
-    fingerprint: of the model's tokenizer. sets: the registered ones.
-    Raises ItemSetError: the file is missing or damaged, of another model or tokenizer, or drafts none of the sets; or
-    if this engine makes no lists inside a step.
+    fingerprint: of the model's tokenizer. sets: the registered ones. Raises ItemSetError for a file that is missing or
+    damaged, of another model or tokenizer, or drafts none of the sets, and if no lists are made inside a step.
     """
     from itemset.ranking.draft_head import DraftHead
     from vllm_static.kv_branches import MOST_LOGITS
@@ -69,11 +68,9 @@ def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str
     return Drafting(head.placeholders, MOST_LOGITS // (4 * head.width_of_logits))
 
 
-@hook(
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-    why="a draft head reads the hidden states at the end of its prompt: they are computed, also if their KV is cached",
-)
+@hook("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks")
 def _get_computed_blocks(original: Callable[..., Any], self: Any, request: Any) -> Any:
+    """A draft head reads the hidden states at the end of its prompt: they are computed, also if their KV is cached."""
     params = request.sampling_params
     carried = read(params.extra_args) if params is not None else None
     if carried is None or carried.ranked is None or not carried.ranked.placeholders:

@@ -9,77 +9,77 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
-from itemset.serving import metrics
-from itemset.serving.admission import Checks
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.config import StaticConfig, Words
-from itemset.serving.constraint import Constraint
+from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.constraint import JSON, TAG, Constraint
 from itemset.serving.embedded_answer import ExpectedItems
-from itemset.serving.embedded_sets import Constraints
-from itemset.serving.front_end import FrontEndBase, ListJob, Wanted
+from itemset.serving.front_end import FrontEndBase, Grammar, ListJob
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, REFERENCE
 from itemset.serving.wire import WIRE
 from vllm_static import compat
 from vllm_static.draft_head_requests import drafting
-from vllm_static.embedded_grammars import constraint_of, engine_constraint, json_options, validate, vocabulary_of
+from vllm_static.request import constraint_of
 from vllm_static.single_request import EngineLists
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
 AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 LEAST_PENALTY = 1e-6
 """Of repetition: a logit divided by less may be infinite, and two of them then have no difference."""
 
 
 class FrontEnd(FrontEndBase):
-    """vLLM's, one of each process that takes requests. Safe for threads."""
+    """vLLM's."""
+
+    words = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+
+    @staticmethod
+    def validate(kind: str, spec: str) -> None:
+        """Raises VLLMValidationError for what vLLM refuses with xgrammar."""
+        name = {JSON: "json", TAG: "structural_tag"}.get(kind, "grammar")
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(**{name: spec})))
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any) -> None:
-        """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
         config, model = StaticConfig.of(vllm_config.additional_config), vllm_config.model_config
-        checks = Checks(
+        generation = model.try_get_generation_config() or {}
+        ends = generation.get("eos_token_id")
+        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        tight = vllm_config.structured_outputs_config.disable_any_whitespace
+        super().__init__(
             config,
             tokenizer,
-            WORDS,
-            vocab_size=model.get_vocab_size(),
-            context=model.max_model_len,
-            end_tokens=_end_tokens(vllm_config, tokenizer),
+            ModelLimits(model.get_vocab_size(), model.max_model_len, 0, ends),
+            partial(compat.vocabulary_of, vllm_config, tokenizer),
+            EngineLists(vllm_config),
+            # As vLLM has xgrammar read schemas (v1/structured_output/backend_xgrammar.py, compile_grammar).
+            json_options={"any_whitespace": not tight, "separators": (",", ":") if tight else None},
             added_tokens=compat.added_tokens(vllm_config),
-            on_encoded=metrics.ENCODED.inc,
         )
-        constraints = Constraints(
-            checks,
-            tokenizer,
-            partial(vocabulary_of, vllm_config, tokenizer),
-            options=json_options(vllm_config),
-            validate=validate,
-        )
-        super().__init__(config, checks, constraints, EngineLists(vllm_config))
         self.vllm_config, self._tokenizer = vllm_config, tokenizer
         self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
-        self._drafting = drafting(vllm_config, checks.fingerprint, checks.catalogue.registered)
+        self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
-        path = "device path, masks inside the sampler"
+        path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
         if not compat.on_device_path(vllm_config):
             as_configured = "as configured" if config.item_set_path == "host" else None
             path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
+            if speculative is not None:
+                logger.warning(
+                    "On the host path no draft of %s is forced or masked: those of requests with an item set are cut "
+                    "where they leave it, and most of them do.",
+                    speculative.method,
+                )
         logger.info("Structured output backend static, %s. Item sets: %s", path, self.checks.summary())
-        if vllm_config.speculative_config is not None and not compat.on_device_path(vllm_config):
-            logger.warning(
-                "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
-                "they leave it, and most of them do.",
-                vllm_config.speculative_config.method,
-            )
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """The constraint with item sets in it that a request has, made unless it was before. Raises as
-        `Constraints.get` does."""
+        """Return a request's constraint with item sets in it, made unless it was before. Raises as `Constraints.get`
+        does."""
         structured = params.structured_outputs
         if structured is not None and isinstance(structured.grammar, Constraint):
             return structured.grammar
@@ -87,16 +87,16 @@ class FrontEnd(FrontEndBase):
         return None if given is None else self.constraints.get(*given)
 
     def attach(
-        self, wanted: Wanted, params: SamplingParams, prompt_tokens: int, *, weighed: bool = False
+        self, grammar: Grammar, params: SamplingParams, prompt_tokens: int, *, weighed: bool = False
     ) -> Callable[[Any], Expected | ExpectedItems]:
-        """Make `params`, the request's own, carry its set or constraint to the engine. weighed: see ItemRequest.
+        """Make `params`, the request's own, carry its grammar to the engine. weighed: see ItemRequest.
 
         Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
         and the other parameters leave no way to end an item.
         """
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
         stops, max_tokens = set(params.all_stop_token_ids), params.max_tokens
-        carried = self.engine_request(wanted, stop_tokens=stops, max_tokens=max_tokens, weighed=weighed, **least)
+        carried = self.engine_request(grammar, stop_tokens=stops, max_tokens=max_tokens, weighed=weighed, **least)
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
                 raise RefusedError(
@@ -118,24 +118,21 @@ class FrontEnd(FrontEndBase):
             params.logprobs = 0
         others = {key: value for key, value in (params.extra_args or {}).items() if key != REFERENCE}
         params.extra_args = {**others, WIRE: carried}
-        if isinstance(wanted, str):
-            params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(choice=[wanted]))
-        else:
-            params.structured_outputs = engine_constraint(wanted)
+        own = {"choice": [grammar]} if isinstance(grammar, str) else {"grammar": grammar.spec()}
+        params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(**own))
 
         def expected(request: Any) -> Expected | ExpectedItems:
             """Called when vLLM has completed the request: whether it begins with reasoning is known last."""
             content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
             stop_tokens = frozenset(request.sampling_params.all_stop_token_ids)
-            return self.expected(wanted, stop_tokens, content, weighed=weighed)
+            return self.expected(grammar, stop_tokens, content, weighed=weighed)
 
         return expected
 
     def list_job(
         self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, max_tokens: int
     ) -> tuple[ListJob, tuple[int, ...]]:
-        """Begin a ranked list or draws: see `FrontEndBase.begin_list`. Returns also the tokens that stand after the
-        prompt if the draft head makes it.
+        """Do `begin_list`. Returns also the tokens that stand after the prompt if the draft head makes the list.
 
         Raises RefusedError also if the engine's scores are no log-probabilities, or the head has no room.
         """
@@ -156,14 +153,7 @@ class FrontEnd(FrontEndBase):
         return job, placeholders
 
     def lists(self, client: Any) -> Lists:
-        """What runs the ranked lists of the server whose engine `client` talks to."""
+        """Return what runs the ranked lists of the server whose engine `client` talks to."""
         if self._lists is None:
             self._lists = Lists(self._seats, lambda: compat.unfinished(client))
         return self._lists
-
-
-def _end_tokens(vllm_config: VllmConfig, tokenizer: Any) -> set[int]:
-    """The tokens at which the model ends, by its tokenizer and its generation config."""
-    ends = (vllm_config.model_config.try_get_generation_config() or {}).get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    return {token for token in (*ends, tokenizer.eos_token_id) if token is not None}

@@ -14,50 +14,22 @@ from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.request import ItemRequest
-from itemset.serving.request_fields import (
-    BEAMS,
-    CHOICE,
-    DRAW,
-    DRAWS,
-    GUIDED,
-    PARAMS,
-    REFERENCE,
-    SELECTION,
-    SLATE,
-    STRUCTURED,
-    WEIGHT,
-    XARGS,
-    wrong_type,
-)
+from itemset.serving.request_fields import BEAMS, CHOICE, DRAWS, GUIDED, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS
 from vllm_static import compat
-from vllm_static.embedded_grammars import constraint_of
 from vllm_static.metrics import PATH, refresh
-from vllm_static.request import judge, put
+from vllm_static.request import constraint_of, judge, put
 
-_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, WEIGHT)
+_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
-_TEXTS = 'send the texts as structured_outputs: {"choice": [...]}'
-_INSIDE = (
-    "name a set in item_set, beside the other fields; state a schema in response_format or structured_outputs: "
-    '{"json": ...} (/v1/responses: text.format), a grammar in structured_outputs: {"grammar": ...}'
-)
+_EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
     served={path: {"": _OWN} for path in ("/v1/chat/completions/batch", "/v1/responses")}
-    | {path: {"": (*_OWN, DRAWS, DRAW)} for path in _DRAWING},
+    | {path: {"": (*_OWN, DRAWS, request_fields.DRAW)} for path in _DRAWING},
     # What vLLM takes for its engine's parameters reaches the engine as it is.
-    elsewhere={XARGS: (REFERENCE, *SELECTION), f"{PARAMS}.extra_args": (REFERENCE, *SELECTION, SLATE)},
-    dropped=(),
-    mends={
-        REFERENCE: "name the item set in item_set, beside the other fields",
-        CHOICE: _TEXTS,
-        STRUCTURED: _TEXTS,
-        GUIDED: _TEXTS,
-        SLATE: "send slate beside the other fields",
-        **dict.fromkeys(SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
-        **dict.fromkeys((DRAWS, DRAW), f"send draws beside item_set to {' or '.join(_DRAWING)}"),
-        WEIGHT: f"send {WEIGHT} beside item_set",
-    },
-    inside=_INSIDE,
+    elsewhere={XARGS: (REFERENCE, *SELECTION), _EXTRA_ARGS: (REFERENCE, *SELECTION, SLATE)},
+    mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(_DRAWING)),
+    inside="name a set in item_set, beside the other fields; state a schema in response_format or structured_outputs: "
+    '{"json": ...} (/v1/responses: text.format), a grammar in structured_outputs: {"grammar": ...}',
 )
 
 MAKING = {*SURFACE.served, "/v1/messages"}
@@ -73,7 +45,7 @@ class ItemSetWords(http_bodies.BodyMiddleware):
 
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
-        ours, body = _front_end(scope["app"]) is not None, http_bodies.body()
+        ours, body = compat.front_end_of(scope["app"].state) is not None, http_bodies.body()
         fields = lost_fields.fields_of_route(scope, given)
         SURFACE.check(body.path, given, fields, ours=ours)
         body.stated = constraints_of(given, fields)
@@ -83,9 +55,8 @@ class ItemSetWords(http_bodies.BodyMiddleware):
                 draw_options.with_beams(given)
 
     async def make(self, request: Any, given: Any) -> None:
-        """What is wrong with a set is said as vLLM makes the request's parameters, where its answer has not begun
-        either."""
-        front_end, body = _front_end(request.scope["app"]), http_bodies.body()
+        """What is wrong with a set is said as vLLM makes the request's parameters: its answer has not begun either."""
+        front_end, body = compat.front_end_of(request.scope["app"].state), http_bodies.body()
         if front_end is None or not isinstance(given, dict) or body.path not in MAKING:
             return
         for kind, spec in body.stated if given.get("stream") else ():
@@ -99,8 +70,8 @@ class ItemSetWords(http_bodies.BodyMiddleware):
         kinds = dict.fromkeys(SELECTION, list) | {request_fields.FILTER: dict}
         selection = {word: fields[word] for word, kind in kinds.items() if isinstance(fields.get(word), kind)}
         try:
-            wanted = ItemRequest(name, choice, **selection)
-            body.made = (await http_bodies.while_connected(front_end.checks.prepare(wanted), request)).choice
+            prepared = front_end.checks.prepare(ItemRequest(name, choice, **selection))
+            body.made = (await http_bodies.while_connected(prepared, request)).choice
         except ItemSetError as error:
             body.made = error
 
@@ -110,26 +81,19 @@ def _take_choice(given: dict[str, Any]) -> None:
     if given.get(GUIDED) is not None and structured is not None:
         raise RefusedError("two constraints", f"{GUIDED} is an older word for {STRUCTURED}: give one of them")
     if structured is not None and not isinstance(structured, dict):  # vLLM would answer 500
-        raise wrong_type(f"{STRUCTURED} must be an object, not {shown(structured)}")
+        raise request_fields.wrong_type(f"{STRUCTURED} must be an object, not {shown(structured)}")
     choice: dict[str, Any] = {}
     request_fields.rename_guided(given, choice)
     if choice:
         given[STRUCTURED] = choice
-    xargs = given.get(XARGS)
-    named = given.get(REFERENCE) is not None or (isinstance(xargs, dict) and xargs.get(REFERENCE) is not None)
+    named = any(one.get(REFERENCE) is not None for one in (given, *request_fields.objects(given.get(XARGS))))
     brings = lost_fields.chooses(given.get(STRUCTURED))
     has_set = named or brings or given.get(SLATE) is not None
     if draw_options.wants_draws(given) and not has_set:
-        raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
+        raise request_fields.wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
     http_bodies.body().brings_choice = brings
     if has_set:
         request_fields.refuse_tools(given)
-
-
-def _front_end(app: Any) -> Any:
-    """This server's, None if it does not use our backend: the plugin may be installed and another one chosen."""
-    client = getattr(app.state, "engine_client", None)
-    return getattr(getattr(client, "input_processor", None), "static_front_end", None)
 
 
 def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
@@ -149,12 +113,12 @@ def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
             lambda strict: kind == JSON or (kind == TAG and strict),
         )
     elsewhere = bool(fields.get(BEAMS))  # a field that the endpoint does not know
-    wanted = _judged(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None)
-    if wanted is not None and elsewhere:
+    judged = _judged(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None)
+    if judged is not None and elsewhere:
         message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
         raise RefusedError("beam search", message, BEAMS)
-    if wanted is not None:
-        params = put(params, wanted)
+    if judged is not None:
+        params = put(params, judged)
     elif fields.get(SLATE) is not None:
         params.extra_args = {**(params.extra_args or {}), SLATE: fields[SLATE]}
     given = constraint_of(params)
@@ -168,8 +132,8 @@ def rank_item_set(request: Any, params: Any) -> Any:
 
     Raises RefusedError as `add_item_set` does, and if log-probabilities, a stream or another constraint are asked for.
     """
-    wanted = _judged(request, request.vllm_xargs, request.structured_outputs, k=params.beam_width, draws=True)
-    if wanted is None:
+    judged = _judged(request, request.vllm_xargs, request.structured_outputs, k=params.beam_width, draws=True)
+    if judged is None:
         refuse_lost(http_bodies.body().stated, reached=0)
         return params
     if request.logprobs is not None and request.logprobs is not False:  # 0 asks for the sampled tokens' own
@@ -180,7 +144,7 @@ def rank_item_set(request: Any, params: Any) -> Any:
     if request.response_format is not None and request.response_format.type != "text":
         message = "a ranked list and response_format exclude each other: leave response_format out"
         raise RefusedError("two constraints", message, "response_format")
-    return put(params, wanted)
+    return put(params, judged)
 
 
 def _judged(
@@ -197,14 +161,13 @@ def _judged(
             "its place; leave the tools out, or send it to /v1/chat/completions",
             STRUCTURED,
         )
-    ours = (REFERENCE, *SELECTION, SLATE, WEIGHT)
+    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
-    wanted = judge(extra_args, structured, fields, k=k, draws=draws)
+    judged = judge(extra_args, structured, fields, k=k, draws=draws)
     if fields.get("beam_width") is not None:
         message = f"there is no field beam_width: a ranked list takes {BEAMS}, n, and width for the beams of its search"
         raise RefusedError("beam search", message, "beam_width")
-    if wanted is not None and isinstance(body.made, ItemSetError):
+    if judged is not None and isinstance(body.made, ItemSetError):
         raise body.made
-    made = isinstance(body.made, InlineSet)
-    return replace(wanted, choice=body.made) if wanted is not None and made else wanted
+    return replace(judged, choice=body.made) if judged is not None and isinstance(body.made, InlineSet) else judged

@@ -59,11 +59,11 @@ class Branches:
     """Rows that branch off prompts, as many from each. A row reads its prompt's full blocks where they lie.
 
     After them it has blocks of its own, in one of two banks of scratch blocks. A row that goes on from another one gets
-    a copy of the other's own tokens, from bank to bank: of whole blocks if the cache's layout hides where a token is.
-    If the prompts are kept `apart`, each with its partial block, the rows' tables have nothing but their own tokens.
+    a copy of its own tokens, from bank to bank: of whole blocks if the cache's layout hides where a token is. If the
+    prompts are kept `apart`, each with its partial block, the rows' tables have nothing but their own tokens.
 
-    tables: [2, prompts, rows, blocks] int32, of each bank. lengths: [prompts] int64 on the host, tokens of the prompts.
-    prompt_lengths: the same on the device. prompt_tables: [prompts, blocks] int32.
+    tables: [2, prompts, rows, blocks] int32, of each bank. prompt_tables: [prompts, blocks] int32. lengths: [prompts]
+    int64 on the host, tokens of the prompts. prompt_lengths: the same on the device.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Branches:
     def fork(self, parents: Tensor, known: int) -> None:
         """Let the rows go on from these rows of the last pass.
 
-        parents: [prompts, rows or fewer] int64, each counted among its prompt's rows; without the last rows of each
-        prompt if no pass has them any more. known: tokens that every row has after its prompt.
+        parents: [prompts, rows or fewer] int64, each counted among its prompt's rows. known: tokens that every row has
+        after its prompt.
         """
         old, self._bank = self._bank, 1 - self._bank
         rows = self.tables.shape[2]
@@ -126,10 +126,7 @@ class Branches:
                     torch.index_select(own[old, column][..., some, :], 0, piece, out=to[..., some, :])
 
     def at(self, rows: int, known: int, more: int) -> Places:
-        """Where the next tokens of each prompt's first rows are: `more` of them, after `known` that they have.
-
-        Rows of all prompts, prompt by prompt.
-        """
+        """Where `more` tokens of each prompt's first rows are, prompt by prompt, after `known` that they have."""
         steps = torch.arange(known, known + more, device=self.tables.device)
         positions = (self.prompt_lengths[:, None, None] + steps).expand(-1, rows, -1)
         inside = steps.expand_as(positions) if self.apart else positions
@@ -150,8 +147,8 @@ def own_blocks_of_all(prompts: Iterable[int], tokens: int, block: int) -> int:
 
 
 def shows_tokens(runner: Any, caches: Sequence[Tensor]) -> bool:
-    """Whether the caches [blocks, kernel blocks, heads, tokens, ...] keep each token's KV where these shapes say. CPU
-    attention packs several tokens together, and others are not known to."""
+    """Whether the caches [blocks, kernel blocks, heads, tokens, ...] keep each token's KV where these shapes say: on
+    CPUs they do not."""
     names = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
     (block,) = runner.block_tables.block_sizes
     return names <= TOKENS_APART and all(cache.ndim == 5 and cache.shape[1:4:2] == (1, block) for cache in caches)

@@ -1,8 +1,12 @@
-"""The weights of answers: at each token the logarithm of the legal mass, the model's probability of all legal tokens.
+"""Masked logits on the device path, and the weights of answers: at each token the logarithm of the legal mass, the
+model's probability of all legal tokens.
 
-They leave the engine in the place of each sampled token's log-probability. So they take part in all that vLLM does with
+A processor that asks to change one request's logits makes model runner V2 copy those of the whole batch to float32, so
+ours does not ask. If a request asks for something else, vLLM makes its copy and calls `ItemSetProcessor.apply` on that.
+
+Weights leave the engine in the place of each sampled token's log-probability, and take part in all that vLLM does with
 these: asynchronous copies, accepted and rejected drafts, tokens cut after an end. The front end asks for no columns but
-this one, and their sum is the answer's `cumulative_logprob` (`front.FrontEnd._weigh`, `answers`).
+this one, and their sum is the answer's `cumulative_logprob` (`answers`).
 """
 
 from __future__ import annotations
@@ -70,6 +74,21 @@ def sample_on_device(original: Callable[..., Any], self: Any, logits: Tensor, in
         if hasattr(processor, "weigh"):
             processor.weigh(logits, input_batch, output.logprobs_tensors)
     return output
+
+
+@hook("vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params", when=IMPORTED)
+def apply_sampling_params(
+    original: Callable[..., Tensor], self: Any, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any,
+    pos: Tensor, input_ids: Tensor, expanded_local_pos: Tensor,
+) -> Tensor:  # fmt: skip
+    """Masks logits as the model gave them: for a processor, vLLM copies the whole batch's to float32."""
+    if not self.needs_logits_processing[idx_mapping_np].any():
+        raw = self.logprobs_mode.startswith("raw") and self.get_logprobs_dims(idx_mapping_np) is not None
+        layout = {"above": expanded_local_pos, "tokens": input_ids, "positions": pos}
+        for processor in self.logits_processors:
+            if hasattr(processor, "mask_rows"):
+                logits = processor.mask_rows(logits, expanded_idx_mapping, idx_mapping_np, raw=raw, **layout)
+    return original(logits=logits)
 
 
 def asks(sampling_params: Any) -> bool:

@@ -2,9 +2,8 @@
 request has one.
 
 vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
-Here a list is one request, whose beams run inside a step of model runner V2 (`wide_lists`), and so are draws. Where
-that cannot be, or leaves draws undecided, each round is a batch of ordinary requests that score chosen tokens: the
-children of a prefix, or a whole tail.
+Here a list or draws are one request, whose beams run inside a step of model runner V2 (`step_lists`). If that cannot
+be, or leaves draws undecided, each round is a batch of ordinary requests that score chosen tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.search import Found, Item, described
+from itemset.ranking.search import Found, described
 from itemset.serving.list_runner import run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat
@@ -51,22 +50,22 @@ class ScoringParams(SamplingParams):
 
 
 class RankedList:
-    """One ranked list, or the draws of one prompt, that are being made: the set, the prompt, and the search."""
+    """One ranked list, or the draws of one prompt, that are being made: the set, the prompt, and the search.
+
+    whole_prompt: of the one request by which the engine makes them.
+    """
 
     def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
         limits = {"prompt_tokens": len(prompt), "max_tokens": params.max_tokens}
         self.job, placeholders = front_end.list_job(asked, end_token, **limits)
-        self.search = self.job.search
-        self.prompt, self._end, self._v2 = prompt, end_token, front_end.v2
-        self.whole_prompt = [*prompt, *placeholders]
-        """The prompt of the one request by which the engine makes the list or draws."""
+        self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
+        self._end, self._v2 = end_token, front_end.v2
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
 
-        cached: whether it may use the prefix cache. Where the row of a wanted token lies in a cached block, the answer
-        is missing, and it has to be asked again without.
+        cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`).
         """
         common: dict[str, Any] = {
             "max_tokens": 1,
@@ -79,15 +78,15 @@ class RankedList:
         if not self._v2:
             # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
             after = one.after.tolist()
-            own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
+            own: dict[str, Any] = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
             # Without `logprobs`: vLLM would look for as many most likely tokens besides.
-            chosen = {"logprob_token_ids": after} if after else {"logprobs": 0}
-            return tokens, ScoringParams(**chosen, **common, **own)
-        wanted = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
-        wanted[: len(run), 0] = run
-        wanted[-1, : len(one.after)] = one.after
+            own |= {"logprob_token_ids": after} if after else {"logprobs": 0}
+            return tokens, ScoringParams(**common, **own)
+        chosen = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
+        chosen[: len(run), 0] = run
+        chosen[-1, : len(one.after)] = one.after
         params = ScoringParams(
-            prompt_logprob_token_ids=wanted,
+            prompt_logprob_token_ids=chosen,
             prompt_logprob_start=len(self.prompt) + one.known - 1,
             skip_reading_prefix_cache=not cached,
             **common,
@@ -125,22 +124,22 @@ def offline(
     """`LLM.beam_search` of prompts that vLLM has tokenized, all of them together."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 
-    end_token, tokenizer = llm.get_tokenizer().eos_token_id, llm.get_tokenizer()
-    front_end = llm.llm_engine.input_processor.static_front_end
+    tokenizer = llm.get_tokenizer()
+    end_token, front_end = tokenizer.eos_token_id, llm.llm_engine.input_processor.static_front_end
     asked = front_end.checks.pinned(asked)  # all lists are of one version
-    made = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
-    found = _found(llm, front_end, made, lora_requests, priorities)
+    lists = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
+    results = _results(llm, front_end, lists, lora_requests, priorities)
     # All that is written out goes through the tokenizer and the set together.
-    after = [[[*item.tokens, end_token] for item in best.items] for best in found]
-    texts = _texts(tokenizer, [one.prompt for one in made], after, skip_special_tokens=params.skip_special_tokens)
-    entries = described(found, made[0].job.item_set, made[0].job.of_set) if made else []
+    after = [[[*item.tokens, end_token] for item in best.items] for best in results]
+    texts = _texts(tokenizer, [one.prompt for one in lists], after, skip_special_tokens=params.skip_special_tokens)
+    entries = described(results, lists[0].job.item_set, lists[0].job.of_set) if lists else []
     outputs = []
-    for i, best in enumerate(found):
-        sequences, prompt = [], made[i].prompt
+    for i, best in enumerate(results):
+        sequences = []
         for item, tokens, text, entry in zip(best.items, after[i], texts[i], entries[i], strict=True):
             sequence = BeamSearchSequence(
                 inputs[i],
-                tokens=prompt + tokens,
+                tokens=lists[i].prompt + tokens,
                 logprobs=[],
                 lora_request=lora_requests[i],
                 cum_logprob=item.score,
@@ -148,10 +147,9 @@ def offline(
                 finish_reason="stop",
                 stop_reason=end_token,
             )
-            sequence.key, sequence.keys = entry["key"], entry["keys"]
-            sequence.item_set_version = entry.get("item_set_version")
-            for name in _OF_DRAW & entry.keys():
+            for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
                 setattr(sequence, name, entry[name])
+            sequence.item_set_version = entry.get("item_set_version")
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
         for name, value in best.took.items():
@@ -163,8 +161,8 @@ def offline(
 def _texts(
     tokenizer: Any, prompts: Sequence[list[int]], continuations: Sequence[list[list[int]]], **options: Any
 ) -> list[list[str]]:
-    """Return the text of each prompt with each of its continuations. A prompt of any length is decoded once, but for
-    its last tokens, on which the text that follows may depend. options: of `decode`."""
+    """Return the text of each prompt with each of its continuations. A prompt is decoded once, but for its last tokens,
+    on which the text that follows may depend. options: of `decode`."""
     befores, rows = [], list[list[int]]()
     for prompt, after in zip(prompts, continuations, strict=True):
         near = prompt[-_NEAR:]
@@ -181,10 +179,7 @@ def _texts(
 
 
 def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
-    """Return the text of each row of tokens, in one call of a tokenizer that takes many rows: half the time or less.
-
-    options: of `decode`.
-    """
+    """Return the text of each row of tokens, in one call of a tokenizer that takes many. options: of `decode`."""
     together = getattr(tokenizer, "batch_decode", None)
     if together is None or not rows:  # vLLM's own protocol has `decode` alone
         return [tokenizer.decode(list(row), **options) for row in rows]
@@ -194,14 +189,10 @@ def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> l
     return texts
 
 
-def _found(
-    llm: Any,
-    front_end: Any,
-    made: Sequence[RankedList],
-    lora_requests: Sequence[Any],
-    priorities: Sequence[int] | None,
+def _results(
+    llm: Any, front_end: Any, lists: Sequence[RankedList], loras: Sequence[Any], priorities: Sequence[int] | None
 ) -> list[Found]:
-    """The lists: each in one request if it can be, the others round by round together."""
+    """Make the lists: each in one request if it can be, the others round by round together."""
 
     def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
         """The outputs of requests, each with the index of its list."""
@@ -209,49 +200,39 @@ def _found(
             [{"prompt_token_ids": tokens} for _, tokens, _ in requests],
             [params for *_, params in requests],
             use_tqdm=False,
-            lora_request=[lora_requests[i] for i, *_ in requests] if any(lora_requests) else None,
+            lora_request=[loras[i] for i, *_ in requests] if any(loras) else None,
             priority=None if priorities is None else [priorities[i] for i, *_ in requests],
         )
         return outputs
 
-    carried = [(i, one.job.carried) for i, one in enumerate(made) if one.job.carried is not None]
-    whole = [(i, made[i].whole_prompt, list_params(one)) for i, one in carried]
-    found: dict[int, Found | None] = {}
+    carried = [(i, one.job.carried) for i, one in enumerate(lists) if one.job.carried is not None]
+    whole = [(i, lists[i].whole_prompt, list_params(one)) for i, one in carried]
+    results: dict[int, Found | None] = {}
     for (i, one), output in zip(carried, generate(whole) if whole else [], strict=True):
-        found[i] = front_end.one_request.read(one, output.prompt_token_id_logprobs, made[i].search)
-    others = [i for i in range(len(made)) if found.get(i) is None]
+        results[i] = front_end.one_request.read(one, output.prompt_token_id_logprobs, lists[i].search)
+    others = [i for i in range(len(lists)) if results.get(i) is None]
 
     def score(passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
         answers: dict[int, Answer] = {}
         for cached in (True, False):
-            left = [n for n in range(len(passes)) if n not in answers]
-            if not left:
-                break
-            asked = [(others[passes[n][0]], *made[others[passes[n][0]]].ask(passes[n][1], cached=cached)) for n in left]
-            for n, (i, *_), output in zip(left, asked, generate(asked), strict=True):
-                if not made[i].missing(passes[n][1], output):
-                    answers[n] = made[i].answer(passes[n][1], output)
+            left = [(n, others[i], one) for n, (i, one) in enumerate(passes) if n not in answers]
+            asked = [(i, *lists[i].ask(one, cached=cached)) for _, i, one in left]
+            for (n, i, one), output in zip(left, generate(asked) if asked else (), strict=True):
+                if not lists[i].missing(one, output):
+                    answers[n] = lists[i].answer(one, output)
         return [answers[n] for n in range(len(passes))]
 
     if others:
-        found |= zip(others, run_together([made[i].search for i in others], score), strict=True)
-    return [best for _, best in sorted(found.items()) if best is not None]
+        results |= zip(others, run_together([lists[i].search for i in others], score), strict=True)
+    return [best for _, best in sorted(results.items()) if best is not None]
 
 
 async def online(
-    asked: ItemRequest,
-    serving: Any,
-    prompt: Any,
-    request_id: str,
-    params: Any,
-    lora_request: Any = None,
-    **options: Any,
+    asked: ItemRequest, serving: Any, prompt: Any, request_id: str, params: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The beam search of vLLM's server. When the client goes, all its requests are aborted."""
-    tokenizer = serving.renderer.get_tokenizer()
-    client = serving.engine_client
-    tokens = list(prompt["prompt_token_ids"])
-    front_end = client.input_processor.static_front_end
+    """The beam search of vLLM's server. When the client goes, all its requests are aborted. options: of requests."""
+    tokenizer, client = serving.renderer.get_tokenizer(), serving.engine_client
+    front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
     asked = await front_end.checks.prepare(asked)
     made = RankedList(front_end, asked, params, tokens, tokenizer.eos_token_id)
     lists = front_end.lists(client)
@@ -259,7 +240,7 @@ async def online(
     async def generate(prompt: list[int], params: SamplingParams) -> Any:
         output, name = None, f"{request_id}-{random_uuid()}"
         given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
-        async for part in client.generate(given, params, name, lora_request=lora_request, **options):
+        async for part in client.generate(given, params, name, **options):
             output = part
         return output
 
@@ -282,7 +263,16 @@ async def online(
         rows = [item.tokens for item, _ in part]
         texts = _decoded(tokenizer, rows, skip_special_tokens=params.skip_special_tokens)
         for (item, entry), text in zip(part, texts, strict=True):
-            outputs.append(_choice(len(outputs), item, tokenizer.eos_token_id, text, entry))
+            output = CompletionOutput(
+                index=len(outputs),
+                text=text,
+                token_ids=[*item.tokens, tokenizer.eos_token_id],
+                cumulative_logprob=item.score,
+                logprobs=None,
+                finish_reason="stop",
+            )
+            output.item = entry
+            outputs.append(output)
     yield RequestOutput(
         request_id=request_id,
         prompt=prompt.get("prompt"),
@@ -291,17 +281,3 @@ async def online(
         prompt_token_ids=tokens,
         prompt_logprobs=None,
     )
-
-
-def _choice(index: int, item: Item, end_token: int, text: str, entry: dict[str, Any]) -> CompletionOutput:
-    output = CompletionOutput(
-        index=index,
-        text=text,
-        token_ids=[*item.tokens, end_token],
-        cumulative_logprob=item.score,
-        logprobs=None,
-        finish_reason="stop",
-        stop_reason=None,
-    )
-    output.item = entry
-    return output

@@ -28,9 +28,8 @@ class Figures:
         self.by_path = Tally({"device": 0, "host": 0})
 
     def as_dict(self, plan: Any) -> dict[str, Any]:
-        arena = {"bytes": plan.nbytes, "used": plan.used} if plan is not None else {"bytes": 0, "used": 0}
-        counts = {"answered": self.answered, "forced": self.forced, "by_path": self.by_path}
-        return {"arena": arena} | {what: dict(tally) for what, tally in counts.items()}
+        counts = {name: dict(tally) for name, tally in vars(self).items()}
+        return counts | {"arena": [0, 0] if plan is None else [plan.nbytes, plan.used]}
 
 
 async def refresh(app: Any) -> None:
@@ -41,5 +40,5 @@ async def refresh(app: Any) -> None:
         for name in ("answered", "forced", "by_path"):
             for label, count in figures[name].items():
                 getattr(SHOWN, name).labels(label).set(count)
-        SHOWN.arena.set(figures["arena"]["bytes"])
-        SHOWN.arena_used.set(figures["arena"]["used"])
+        for gauge, nbytes in zip((SHOWN.arena, SHOWN.arena_used), figures["arena"], strict=True):
+            gauge.set(nbytes)

@@ -29,6 +29,7 @@ from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
 from vllm_static import speculation
+from vllm_static.kv_branches import to_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,8 +43,7 @@ _PADDING = 64
 
 def item_sets(runner: Any) -> ItemSetProcessor:
     """Return the processor of a model runner on the device path."""
-    (found,) = (one for one in runner.sampler.logits_processors if isinstance(one, ItemSetProcessor))
-    return found
+    return next(one for one in runner.sampler.logits_processors if isinstance(one, ItemSetProcessor))
 
 
 class ItemSetProcessor(LogitsProcessor):
@@ -60,9 +60,8 @@ class ItemSetProcessor(LogitsProcessor):
         self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
         self._weighed = np.zeros(req_states.max_num_reqs, np.bool_)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
-        self._drafts, self._dtype = 0, vllm_config.model_config.dtype
-        if vllm_config.speculative_config is not None:
-            self._drafts = vllm_config.speculative_config.num_speculative_tokens
+        speculative, self._dtype = vllm_config.speculative_config, vllm_config.model_config.dtype
+        self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if get_pp_group().is_last_rank:
             self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
@@ -76,37 +75,24 @@ class ItemSetProcessor(LogitsProcessor):
         for item_set in catalogue.registered.values():
             check_tables(item_set)
             self.arena.acquire(item_set)
-        rows = vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
-        slots = self._req_states.max_num_reqs
+        slots, rows = self._req_states.max_num_reqs, vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
         self._slots = Slots(self.arena, slots, max_rows=rows, max_stop_tokens=MAX_STOP_TOKENS)
         path = config.item_set_draft_head
         self.head = None if path is None else DraftHead.load(path, self.arena.device)
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
-        self._begin = torch.zeros(self._req_states.max_num_reqs, dtype=torch.int32, device=self._req_states.device)
+        self._begin = torch.zeros(slots, dtype=torch.int32, device=self._req_states.device)
         if vllm_config.speculative_config is not None:
             speculation.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
         self._warm_up()
-        logger.info(
-            "Item sets on %s: %s bytes, of which the registered sets take %s",
-            self.arena.device,
-            f"{self.arena.plan.nbytes:,}",
-            f"{self.arena.plan.used:,}",
-        )
+        sizes = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
+        logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", self.arena.device, *sizes)
 
     @property
     def registered(self) -> list[itemset.ItemSet]:
         return list(self._catalogue.registered.values())
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest item of the registered sets, 0 without any."""
-        return max((item_set.longest for item_set in self._catalogue.registered.values()), default=0)
-
     def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
-        """Open a version of a set beside the steps, and copy one piece of it: `preparing.prepare_in_worker`.
-
-        Raises ItemSetError if it cannot be opened, or its tables are no trie.
-        """
+        """Do `version_rollout.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):
             return Stage.DEVICE
         opened = self._catalogue.versions.begin(message, check_tables)
@@ -116,7 +102,7 @@ class ItemSetProcessor(LogitsProcessor):
         return Stage.DEVICE if self._arrivals.advance(opened.name, opened.sets, places) else Stage.COPYING
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
-        """Do as the engine core has done: `preparing.close_in_worker`."""
+        """Do `version_rollout.close_in_worker`."""
         if not hasattr(self, "arena"):
             return
         if version is None:
@@ -128,7 +114,7 @@ class ItemSetProcessor(LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
 
-        Returns False: `vllm_static.logits` masks without a copy of the batch's logits.
+        Returns False: `legal_mass.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
         self._weighed[req_idx] = carried.weighed
@@ -170,10 +156,8 @@ class ItemSetProcessor(LogitsProcessor):
     ) -> torch.Tensor:
         """Launch `Slots.step` for all rows, in place: those without a set, padding and drafts included.
 
-        That is one launch more if there is a slate among them.
-        logits: [rows, vocabulary], any floating type. slots: [rows]. requests: [requests], their slots. layout: the
-            drafts that lead to each row, as in `Batch`.
-        raw: whether somebody reads the logits as they were. These stay then, and what is returned is a copy.
+        logits: [rows, vocabulary], any floating type. slots: [rows]. requests: [requests], their slots. raw: whether
+            somebody reads the logits as they were: a copy is masked then. layout: of the drafts, as in `Batch`.
         """
         numbers = self._numbers[requests]
         if (numbers == NO_SET).all():
@@ -185,17 +169,16 @@ class ItemSetProcessor(LogitsProcessor):
         return logits
 
     def weigh(self, logits: torch.Tensor, input_batch: Any, logprobs: Any) -> None:
-        """Write the weights of the requests that ask for them into the first of their columns, after the sampling.
+        """Write the weights that requests ask for into the first of their columns, after the sampling.
 
-        logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each. NaN stands for a
-        request on the host path, whose logits were masked before.
+        logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each; NaN for a request on
+        the host path, whose logits were masked before.
         """
         asking = self._weighed[input_batch.idx_mapping_np]
         if not asking.any():
             return
         counts = np.diff(input_batch.cu_num_logits_np)
-        rows = torch.from_numpy(np.flatnonzero(asking.repeat(counts)))
-        rows = rows.pin_memory().to(logits.device, non_blocking=True) if logits.device.type == "cuda" else rows
+        rows = to_device(np.flatnonzero(asking.repeat(counts)), logits.device)
         at, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
         tokens, positions = input_batch.input_ids[at], input_batch.positions[at]
         batch = self._batch(slots, above=input_batch.expanded_local_pos, tokens=tokens, positions=positions)
@@ -226,13 +209,7 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _batch(self, slots: torch.Tensor, **layout: Any) -> Batch:
         states = self._req_states
-        return Batch(
-            slots=slots,
-            history=states.all_token_ids.gpu,
-            begin=self._begin,
-            end=states.total_len.gpu,
-            **layout,
-        )
+        return Batch(slots, states.all_token_ids.gpu, self._begin, states.total_len.gpu, **layout)
 
     def _warm_up(self) -> None:
         """Compile the kernels now, and the check of a set's tables: a first request should not wait for them."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
+from itemset.serving.body_constraints import holds_sets
+from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import DRAWN, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest
@@ -35,7 +37,7 @@ def judge(
     k: int | None,
     draws: bool = False,
 ) -> ItemRequest | None:
-    """Judge a request.
+    """Judge a request. Raises RefusedError as `ItemRequest.of` does.
 
     structured: vLLM's StructuredOutputsParams. fields: those of a body that vLLM does not know. k: its beams, if any.
     draws: whether it takes the way of a beam search, by which draws are made too.
@@ -54,19 +56,53 @@ def judge(
     )
 
 
-def put(params: Any, wanted: ItemRequest) -> Any:
+def put(params: Any, request: ItemRequest) -> Any:
     """The same parameters with the judged request in place of what it was read from."""
     own, extra = copy.copy(params), getattr(params, "extra_args", None) or {}
-    own.extra_args = {**{key: value for key, value in extra.items() if key not in _READ}, REFERENCE: wanted}
+    own.extra_args = {**{key: value for key, value in extra.items() if key not in _READ}, REFERENCE: request}
     if own.structured_outputs is not None:
         own.structured_outputs = StructuredOutputsParams(choice=[""])  # the texts stay here
     return own
 
 
+def constraint_of(params: Any) -> tuple[str, Any] | None:
+    """The kind and the text of a request's constraint, if item sets can stand in such; None if there is none."""
+    slate = (getattr(params, "extra_args", None) or {}).get(SLATE)
+    structured = getattr(params, STRUCTURED, None)
+    if slate is not None and structured is None:
+        return SLATE, slate
+    if structured is None or isinstance(structured.grammar, Constraint):
+        return None
+    if structured.json is not None:
+        return JSON, structured.json
+    if structured.structural_tag is not None:
+        return TAG, structured.structural_tag
+    if isinstance(structured.grammar, str):
+        from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+        return LARK if grammar_is_likely_lark(structured.grammar) else EBNF, structured.grammar
+    return None
+
+
+def asks_slate(asked: Any) -> bool:
+    """Whether a request, or its parameters, ask for a slate, made already or not."""
+    made = getattr(getattr(asked, STRUCTURED, None), "grammar", None)
+    given = (getattr(asked, "extra_args", None), getattr(asked, "model_extra", None))
+    return any((one or {}).get(SLATE) is not None for one in given) or getattr(made, "kind", None) == SLATE
+
+
+def with_constraint(params: SamplingParams, constraint: Constraint) -> SamplingParams:
+    """The same parameters, with the constraint in place of what it was made of."""
+    own = copy.copy(params)
+    own.structured_outputs = structured = copy.copy(params.structured_outputs) or StructuredOutputsParams(grammar="s")
+    structured.json = structured.structural_tag = None
+    structured.grammar = constraint
+    if constraint.kind == SLATE:
+        own.extra_args = {key: value for key, value in params.extra_args.items() if key != SLATE}
+    return own
+
+
 def names_sets(params: SamplingParams) -> bool:
     """Whether a request names a set, or one stands in its constraint."""
-    from itemset.serving.body_constraints import holds_sets
-    from vllm_static.embedded_grammars import constraint_of
-
     given = constraint_of(params)
     return (params.extra_args or {}).get(REFERENCE) is not None or (given is not None and holds_sets(*given))

@@ -32,20 +32,18 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
 
 @contextlib.contextmanager
 def _refusals(params: Any = None) -> Iterator[None]:
-    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted.
-
-    params: the request's, or the request; its slate or its structured outputs are at fault if no other field is.
-    """
-    from vllm.exceptions import VLLMValidationError
-
+    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted. params: the
+    request's, or the request; its slate or its structured outputs are at fault if no other field is."""
     try:
-        yield
+        with metrics.refusals():
+            yield
     except ItemSetError as error:
-        from vllm_static.embedded_grammars import asks_slate
+        from vllm.exceptions import VLLMValidationError
+
+        from vllm_static.request import asks_slate
 
         own = REFERENCE if getattr(params, STRUCTURED, None) is None else STRUCTURED
         own = SLATE if asks_slate(params) else own
-        metrics.REFUSED.labels(getattr(error, "reason", "bad items")).inc()
         raise VLLMValidationError(str(error), parameter=getattr(error, "param", None) or own) from error
 
 
@@ -54,27 +52,25 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     """The item set is attached to its request: every request passes here, with its prompt's length known."""
     from vllm.sampling_params import SamplingParams
 
-    from vllm_static.request import asked, names_sets, put
+    from vllm_static.request import asked, names_sets, put, with_constraint
 
-    front_end, wanted, weighed = self.static_front_end, None, False
+    front_end, grammar, weighed = self.static_front_end, None, False
     if isinstance(params, SamplingParams):
         with _refusals(params):
             if not front_end and names_sets(params):  # it would be ignored
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
-            if front_end and (request := asked(params)) is not None:
-                request = front_end.checks.pinned(request)
-                params, weighed = put(params, request), request.weighed
-                wanted = front_end.checks.reference(request)
-            elif front_end and (wanted := front_end.constraint(params)) is not None:
-                from vllm_static.embedded_grammars import with_constraint
-
-                params = with_constraint(params, wanted)
+            if front_end and (item_request := asked(params)) is not None:
+                item_request = front_end.checks.pinned(item_request)
+                params, weighed = put(params, item_request), item_request.weighed
+                grammar = front_end.checks.reference(item_request)
+            elif front_end and (grammar := front_end.constraint(params)) is not None:
+                params = with_constraint(params, grammar)
     request = original(params=params)
-    if wanted is not None:
+    if grammar is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with _refusals(params):
-            expecting = front_end.attach(wanted, request.sampling_params, prompt_tokens, weighed=weighed)
+            expecting = front_end.attach(grammar, request.sampling_params, prompt_tokens, weighed=weighed)
             setattr(request.sampling_params, answers.EXPECTED, expecting)
     return request
 
@@ -84,7 +80,7 @@ def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: An
     """VLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked."""
     from itemset.serving.body_constraints import holds_sets
     from itemset.serving.constraint import TAG
-    from vllm_static.embedded_grammars import constraint_of
+    from vllm_static.request import constraint_of
 
     given = constraint_of(sampling_params)
     if given is None or given[0] != TAG or not holds_sets(*given):
@@ -113,19 +109,17 @@ async def _add_request(original: Callable[..., Any], self: Any, params: Any) -> 
     """Inline sets are encoded, and filters applied, beside the event loop."""
     front_end = self.input_processor.static_front_end
     if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
-        from vllm_static.embedded_grammars import constraint_of, with_constraint
-        from vllm_static.request import asked, put
+        from vllm_static.request import asked, constraint_of, put, with_constraint
         from vllm_static.version_watcher import follow
 
         follow(self)  # where there was no event loop before
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
         with _refusals(params):
-            wanted = asked(params)
-            if wanted is not None:
-                params = put(params, await front_end.checks.prepare(wanted))
-            given = constraint_of(params) if wanted is None else None
-            if given is not None and (constraint := await front_end.constraints.prepare(*given)) is not None:
-                params = with_constraint(params, constraint)
+            if (item_request := asked(params)) is not None:
+                params = put(params, await front_end.checks.prepare(item_request))
+            elif (given := constraint_of(params)) is not None:
+                constraint = await front_end.constraints.prepare(*given)
+                params = params if constraint is None else with_constraint(params, constraint)
     return await original(params=params)
 
 
@@ -149,68 +143,53 @@ def _validate_structured_outputs(
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
     "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
-    always=True,
-)
-def _to_sampling_params(original: Callable[..., Any], self: Any) -> Any:
-    """The field item_set; an inline list that vLLM has replaced by a tool's schema."""
-    from vllm_static.http import add_item_set
-
-    return _refusals(self)(add_item_set)(self, original())
-
-
-@hook(
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params",
     always=True,
 )
-def _to_beam_search_params(original: Callable[..., Any], self: Any) -> Any:
-    """Drops constraints, which vLLM's beam search must be told of."""
-    from vllm_static.http import rank_item_set
+def _to_params(original: Callable[..., Any], self: Any) -> Any:
+    """The field item_set; constraints that vLLM drops for a beam search, or replaces by a tool's schema."""
+    from vllm_static import http
 
-    return _refusals(self)(rank_item_set)(self, original())
+    params = original()
+    add = http.rank_item_set if hasattr(params, "beam_width") else http.add_item_set
+    return _refusals(self)(add)(self, params)
 
 
-@hook(
-    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
-    why="ranked lists: vLLM's own loop loses legal candidates, and knows the built-in backends only",
-    when=IMPORTED,
-)
+@hook("vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search", when=IMPORTED)
 def _beam_search(
     original: Callable[..., Any], self: Any, prompts: Any, params: Any, lora_request: Any, priority: Any = None
-) -> Any:
-    """Offline: the rounds of all prompts together. priority: since vLLM 0.33."""
+) -> Any:  # priority: since vLLM 0.33
+    """Ranked lists offline: vLLM's own loop loses legal candidates, and knows the built-in backends only."""
     from vllm_static import list_requests
     from vllm_static.request import asked
 
     if self.llm_engine.input_processor.static_front_end is None:
         return original()
     with _refusals(params):
-        if (wanted := asked(params)) is None:
+        if (item_request := asked(params)) is None:
             return original(params=compat.beams_by_xgrammar(params))
         inputs = self._preprocess_cmpl(prompts)
         loras = self._lora_request_to_seq(lora_request, len(inputs))
         priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
-        return list_requests.offline(self, inputs, wanted, params, loras, priorities)
+        return list_requests.offline(self, inputs, item_request, params, loras, priorities)
 
 
-@hook(
-    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
-    why="ranked lists over HTTP",
-    when=IMPORTED,
-)
+@hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
 async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
     trace_headers: Any, session_id: Any = None, priority: int = 0,
-) -> AsyncGenerator[Any, None]:  # fmt: skip
-    """session_id: since vLLM 0.32. priority: since 0.33."""
+) -> AsyncGenerator[Any, None]:  # fmt: skip # session_id: since vLLM 0.32, priority: since 0.33
+    """Ranked lists over HTTP."""
     from vllm_static import list_requests
     from vllm_static.request import asked
 
     way: Any = original
     with _refusals(params):
-        if self.engine_client.input_processor.static_front_end and (wanted := asked(params)) is not None:
+        if self.engine_client.input_processor.static_front_end and (item_request := asked(params)) is not None:
             options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
-            way = partial(list_requests.online, wanted, self, prompt, request_id, params, lora_request, **options)
+            options["lora_request"] = lora_request
+            way = partial(list_requests.online, item_request, self, prompt, request_id, params, **options)
         async for output in way():
             yield output
 

@@ -33,7 +33,7 @@ class Part:
 
     starts: [sequences + 1] int32, each one's first query token, and the end. lengths: [sequences] int32, keys of each.
     tables: [sequences, blocks] int32. most_queries, most_keys: of any sequence. causal: the queries are the last of the
-    keys. long: the keys may be many, and worth several programs. Only one part of a pass may be.
+    keys. long: whether the keys may be worth several programs; of one part of a pass at most.
     """
 
     starts: Tensor
@@ -88,13 +88,14 @@ def shared_prefix(branches: Branches, each: int, rows: slice, places: Places) ->
 
 def why_not(runner: Any) -> str | None:
     """Return what keeps this engine's attention from the two parts; None if nothing is known to."""
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT"
-    if runner.vllm_config.cache_config.kv_sharing_fast_prefill:
-        return "fast prefill, whose models look into the metadata"
-    if getattr(runner.model_config, "rswa_window", None) is not None:
-        return "a window after the prompt"
-    return next(filter(None, (_why_not(layer.impl) for layer in _layers(runner))), None)
+    fast_prefill = runner.vllm_config.cache_config.kv_sharing_fast_prefill
+    reasons = {
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "fast prefill, whose models look into the metadata": fast_prefill,
+        "a window after the prompt": getattr(runner.model_config, "rswa_window", None) is not None,
+    }
+    of_layers = filter(None, (_why_not(layer.impl) for layer in _layers(runner)))
+    return next(filter(reasons.get, reasons), None) or next(of_layers, None)
 
 
 def _why_not(impl: Any) -> str | None:
@@ -113,23 +114,18 @@ def _why_not(impl: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def by_layer(runner: Any, shared: SharedPrefix) -> dict[str, Any]:
-    """Return the metadata of all attention layers, by name."""
-    return dict.fromkeys(_names(runner), shared)
-
-
 def install(runner: Any) -> None:
     """Let the layers of the runner's model understand `SharedPrefix`. To be called if `why_not` returns None."""
     for layer in _layers(runner):
         layer.impl.forward = _with_shared_prefix(layer.impl)
 
 
-def _names(runner: Any) -> list[str]:
+def layer_names(runner: Any) -> list[str]:
     return [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
 
 
 def _layers(runner: Any) -> list[Any]:
-    return list(get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, _names(runner)).values())
+    return list(get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, layer_names(runner)).values())
 
 
 def _with_shared_prefix(impl: Any) -> Callable[..., Tensor]:
@@ -167,6 +163,13 @@ def attend(impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, shared: Share
     merge_attn_states(output, prompts, prompt_sums, rows, row_sums)
 
 
+def _of_part(impl: Any, part: Part) -> dict[str, Any]:
+    """Arguments that both kernels call alike."""
+    lengths = {"cu_seqlens_q": part.starts, "seqused_k": part.lengths, "max_seqlen_k": part.most_keys}
+    options = {"softmax_scale": impl.scale, "softcap": impl.logits_soft_cap, "causal": part.causal}
+    return {**lengths, **options, "block_table": part.tables}
+
+
 def _by_flash(
     impl: Any, layer: Any, query: Tensor, keys: Tensor, values: Tensor, part: Part, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
@@ -178,15 +181,9 @@ def _by_flash(
         q=query,
         k=canonicalize_singleton_dim_strides(keys),
         v=canonicalize_singleton_dim_strides(values),
-        cu_seqlens_q=part.starts,
         max_seqlen_q=part.most_queries,
-        seqused_k=part.lengths,
-        max_seqlen_k=part.most_keys,
-        softmax_scale=impl.scale,
-        causal=part.causal,
         window_size=[-1, -1],
-        block_table=part.tables,
-        softcap=impl.logits_soft_cap,
+        **_of_part(impl, part),
         return_softmax_lse=True,
         fa_version=impl.vllm_flash_attn_version,
     )
@@ -206,15 +203,9 @@ def _by_triton(
         k=keys,
         v=values,
         out=output,
-        cu_seqlens_q=part.starts,
         max_seqlen_q=1,  # by which that kernel is chosen; it takes any number of queries
-        seqused_k=part.lengths,
-        max_seqlen_k=part.most_keys,
-        softmax_scale=impl.scale,
-        causal=part.causal,
         window_size=(-1, -1),
-        block_table=part.tables,
-        softcap=impl.logits_soft_cap,
+        **_of_part(impl, part),
         q_descale=None,
         k_descale=layer._k_scale,
         v_descale=layer._v_scale,

@@ -25,7 +25,7 @@ LOOK = 0.002  # seconds between two looks whether other requests have had their 
 
 
 class EngineLists(OneRequest):
-    """Asks the engine for lists, as many at a time as `ranked_list_beams` says, or as a worker has room for.
+    """Asks the engine for as many lists at a time as `ranked_list_beams` says, or as a worker has room for.
 
     under_way: lists that the engine has now.
     """
@@ -33,7 +33,7 @@ class EngineLists(OneRequest):
     def __init__(self, vllm_config: Any) -> None:
         limit = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
         beams = _BEAMS if limit is None else limit
-        too_many, always = "more draws than ranked_list_beams has room for", compat.why_rounds(vllm_config)
+        too_many, always = "more draws than ranked_list_beams has room for", compat.why_rounds(vllm_config) or ""
         super().__init__(logger.warning, beams=beams, widest=beams, too_many=too_many, always=always)
         self._engines: int = vllm_config.parallel_config.data_parallel_size
         self._taken, self.under_way = 0, 0  # beams; lists that have some
@@ -52,7 +52,7 @@ class EngineLists(OneRequest):
         return super().spec(asked, reference, search, end_token, **more)
 
     def read(self, carried: EngineRequest, table: Any, search: Any) -> Any:
-        """Do `OneRequest.found` for a request whose prompt_token_id_logprobs are its table."""
+        """Do `OneRequest.outcome` for a request whose prompt_token_id_logprobs are its table."""
         assert carried.ranked is not None
         result = ListResult.of_table(table, len(carried.ranked.races))
         if carried.ranked.placeholders:
@@ -61,15 +61,15 @@ class EngineLists(OneRequest):
             self.beams = self.widest = result.beams
             self._pace.most = result.beams * self._engines
             self._freed.set()
-        return self.found(carried, result, search)
+        return self.outcome(carried, result, search)
 
     @asynccontextmanager
     async def room(self, spec: ListSpec, unfinished: Callable[[], int]) -> AsyncIterator[None]:
         """Wait until there are beams for a list, first come, first served, and hold them. Those of the draft head take
-        no blocks of the KV cache.
+        no blocks.
 
-        A list's step is a long one: only as many are under way as their `Pace` allows, and after one the engine's other
-        requests have as much time for themselves as it took. unfinished: how many requests there are, of lists too.
+        A list's step is long: only as many are under way as their `Pace` allows, and after one the engine's other
+        requests have as much time for themselves. unfinished: how many requests there are, of lists too.
         """
         width = 0 if spec.placeholders else spec.beams
         async with self._turn:

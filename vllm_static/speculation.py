@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-import torch
+from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_static import compat
@@ -39,18 +39,13 @@ _processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary() 
 
 
 def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> None:
-    """Let this processor mask the drafts that are proposed under this speculative configuration.
-
-    forced: let forced tokens take the place of what an n-gram drafter proposes.
-    Raises RuntimeError where vLLM lacks a hook.
-    """
+    """Let this processor mask the drafts that are proposed under this speculative configuration. Raises RuntimeError if
+    vLLM lacks a hook. forced: let forced tokens take the place of what an n-gram drafter proposes."""
     compat.install(SPECULATION)
     if forced or speculative.method not in NGRAM:
         _processors[id(speculative)] = processor
-    unmasked = UNMASKED.get(speculative.method)
-    if speculative.use_local_argmax_reduction:
-        unmasked = "use_local_argmax_reduction makes no draft logits"
-    if unmasked:
+    reduced = "use_local_argmax_reduction makes no draft logits" if speculative.use_local_argmax_reduction else None
+    if unmasked := reduced or UNMASKED.get(speculative.method):
         logger.warning(
             "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
             speculative.method,
@@ -58,18 +53,9 @@ def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> N
         )
 
 
-@hook(
-    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft",
-    why="which rows a draft model drafts",
-    when=SPECULATION,
-)
-def _sample_draft(
-    original: Callable[..., torch.Tensor],
-    self: Any,
-    idx_mapping: torch.Tensor,
-    draft_step: torch.Tensor,
-) -> torch.Tensor:
-    """Remember which rows are being drafted, for `_compute_draft_logits`, which it calls."""
+@hook("vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft", when=SPECULATION)
+def _sample_draft(original: Callable[..., Tensor], self: Any, idx_mapping: Tensor, draft_step: Tensor) -> Tensor:
+    """Which rows a draft model drafts, for `_compute_draft_logits`, which it calls."""
     self.static_rows = (idx_mapping, draft_step)
     return original()
 
@@ -79,7 +65,7 @@ def _sample_draft(
     "vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits",
     when=SPECULATION,
 )
-def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any) -> torch.Tensor:
+def _compute_draft_logits(original: Callable[..., Tensor], self: Any) -> Tensor:
     """A draft model's logits are masked."""
     logits = original()
     processor, rows = _processors.get(id(self.speculative_config)), getattr(self, "static_rows", None)
@@ -95,7 +81,7 @@ def _compute_draft_logits(original: Callable[..., torch.Tensor], self: Any) -> t
 
 
 @hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator.propose", when=SPECULATION)
-def _propose(original: Callable[..., torch.Tensor], self: Any, input_batch: Any, dummy_run: bool) -> torch.Tensor:
+def _propose(original: Callable[..., Tensor], self: Any, input_batch: Any, dummy_run: bool) -> Tensor:
     """Forced tokens as drafts."""
     drafts = original()
     processor = _processors.get(id(self.speculative_config))

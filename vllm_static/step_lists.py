@@ -7,8 +7,7 @@ blocks of the KV cache nor anything that an abort would have to free.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from itemset.ranking.beams import Beams, LevelPlan, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import GRAPHS, HEAD, REASONS, NoList, read
 from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
-from vllm_static.draft_head_lists import Asked, DraftedLists
+from vllm_static.draft_head_lists import Asked, DraftedLists, grouped
 from vllm_static.kv_branches import Branches, Prompt, scratch_needed, to_device
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
@@ -31,12 +30,10 @@ MOST_STEPS = 4  # full steps that a list may take
 class WideLists:
     """The lists of a worker's steps.
 
-    asked: those whose prompts are not complete, by request.
-    drafted: the lists that a draft head makes; None without one.
-    narrow: whether a pass has only the rows that can lead to something better. The host must read how many they are: on
-    a CPU it waits for nothing, and a pass reads tails whole. On an accelerator shapes stay as the set's levels bound
-    them, and nothing is read. There a row has one token a pass, as in the engine's own decoding, whose CUDA graphs it
-    takes; but of items so long that these would be more than MOST_ROUNDS passes, and of draws, tails are read whole.
+    asked: those whose prompts are not complete, by request. drafted: the lists of a draft head; None without one.
+    narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU,
+        where a pass reads tails whole. On an accelerator shapes stay as the set's levels bound them, and a row has one
+        token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_stepwise`.
     """
 
     def __init__(self, runner: Any, room: Room) -> None:
@@ -53,7 +50,7 @@ class WideLists:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run what passes run: for want of memory it fails here, on all ranks alike, and not in a step."""
+        """Run what passes run: without memory it fails here, on all ranks alike, and not in a step."""
         most = min(self._room.tokens, 2 * self._room.beams) if self.narrow else self._room.tokens
         logits = run_logits(self._runner, most)[:1, None]
         warm_up(self._sets.arena, logits, kernels=self._sets.kernels)
@@ -90,17 +87,14 @@ class WideLists:
         complete = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
         rows = [i for i, request in enumerate(batch.req_ids) if complete[i] and request in self.asked]
         ready = [self.asked.pop(batch.req_ids[i]) for i in rows]
-        reasons = [self._reason(one) for one in ready]
-        tables = {
-            one.prompt.request: torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
-            for one, reason in zip(ready, reasons, strict=True)
-            if reason is not None
-        }
-        kept = [(i, one) for i, one, reason in zip(rows, ready, reasons, strict=True) if reason is None]
-        tables |= drafted
+        tables, kept = drafted, list[tuple[int, Asked]]()
+        for i, one in zip(rows, ready, strict=True):
+            if (reason := self._reason(one)) is None:
+                kept.append((i, one))
+            else:
+                tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
         if not kept:
             return tables
-        kept.sort(key=lambda pair: pair[1].kind)
         self._sets.arena.use([one.number for _, one in kept])
         at = batch.logits_indices[to_device([i for i, _ in kept], hidden_states.device)]
         lists = [one for _, one in kept]
@@ -108,7 +102,7 @@ class WideLists:
         logits = self._runner.model.compute_logits(hidden_states[at])
         parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
         with borrowed(self._runner):
-            for group in self._groups([(row, each) for row, one in enumerate(lists) for each in one.apart]):
+            for group in grouped([(row, each) for row, one in enumerate(lists) for each in one.apart], self._fit):
                 first = logits[to_device([row for row, _ in group], logits.device)]
                 for (_, one), table in zip(group, self._make([one for _, one in group], first), strict=True):
                     parts[one.prompt.request].append(table)
@@ -141,18 +135,6 @@ class WideLists:
         needed = scratch_needed([one.prompt for one in lists], rows, plan.longest, self._block)
         return needed <= len(self._scratch) and self._largest(lists) <= self._room.tokens
 
-    def _groups(self, lists: Sequence[tuple[int, Asked]]) -> Iterator[list[tuple[int, Asked]]]:
-        """Lists that go through their passes together, each with a number: of one set, as wide, and no more than have
-        room."""
-        for _, alike in groupby(lists, key=lambda pair: pair[1].kind):
-            group: list[tuple[int, Asked]] = []
-            for pair in alike:
-                if not self._fit([one for _, one in [*group, pair]]):
-                    yield group
-                    group = []
-                group.append(pair)
-            yield group
-
     def _shapes(self, plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:
         """Of each pass of a list, or of a race: how many rows it has, and how many tokens each of them."""
         if self._stepwise(plan, one):
@@ -165,7 +147,7 @@ class WideLists:
 
     def _stepwise(self, plan: LevelPlan, one: Asked) -> bool:
         """Whether tails take a token a pass, too: if these are not many, and there are blocks for their rows. Not those
-        of draws: on its way through a tail an item would compete with beams, and fewer draws would be decided."""
+        of draws: in its tail an item would compete with beams, and fewer draws would be decided."""
         if self.narrow or one.spec.races or (plan.levels if one.spec.renormalised else plan.longest) > MOST_ROUNDS:
             return False
         needed = scratch_needed([one.prompt], max(_rows_of_tokens(plan, one)), plan.longest, self._block)
@@ -191,7 +173,11 @@ class WideLists:
         prompts = [other.prompt for other in group]
         branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._room.apart)
         beams.round(logits[:, None])
-        while self._go_on(beams):
+        while True:
+            if self.narrow:
+                beams.narrow()
+            if not beams.passes_left:
+                break
             known, count = beams.taken - 1, beams.row_count
             if known == 0:
                 branches.begin()
@@ -209,18 +195,11 @@ class WideLists:
         head[:, 0, 3 + len(GRAPHS)] = self._room.beams
         return torch.cat((head, result), 1)
 
-    def _go_on(self, beams: Beams) -> bool:
-        """Whether another pass is needed, of the rows that can lead to something better if they can be counted."""
-        if self.narrow:
-            beams.narrow()
-        return beams.passes_left > 0
-
 
 def _rows_of_tokens(plan: LevelPlan, one: Asked) -> tuple[int, ...]:
     """How many rows each pass of a list has with one token each."""
-    spec = one.spec
-    options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
-    return rows_of_passes(plan, spec.width, **options) or (1,)
+    renormalised, end = one.spec.renormalised, one.spec.scored_end
+    return rows_of_passes(plan, one.spec.width, renormalised=renormalised, end_token=end) or (1,)
 
 
 def _joined(tables: list[Tensor]) -> Tensor:

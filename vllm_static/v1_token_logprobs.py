@@ -1,8 +1,8 @@
 """The log-probabilities of chosen tokens on model runner V1, whose samplers mishandle them beside other requests.
 
-With speculation every step goes through `RejectionSampler.forward`. It takes the chosen tokens' few columns for whole
-rows of logits, and the error ends the engine. `Sampler.forward` gives such columns to the whole batch: a request that
-wants its most likely tokens then gets none of them. Both are told of no chosen tokens here; their columns are added.
+`RejectionSampler.forward`, with speculation, takes their few columns for whole rows of logits, and the error ends the
+engine. `Sampler.forward` gives such columns to the whole batch, also to requests that ask for their most likely tokens.
+Both are told of no chosen tokens here; their columns are added.
 """
 
 from __future__ import annotations
@@ -25,13 +25,9 @@ LOGITS_MODES = ("raw_logits", "processed_logits")
 """Of `--logprobs-mode`: those in which vLLM gives logits where it is asked for log-probabilities."""
 
 
-@hook(
-    "vllm.v1.sample.sampler:Sampler.forward",
-    why="V1: scores of chosen tokens, for ranked lists, take other requests' most likely tokens away",
-    when=IMPORTED,
-)
+@hook("vllm.v1.sample.sampler:Sampler.forward", when=IMPORTED)
 def sample(forward: Callable[..., Any], self: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-    """Around `Sampler.forward` (v1/sample/sampler.py): one row of logits a request."""
+    """V1: scores of chosen tokens, for ranked lists, take other requests' most likely tokens away."""
     chosen = sampling_metadata.logprob_token_ids
     if not chosen:
         return forward()
@@ -40,14 +36,9 @@ def sample(forward: Callable[..., Any], self: Any, logits: Tensor, sampling_meta
     return _with(output, list(chosen), *scores)
 
 
-@hook(
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
-    why="V1: with speculation, chosen tokens end the engine",
-    when=IMPORTED,
-)
+@hook("vllm.v1.sample.rejection_sampler:RejectionSampler.forward", when=IMPORTED)
 def verify(forward: Callable[..., Any], self: Any, metadata: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-    """Around `RejectionSampler.forward` (v1/sample/rejection_sampler.py): a row of logits for each draft of a request,
-    and one after them."""
+    """V1: with speculation, chosen tokens end the engine."""
     chosen = sampling_metadata.logprob_token_ids
     if not chosen:
         return forward()
@@ -70,8 +61,8 @@ def _without(sampling_metadata: Any) -> Any:
 def _scores(sampler: Any, logits: Tensor, rows: list[int], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Of these rows' tokens: [rows, most tokens] ids, int32, and scores, float32. Shorter rows end with 0 and -inf."""
     table = np.full((len(rows), max(map(len, tokens))), -1, np.int64)
-    for row, wanted in zip(table, tokens, strict=True):
-        row[: len(wanted)] = wanted
+    for row, chosen in zip(table, tokens, strict=True):
+        row[: len(chosen)] = chosen
     ids = to_device(table, logits.device)
     scored = logits[to_device(rows, logits.device)].float()
     if sampler.logprobs_mode not in LOGITS_MODES:

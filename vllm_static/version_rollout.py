@@ -44,10 +44,10 @@ class WorkerDevices(Devices):
 
 
 def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str:
-    """Open a version beside the steps of a worker, and copy one piece of it to its device.
-
-    pieces: its places, `masking.holding.Pieces`; None while the engine core opens it. Returns the stage, or why it
+    """Open a version beside the steps of a worker, and copy one piece of it to its device. Return the stage, or why it
     cannot be had: an error in a worker would end the engine.
+
+    pieces: its places, `masking.arena_reservations.Pieces`; None while the engine core opens it.
     """
 
     def prepare() -> Stage:
@@ -58,10 +58,7 @@ def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str
 
 
 def close_in_worker(worker: Any, name: str, version: str | None, open_sets: Sequence[str]) -> None:
-    """Serve a version that was prepared, None if its set is gone, and let go of sets that the engine core has closed.
-
-    open_sets: digests of those that are open there.
-    """
+    """Serve a version that was prepared, None if its set is gone. Keep `open_sets` alone, by their digests."""
     try:
         if (processor := _item_sets(worker)) is not None:
             processor.close(name, version, open_sets)

@@ -40,30 +40,25 @@ def follow(client: Any) -> None:
                 if client.errored:  # vLLM answers nothing of an engine that has ended
                     raise ItemSetError("the engine has ended") from None
 
-    front.follower = _follower(front, send)
-    front.follower.start()
+    _follow_by(front, send).start()
 
 
 def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
-    """Take up what is current of the published sets of a vLLM `LLM`, or of one of them; nothing follows them offline.
-
-    Returns the entry of each in `GET /v1/item_sets`. Running requests go on with the version that they began with.
-    Raises ItemSetError: no such set, or a version that cannot be served.
-    """
+    """Do `vllm_static.refresh`."""
     front = llm.llm_engine.input_processor.static_front_end
     if front is None:
         raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
-    if front.follower is None:
-        core = llm.llm_engine.engine_core
-        front.follower = _follower(front, lambda message: [compat.ask(core, ROLLOUT, message)])
-    follower: Follower = front.follower
+    core = llm.llm_engine.engine_core
+    follower: Follower = front.follower or _follow_by(front, lambda message: [compat.ask(core, ROLLOUT, message)])
     return follower.refreshed(name)
 
 
-def _follower(front: Any, send: Send) -> Follower:
+def _follow_by(front: Any, send: Send) -> Follower:
     number, count = compat.front_of(front.vllm_config)
     path = "device" if compat.on_device_path(front.vllm_config) else "host"
-    return Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
+    follower = Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
+    front.follower = follower
+    return follower
 
 
 class Routes:
@@ -74,12 +69,7 @@ class Routes:
 
     def attach_router(self, app: Any) -> None:
         """Add the routes to those that vLLM's API key protects."""
-        add_routes(app, lambda state: getattr(_front(state), "follower", None))
+        add_routes(app, lambda state: getattr(compat.front_end_of(state), "follower", None))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Nothing: `follow` has begun with the engine's client."""
-
-
-def _front(state: Any) -> Any:
-    client = getattr(state, "engine_client", None)
-    return getattr(getattr(client, "input_processor", None), "static_front_end", None)

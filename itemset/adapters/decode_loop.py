@@ -1,8 +1,7 @@
 """The best items of a set by beam search, for those who own their decode loop.
 
-What STATIC's Algorithms 1 and 2 do (arXiv 2602.22647, section 4), for items of any lengths, without a mask. They are
-the beams of ranked lists (`ranking.beams`), which go on by one token a step. `draft_search` takes the same steps with a
-draft head in place of the model.
+What STATIC's Algorithms 1 and 2 do (arXiv 2602.22647, section 4), for items of any lengths, without a mask, by the
+beams of ranked lists (`ranking.beams`).
 """
 
 from collections.abc import Callable
@@ -21,11 +20,10 @@ LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Ranking(NamedTuple):
-    """The items found for each row of the batch, best first.
+    """The distinct items found for each row, best first.
 
-    tokens: [batch, width, longest] int64, -1 after an item's end and in the rows from `found` on.
-    scores: [batch, width] float32, the sum of the log-probabilities of an item's tokens; -inf from `found` on.
-    found: [batch] int64, how many items there are. No item is there twice.
+    tokens: [batch, width, longest] int64, -1 after an item's end and in rows from `found` on. scores: [batch, width]
+    float32, the sum of the log-probabilities of an item's tokens; -inf from `found` on. found: [batch] int64.
     """
 
     tokens: Tensor
@@ -34,29 +32,20 @@ class Ranking(NamedTuple):
 
 
 def beam_search(
-    arena: Arena,
-    number: int,
-    logits_fn: LogitsFunction,
-    *,
-    batch: int,
-    width: int,
-    longest: int,
-    end_token: int | None = None,
-    kernels: Kernels = "auto",
-) -> Ranking:
+    arena: Arena, number: int, logits_fn: LogitsFunction, *, batch: int, width: int, longest: int,
+    end_token: int | None = None, kernels: Kernels = "auto",
+) -> Ranking:  # fmt: skip
     """Return the `width` best items, of set `number` of the arena, that a beam of this width finds.
 
     Scores are the model's own log-probabilities over the whole vocabulary. With a beam at least as wide as the set, the
-    answer is the set's exact ranking, except that items of probability zero are never found. A step reads the logits
-    once, and looks at the beams' children only. Nothing is read back.
+    answer is the set's exact ranking, except that items of probability zero are never found. Nothing is read back.
 
     logits_fn: takes the tokens so far, [batch, width, t] int64, and the beam of the step before that each of them
-        continues, [batch, width] int64 (to reorder cached keys and values by); returns logits [batch, width,
-        vocabulary] of any floating dtype, on the arena's device. In the first step only each row's first beam is read.
-        Rows that hold no beam, or none any more, hold any tokens; their logits are not used.
-    longest: `ItemSet.longest`, the most steps that are taken (one more with end_token). Longer items are not found, nor
-        are items with tokens outside the vocabulary.
-    end_token: if given, the end of an item is a token of the model's too, and counts in the score.
+    continues, [batch, width] int64 (to reorder cached keys and values by); returns logits [batch, width, vocabulary] of
+    any floating dtype, on the arena's device. In the first step only each row's first beam is read. Rows that hold no
+    beam hold any tokens; their logits are not used. longest: `ItemSet.longest`, the most steps that are taken (one more
+    with end_token). Longer items are not found, nor are items with tokens outside the vocabulary. end_token: if given,
+    the end of an item is a token of the model's too, and counts in the score.
 
     Raises ValueError if batch, width or longest is less than 1, KeyError if the arena has no such set.
     """

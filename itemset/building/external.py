@@ -1,8 +1,7 @@
 """Building an item set from files larger than memory: sorted by DuckDB, streamed through files without names.
 
-DuckDB sorted 20 million items of 8 tokens within 400 MB in 5 s, Polars 2.1 in 23 s (two cores), and it takes memory and
-spill folder for a connection. Integers of 64 bits with as many tokens as fit sort 2 to 4 times as fast as one BLOB an
-item, and spill a fifth.
+DuckDB sorted 20 million items of 8 tokens within 400 MB in 5 s, Polars 2.1 in 23 s (two cores). Integers of 64 bits
+with as many tokens as fit sort 2 to 4 times as fast as one BLOB an item, and spill a fifth.
 """
 
 import os
@@ -65,15 +64,14 @@ def build_external(
     ids) and `build_text` (texts).
     in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
     engine: "ray" reads, encodes and sorts on a Ray cluster (needs the package `ray`), this process does the rest.
-    shards: a new folder or URI, for what the cluster has sorted, which stays there; all its machines must share it. By
-    default it is a new one in `folder`, removed at the end.
+    shards: a new folder or URI that all machines share, for what the cluster has sorted; by default one in `folder`,
+    removed at the end.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
-    folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes. They have no
-    names, but for DuckDB's. By default a new folder in the system's temporary one; that of a killed build goes with the
-    next.
-    progress: called with the name of a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building")
-    and the share of it that is done.
+    folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes; by default a
+    new one in the system's temporary one.
+    progress: called with a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building") and the share
+    of it that is done.
     Raises ItemSetError as those functions do, if DuckDB is needed and not installed, if the disk is full, and for the
     first item that is out of the order that was promised.
     """

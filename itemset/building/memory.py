@@ -16,10 +16,7 @@ _FILE_FACTOR = 13  # other files: texts and lists are in memory as Arrow columns
 
 
 def available_memory(system: Path = Path("/")) -> int:
-    """Return the bytes that this process can take without swapping: the system's, or those of its control group (v2).
-
-    system: the folder that holds proc and sys.
-    """
+    """Return the bytes that this process can take without swapping: the system's, or its control group's (v2)."""
     try:
         free = 1024 * _counter(system / "proc/meminfo", "MemAvailable:")
     except (OSError, LookupError):
@@ -40,10 +37,9 @@ def _counter(file: Path, name: str) -> int:
 def needed_memory(
     path: str | os.PathLike[str], column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
 ) -> int:
-    """Estimate the peak memory of `build` or `build_text` for the items of these files, in bytes; 0 if unreadable.
+    """Estimate the peak memory of `build` or `build_text` for these items from the files' sizes; 0 if unreadable.
 
-    path, column, key, attributes: as for `sources.read`. The estimate comes from the files' sizes. It is high if a CSV
-    or JSON file has other long columns.
+    It is high if a CSV or JSON file has other long columns.
     """
     names = {column, key, *attributes} if column else set()
     try:
@@ -57,19 +53,11 @@ def _needed(file: SourceFile, names: set[str | None]) -> int:
         matrix = np.load(file.path, mmap_mode="r")
         rows, width = matrix.shape
         return int(rows * (_ROW_BYTES + width * (matrix.itemsize + _TOKEN_BYTES)))
-    if file.suffix == ".parquet":
-        return _FILE_FACTOR * _parquet_bytes(file, names)
-    return _FILE_FACTOR * file.size
-
-
-def _parquet_bytes(file: SourceFile, names: set[str | None]) -> int:
-    """Return the uncompressed bytes of these columns, of all if none is named."""
+    if file.suffix != ".parquet":
+        return _FILE_FACTOR * file.size
     with file.open() as stream:
         metadata = pa_parquet.read_metadata(stream)
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     chunks = (group.column(i) for group in groups for i in range(group.num_columns))
-    return sum(
-        int(chunk.total_uncompressed_size)
-        for chunk in chunks
-        if not names or chunk.path_in_schema.partition(".")[0] in names
-    )
+    read = (chunk for chunk in chunks if not names or chunk.path_in_schema.partition(".")[0] in names)
+    return _FILE_FACTOR * sum(int(chunk.total_uncompressed_size) for chunk in read)

@@ -1,6 +1,5 @@
 """One progress bar for each long command, on a terminal alone: what is done, how fast, and the time left."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -40,11 +39,10 @@ def build_bar() -> Iterator[Callable[[str, float], None]]:
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
     """Show a bar of bytes, if it takes a second. Yields what `verify` takes as `progress`; threads may call it."""
-    lock = threading.Lock()
     with tqdm(desc="checking", unit="B", unit_scale=True, delay=1, disable=None, smoothing=0) as bar:
 
         def show(nbytes: int, total: int) -> None:
-            with lock:
+            with bar.get_lock():
                 bar.total = total
                 bar.update(nbytes)
 

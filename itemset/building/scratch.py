@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.trie.keys import values_to_sections
+from itemset.trie.key_index import values_to_sections
 
 _LOCK = "lock"
 
@@ -23,8 +23,8 @@ _LOCK = "lock"
 def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
     """Make a folder beside the file `output`, for what is needed until that file is written.
 
-    A file in it is locked as long as this process lives. A folder beside it without such a lock is of a build that was
-    killed, and is removed. Raises OSError if no folder can be made there.
+    A file in it is locked as long as this process lives. A folder of a killed build, without a lock, is removed. Raises
+    OSError if no folder can be made there.
     """
     output = Path(output).absolute()
     prefix, suffix = f".{output.name}.", ".building"
@@ -85,26 +85,19 @@ class Spool:
 
 
 class ArraySpool:
-    """An Arrow array of bools, numbers, large strings or large lists of these, in several such files.
-
-    missing: whether values may be missing.
-    """
+    """An Arrow array of bools, numbers, large strings or large lists of these, in such files. missing: of nulls too."""
 
     def __init__(self, folder: Path, kind: Any, *, missing: bool = False) -> None:
         self._kind = kind
         self._there = Spool(folder, np.uint8) if missing else None
         self._rows = self._end = 0
         self._offsets: Spool | None = None
-        self._values: Spool | ArraySpool
-        if pa.types.is_large_list(kind) or pa.types.is_large_string(kind):
+        text, lists = pa.types.is_large_string(kind), pa.types.is_large_list(kind)
+        if text or lists:
             self._offsets = Spool(folder, np.int64)
             self._offsets.append(np.zeros(1))
-        if pa.types.is_large_list(kind):
-            self._values = ArraySpool(folder, kind.value_type)
-        elif pa.types.is_large_string(kind) or pa.types.is_boolean(kind):
-            self._values = Spool(folder, np.uint8)
-        else:
-            self._values = Spool(folder, pa.array([], kind).to_numpy().dtype)
+        flat = np.uint8 if text or lists or pa.types.is_boolean(kind) else pa.array([], kind).to_numpy().dtype
+        self._values: Spool | ArraySpool = ArraySpool(folder, kind.value_type) if lists else Spool(folder, flat)
 
     def append(self, array: pa.Array) -> None:
         self._rows += len(array)

@@ -28,11 +28,9 @@ _NPY_BATCH_BYTES = 1 << 24
 class Items:
     """Consecutive items, N of them: either `texts` or `tokens`, the other is None.
 
-    texts: N strings. tokens: integer matrix [N, L], or Rows if lengths differ.
-    keys: int64 or large_string array [N], None if no key was asked for.
-    attributes: a table of N rows, None if none were asked for.
-    done: share of all files up to the last of these items.
-    mapped: the file in which `tokens` still lie, None if they are read.
+    texts: N strings. tokens: integer matrix [N, L], or Rows if lengths differ. keys: int64 or large_string array [N],
+    None if no key was asked for. attributes: a table of N rows, None if none were asked for. done: share of all files
+    up to the last of these items. mapped: the file in which `tokens` still lie, None if they are read.
     """
 
     texts: list[str] | None = None
@@ -307,7 +305,7 @@ def _tokens(file: SourceFile, name: str, column: Any, before: int) -> NDArray[An
 
 
 def _flat(items: NDArray[Any] | Rows) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return all tokens, and how many each item has: what `_matrix_or_rows` takes."""
+    """Return all tokens, and how many each item has."""
     if isinstance(items, Rows):
         return items.tokens, np.diff(items.offsets)
     return items.reshape(-1), np.full(len(items), items.shape[1])

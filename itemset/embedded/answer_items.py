@@ -1,32 +1,10 @@
-"""The items of an answer: its tokens read again, and the place of each item in its JSON."""
-
-from __future__ import annotations
+"""The place of each item of an answer in its JSON."""
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-
-from itemset.embedded.composite_grammar import Composite, Found
-from itemset.embedded.vocabulary import Vocabulary
 
 _JSON = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
-
-
-def items_of(composite: Composite, tokens: Sequence[int]) -> list[Found]:
-    """Return the items of an answer, as far as its grammar takes it.
-
-    composite: at the answer's beginning. tokens: the answer's, up to a stop token; more are ignored.
-    """
-    for token in tokens:
-        if composite.is_terminated or not composite.accept(token):
-            break
-    return composite.found
-
-
-def text_of(vocabulary: Vocabulary, tokens: Iterable[int]) -> bytes:
-    """Return the text of these tokens, in bytes as `Found` counts them."""
-    return b"".join(vocabulary.bytes[token] for token in tokens if 0 <= token < vocabulary.size)
 
 
 def json_paths(text: bytes) -> dict[int, str]:
@@ -60,7 +38,5 @@ def json_paths(text: bytes) -> dict[int, str]:
 
 
 def _step(key: str | int | None) -> str:
-    if isinstance(key, int):
-        return f"[{key}]"
-    name = key or ""
-    return f".{name}" if _NAME.fullmatch(name) else f"[{json.dumps(name, ensure_ascii=False)}]"
+    key = "" if key is None else key
+    return f".{key}" if _NAME.fullmatch(str(key)) else f"[{json.dumps(key, ensure_ascii=False)}]"

@@ -5,8 +5,6 @@ if a text may be read in several ways: the item `Alien`, or the beginning of `Al
 A hole is entered where its matcher takes the hole's id, and left by giving it that id: in between it stands still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +56,7 @@ class _Matcher:
             self.matcher.rollback(self.depth - depth)
             self.depth = depth
 
-    def fork(self) -> _Matcher:
+    def fork(self) -> "_Matcher":
         return _Matcher(self.matcher.fork(), self.depth)
 
 
@@ -88,13 +86,13 @@ class _Thread:
         state: int = 0,
         path: tuple[int, ...] = (),
         matcher: _Matcher | None = None,
-    ) -> _Thread:
+    ) -> "_Thread":
         """Return the reading inside a hole, at a state of its items."""
         thread = _Thread(matcher or self.matcher, self.given, self.found)
         thread.hole, thread.items, thread.begin, thread.state, thread.path = hole, items, begin, state, path
         return thread
 
-    def after(self, state: int, token: int, matcher: _Matcher | None = None) -> _Thread:
+    def after(self, state: int, token: int, matcher: _Matcher | None = None) -> "_Thread":
         """Return the reading after one more token of the item."""
         return self.inside(self.hole, self.items, self.begin, state, (*self.path, token), matcher)
 
@@ -166,13 +164,16 @@ class Composite:
 
     def allowed_prefix(self, tokens: list[int]) -> list[int]:
         """Return the longest start of `tokens` that `accept` would take, up to a stop token. The state stays."""
-        taken = 0
-        for token in tokens:
-            if self.is_terminated or not self.accept(token):
-                break
-            taken += 1
+        taken = self.read(tokens)
         self.rollback(taken)
         return tokens[:taken]
+
+    def read(self, tokens: Sequence[int]) -> int:
+        """Take tokens up to a stop token, or to the first that is not allowed. Returns how many."""
+        taken = 0
+        while taken < len(tokens) and not self.is_terminated and self.accept(tokens[taken]):
+            taken += 1
+        return taken
 
     def rollback(self, tokens: int) -> None:
         """Forget the last `tokens` accepted tokens. Raises ValueError if fewer were accepted."""
@@ -254,8 +255,9 @@ class Composite:
             thread.open = []
             for number in taken:
                 hole = self._holes[number]
-                anew = hole.group is None or hole.begins
-                items = hole.items if anew else thread.given.get(hole.group, hole.items)
+                items = hole.items
+                if hole.group is not None and not hole.begins:
+                    items = thread.given.get(hole.group, items)
                 thread.open.append(thread.inside(number, items, self._read[-1]))
         return thread.open
 

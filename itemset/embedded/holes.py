@@ -1,7 +1,5 @@
 """The holes of a grammar: which items may stand in each, and which of them have been given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +34,7 @@ class Closing:
         self._lasts, self._tokens, self._rests = np.array(known, np.int64).reshape(-1, 3).T.copy()
         self.others = [one for one in self._each if one[2] not in alone]
 
-    def without(self, lasts: set[int], alone: dict[bytes, int]) -> Closing:
+    def without(self, lasts: set[int], alone: dict[bytes, int]) -> "Closing":
         """Return those with other last tokens."""
         return Closing((one for one in self._each if one[0] not in lasts), alone)
 
@@ -49,7 +47,6 @@ class Closing:
 
 
 _OfState = tuple[Closing, list[int]] | None
-_UNKNOWN: _OfState = (Closing((), {}), [])
 
 
 @compiled
@@ -70,7 +67,7 @@ class Items(Walk):
         self.item_set, self._all = item_set, self
         self._closing: dict[tuple[int, Bridges], _OfState] = {}
 
-    def without(self, tokens: tuple[int, ...]) -> Items:
+    def without(self, tokens: tuple[int, ...]) -> "Items":
         """Return what is left after this item."""
         left = object.__new__(Items)
         left.item_set, left._all = self.item_set, self._all
@@ -93,7 +90,7 @@ class Items(Walk):
     def _closing_of_all(self, state: int, bridges: Bridges) -> _OfState:
         """Return them, and the last tokens after which an item ends that begins a longer one, of the whole set."""
         key = (state, bridges)
-        if (known := self._closing.get(key, _UNKNOWN)) is not _UNKNOWN:
+        if (known := self._closing.get(key)) is not None or key in self._closing:
             return known
         row, lasts = np.empty(len(bridges.last), np.int32), list[int]()
         self.fill(state, row)

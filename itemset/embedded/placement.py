@@ -1,7 +1,5 @@
 """A place of an item set in a constraint, and a grammar with marks in such places."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -35,6 +33,7 @@ def says_set(text: str) -> bool:
     return _WRITTEN.search(text) is not None or any(word in text for word in SELECTION)
 
 
+_ESCAPED = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}  # in literals of xgrammar's, where any character may be escaped
 _CLOSERS = 16
 """Bytes after a hole over which bridges are looked for: each takes a pass over the vocabulary, and more is no JSON."""
 
@@ -86,13 +85,6 @@ class Marked:
         """Return, of each hole, the bytes that may come next, as far as the grammar says them right there."""
         found = [set(place.closers) for place in self.holes]
         for number, after in re.findall(self.mark.pattern + r'(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
-            found[self.hole_of[int(number)]].add(_unescaped(after))
+            found[self.hole_of[int(number)]].add(_ESCAPED.get(after, after[-1:]))
         each = ["".join(sorted(texts)).encode("utf-8", "ignore") for texts in found]
         return [texts if len(texts) <= _CLOSERS else b"" for texts in each]
-
-
-def _unescaped(character: str) -> str:
-    """A character of a literal of xgrammar's, or the escape of one."""
-    if not character.startswith("\\"):
-        return character
-    return {"n": "\n", "r": "\r", "t": "\t"}.get(character[1], character[1])

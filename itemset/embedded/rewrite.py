@@ -5,8 +5,6 @@ What it has dropped shows by a mark that is missing; the others become holes. A 
 inside a JSON string, and its items must be escaped as such.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -81,11 +79,8 @@ class Marker:
         Returns None if no item set stands in it.
         """
         schema = self._parsed(given)
-        marked = self._whole_schema(schema, "$")
-        if not self._places:
-            return None
-        spec = json.dumps(marked)
-        return self._placed(spec, xgrammar.Grammar.from_json_schema(spec, **options), schema)
+        spec = json.dumps(self._whole_schema(schema, "$"))
+        return self._placed(spec, lambda: xgrammar.Grammar.from_json_schema(spec, **options), schema)
 
     def tag(self, given: Any) -> Marked | None:
         """Mark a structural tag, of the present form or of the older one with `structures`."""
@@ -99,18 +94,15 @@ class Marker:
                 return None
             new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
             new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
-            return self._placed(new.model_dump_json(), xgrammar.Grammar.from_structural_tag(new), tag)
-        marked = self._tag(tag, "$")
-        if not self._places:
-            return None
-        spec = json.dumps(marked)
-        return self._placed(spec, xgrammar.Grammar.from_structural_tag(spec), tag)
+            return self._placed(new.model_dump_json(), lambda: xgrammar.Grammar.from_structural_tag(new), tag)
+        spec = json.dumps(self._tag(tag, "$"))
+        return self._placed(spec, lambda: xgrammar.Grammar.from_structural_tag(spec), tag)
 
     def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
         """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
         check_characters(len(given))
         marked = "".join(self._elements(given))
-        return self._placed(marked, parse(marked), None) if self._places else None
+        return self._placed(marked, lambda: parse(marked), None)
 
     def slate(self, given: Any) -> Marked:
         """Mark a slate, an object or its text: see `slates.read`."""
@@ -123,7 +115,7 @@ class Marker:
         if n > 1:
             literal = json.dumps(separator, ensure_ascii=False)
             grammar += f' ({literal if separator else ""} "{self._mark(place)}"){{{n - 1}}}'
-        marked = self._placed(grammar, xgrammar.Grammar.from_ebnf(grammar), None)
+        marked = self._placed(grammar, lambda: xgrammar.Grammar.from_ebnf(grammar), None)
         assert marked is not None
         return replace(marked, slate=(n, separator))
 
@@ -297,9 +289,11 @@ class Marker:
 
     # What xgrammar made of it
 
-    def _placed(self, spec: str, grammar: xgrammar.Grammar, given: Any) -> Marked | None:
-        """Return None if nothing refers to the definitions in which sets stand."""
-        text, mark, holes, hole_of = str(grammar), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
+    def _placed(self, spec: str, parse: Callable[[], xgrammar.Grammar], given: Any) -> Marked | None:
+        """Return None if no set stands in it, or nothing refers to the definitions in which sets stand."""
+        if not self._places:
+            return None
+        text, mark, holes, hole_of = str(parse()), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
         if len(text) > GRAMMAR:
             raise ItemSetError(
                 f"xgrammar makes {len(text):,} characters of grammar of the constraint, the limit is {GRAMMAR:,}: "

@@ -1,7 +1,5 @@
 """What a request says of a slate: several distinct items in one answer."""
 
-from __future__ import annotations
-
 import unicodedata
 from typing import Any
 

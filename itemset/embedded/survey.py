@@ -1,7 +1,5 @@
 """One pass over a constraint before anything else: its limits, and where in it sets and references stand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ A hole is one token of a grammar that no model has: its id comes after the vocab
 so that its bit never reaches a model's mask. Its bytes are no UTF-8, so that no text of a grammar lets it in.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import threading

@@ -15,8 +15,6 @@ midnight without a time. Strings are in the order of their code points. NaN pass
 "$exists": true.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -84,10 +82,10 @@ def passing(query: Mapping[str, Any], attributes: pa.Table) -> Rows:
 
 def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
     """Say how many rows each condition of the query leaves on its own. Raises ItemSetError as `passing` does."""
-    counts = [
-        (name, sum(map(np.count_nonzero, _each(test, attributes)))) for name, test in _conditions(query, attributes)
-    ]
-    return ", ".join(f"{name} leaves {count:,}" for name, count in counts)
+    return ", ".join(
+        f"{name} leaves {sum(map(np.count_nonzero, _each(test, attributes))):,}"
+        for name, test in _conditions(query, attributes)
+    )
 
 
 def _conditions(query: Any, attributes: pa.Table) -> list[_Condition]:
@@ -160,7 +158,9 @@ class _Reader:
             parts = [self.query(part, depth) for part in value]
             if name == "$and":
                 return list(chain.from_iterable(parts))
-            return [_Condition(f"$or {_shown(value)}", _any([_all(part) for part in parts]))]
+            tests = [_all(part) for part in parts]
+            either: Test = lambda batch: functools.reduce(np.bitwise_or, (test(batch) for test in tests))  # noqa: E731
+            return [_Condition(f"$or {_shown(value)}", either)]
         if isinstance(name, str) and name.startswith("$"):
             mend = "it stands after an attribute" if name in _OPERATORS else f"use {', '.join(_JOINED)}"
             raise ItemSetError(f'{_shown(name)} is no filter: {mend}, as in {{"region": {{"$eq": "DE"}}}}')
@@ -235,7 +235,7 @@ class _Reader:
         return f"{_shown(field.name)} ({kind_of(field.type)})"
 
     def _known(self) -> str:
-        each = [f"{_shown(field.name)} ({kind_of(field.type)})" for field in self._schema]
+        each = [self._named(index) for index in range(len(self._schema))]
         if not each:
             return "the set has none"
         more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
@@ -346,10 +346,6 @@ def _bits(buffer: pa.Buffer, array: pa.Array) -> Rows:
 def _all(conditions: list[_Condition]) -> Test:
     tests = [condition.test for condition in conditions] or [lambda batch: np.ones(len(batch), np.bool_)]
     return lambda batch: functools.reduce(np.bitwise_and, (test(batch) for test in tests))
-
-
-def _any(tests: list[Test]) -> Test:
-    return lambda batch: functools.reduce(np.bitwise_or, (test(batch) for test in tests))
 
 
 def _not(test: Test) -> Test:

@@ -1,7 +1,5 @@
 """Views: a set without some of its items, over the same tables."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Mapping

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet
-from itemset.ranking.search import Found, Rounds
-from itemset.serving import list_runner
 from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, where
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import InlineTexts
@@ -32,39 +29,26 @@ class Checks:
         config: StaticConfig,
         tokenizer: Any,
         words: Words,
+        limits: ModelLimits,
         *,
-        vocab_size: int,
-        context: int,
-        end_tokens: Collection[int],
-        reserved: int = 0,
         added_tokens: Collection[str] = (),
         on_encoded: Callable[[int], object] = lambda texts: None,
     ) -> None:
         """Open and check the registered sets.
 
-        context: tokens of prompt and output together, of which the engine keeps `reserved`. end_tokens: those at which
-        the model ends. added_tokens: what the engine has added to the tokenizer. on_encoded: told of the texts of
-        inline sets as they are encoded, on another thread.
+        added_tokens: what the engine has added to the tokenizer. on_encoded: told of the texts of inline sets as they
+        are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context.
         """
         compile_all()
-        self._config, self._words = config, words
-        self._vocab_size, self._end_tokens = vocab_size, end_tokens
-        self._context, self._reserved, self._added_tokens = context, reserved, added_tokens
+        self._config, self.words, self._limits, self._added_tokens = config, words, limits, added_tokens
         with opening():
             self.catalogue = Catalogue(config)
         # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._inline = InlineTexts(
-            self.catalogue,
-            config,
-            self._tokenizer,
-            words,
-            ModelLimits(vocab_size, context, reserved, end_tokens),
-            on_encoded,
-        )
-        self._chosen = Chosen(self.catalogue, config, words)
+        self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
+        self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""
         with opening():
             for opened in self.catalogue.versions.serving:
@@ -73,8 +57,7 @@ class Checks:
     def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
 
-        on_opened: called when it is open, before it is checked for this model.
-        Raises ItemSetError as the start does.
+        on_opened: called before it is checked for this model. Raises ItemSetError as the start does.
         """
         opened = self.catalogue.versions.open(name, version, path)
         on_opened()
@@ -82,10 +65,31 @@ class Checks:
         return opened
 
     def _check(self, opened: Opened) -> None:
-        name, item_set = opened.name, opened.sets[opened.name]
-        if item_set.tokenizer is not None:
-            self._check_tokenizer(name, item_set, self.fingerprint())
-        self._check_fit(f"the item set {name!r} ({where(self._config, name)})", item_set)
+        item_set, limits = opened.sets[opened.name], self._limits
+        called = f"the item set {opened.name!r} ({where(self._config, opened.name)})"
+        if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != self.fingerprint():
+            model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
+            raise ItemSetError(
+                f"{called} was built with the tokenizer {item_set.tokenizer.name} "
+                f"({item_set.tokenizer.fingerprint[:12]}), the model uses {model} ({self.fingerprint()[:12]}): build "
+                f"the set with --tokenizer {model}"
+            )
+        if ends := item_set.occurring(limits.end_tokens):
+            raise ItemSetError(
+                f"{called} has an item with the model's end-of-sequence token {ends[0]} in it, which could never be "
+                "finished: build the set without it"
+            )
+        highest = int(item_set.token_ids[-1])
+        if highest >= limits.vocab_size:
+            raise ItemSetError(
+                f"{called} holds token id {highest}, the model's vocabulary ends at {limits.vocab_size - 1}: "
+                "build the set with this model's token ids"
+            )
+        if item_set.longest > limits.context - limits.reserved:
+            raise ItemSetError(
+                f"{called} has an item of {item_set.longest} tokens, longer than {self.words.context}="
+                f"{limits.context}: raise {self.words.context_flag} or leave the item out"
+            )
         _ = item_set.attributes  # checked: no filter should wait for it
 
     def fingerprint(self) -> str:
@@ -99,21 +103,19 @@ class Checks:
         return f"{', '.join(sets)}; copied, checked and opened in {seconds():.1f} s" if sets else "none"
 
     def reference(self, asked: ItemRequest) -> str:
-        """The reference of a request's set: at once for a name and for an InlineSet.
-
-        Texts are encoded and built, and filters applied, unless they were not long ago; this waits. Raises
-        RefusedError, or ItemSetError for what is wrong with an item.
-        """
+        """The reference of a request's set. Waits until texts are encoded and built, or filters applied, unless they
+        were not long ago. Raises RefusedError, or ItemSetError for what is wrong with an item."""
         made = self.pinned(asked).choice
         assert isinstance(made, InlineSet)
         return made.reference
 
-    def _name(self, asked: ItemRequest) -> str:
+    def _current(self, asked: ItemRequest) -> str:
+        """The reference of the version that the named set has now."""
         name, registered = asked.item_set or "", self.catalogue.registered
         # To look a name up takes its time, of a name of megabytes too long.
         if len(name) > max(map(len, registered), default=0) or name not in registered:
             raise self.catalogue.unknown(name)
-        return name
+        return self.catalogue.reference(name)
 
     def pinned(self, asked: ItemRequest) -> ItemRequest:
         """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
@@ -121,9 +123,9 @@ class Checks:
             return asked
         if asked.choice is not None:
             return replace(asked, choice=self._inline.get(asked.choice, asked.escape))
-        reference = self.catalogue.reference(self._name(asked))
+        reference = self._current(asked)
         if asked.chooses:
-            return replace(asked, choice=self._chosen.get(asked, reference))
+            return replace(asked, choice=self._selections.get(asked, reference))
         return replace(asked, choice=InlineSet(reference, b"", self.catalogue[reference], 0))
 
     async def prepare(self, asked: ItemRequest) -> ItemRequest:
@@ -132,53 +134,27 @@ class Checks:
         It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
         """
         if asked.chooses:
-            reference = self.catalogue.reference(self._name(asked))
-            return replace(asked, choice=await self._chosen.prepare(asked, reference))
+            return replace(asked, choice=await self._selections.prepare(asked, self._current(asked)))
         if asked.choice is None or isinstance(asked.choice, InlineSet):
             return self.pinned(asked)
         return replace(asked, choice=await self._inline.prepare(asked.choice, asked.escape))
 
-    def ranked(
-        self,
-        asked: ItemRequest,
-        *,
-        prompt_tokens: int,
-        max_tokens: int | None,
-        end_token: int,
-        after: int,
-    ) -> tuple[ItemSet, Rounds[Found]]:
-        """The set of a request for a ranked list or draws, and the search for them.
-
-        after: context tokens that must stay free after the item. Raises RefusedError if the list may not be so long, or
-        some of the items could not be scored, and as `reference` does.
-        """
-        options = asked.ranked or asked.drawn
-        assert options is not None
-        reference = self.reference(asked)
-        self.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
-        item_set = self.catalogue[reference]
-        search = list_runner.search_for(item_set, options, end_token=end_token, config=self._config, words=self._words)
-        if max_tokens is not None and max_tokens <= item_set.longest:
-            raise RefusedError(
-                "beam search",
-                f"{self._words.max_tokens}={max_tokens} is less than the longest item has with its end token: set it "
-                f"to at least {item_set.longest + 1} for {'a ranked list' if asked.ranked else 'draws'}",
-                self._words.max_tokens,
-            )
-        return item_set, search
-
     def request(
         self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0
     ) -> None:
-        """Raises RefusedError where the set and the rest of the request leave no way to end an item."""
+        """Raises RefusedError where the set and the rest of the request leave no way to end an item.
+
+        after: context tokens that must stay free after the item.
+        """
         item_set = self.catalogue[reference]
         called = "the inline set" if reference.startswith(INLINE) else f"the item set {name_of(reference)!r}"
-        room, words = self._context - self._reserved - after - prompt_tokens, self._words
+        room, words = self._limits.context - self._limits.reserved - after - prompt_tokens, self.words
         if item_set.longest > room:
             raise RefusedError(
                 "no room in the context",
-                f"{called} has an item of {item_set.longest} tokens, but {words.context}={self._context} leaves {room} "
-                f"after a prompt of {prompt_tokens}: shorten the prompt or the item, or raise {words.context_flag}",
+                f"{called} has an item of {item_set.longest} tokens, but {words.context}={self._limits.context} leaves "
+                f"{room} after a prompt of {prompt_tokens}: shorten the prompt or the item, or raise "
+                f"{words.context_flag}",
             )
         if min_tokens > item_set.shortest:
             raise RefusedError(
@@ -197,13 +173,13 @@ class Checks:
 
     def slate(self, least: int, *, prompt_tokens: int, min_tokens: int, max_tokens: int | None) -> None:
         """Raises RefusedError for a slate that cannot be complete, or that could not end. least: its fewest tokens."""
-        room, words = self._context - self._reserved - prompt_tokens, self._words
+        room, words = self._limits.context - self._limits.reserved - prompt_tokens, self.words
         called = f"a slate of so many items has at least {least:,} tokens"
         if least > room:
             raise RefusedError(
                 "no room in the context",
-                f"{called}, but {words.context}={self._context} leaves {room:,} after a prompt of {prompt_tokens}: ask "
-                f"for fewer items, shorten the prompt, or raise {words.context_flag}",
+                f"{called}, but {words.context}={self._limits.context} leaves {room:,} after a prompt of "
+                f"{prompt_tokens}: ask for fewer items, shorten the prompt, or raise {words.context_flag}",
             )
         if max_tokens is not None and least > max_tokens:
             raise RefusedError(
@@ -217,31 +193,4 @@ class Checks:
                 f"{words.min_tokens}={min_tokens} could forbid the end of the slate, which may have {least:,} tokens: "
                 f"leave it out, or set it to at most {least:,}",
                 words.min_tokens,
-            )
-
-    def _check_fit(self, called: str, item_set: ItemSet) -> None:
-        if ends := item_set.occurring(self._end_tokens):
-            raise ItemSetError(
-                f"{called} has an item with the model's end-of-sequence token {ends[0]} in it, which could never be "
-                "finished: build the set without it"
-            )
-        highest = int(item_set.token_ids[-1])
-        if highest >= self._vocab_size:
-            raise ItemSetError(
-                f"{called} holds token id {highest}, the model's vocabulary ends at {self._vocab_size - 1}: "
-                "build the set with this model's token ids"
-            )
-        if item_set.longest > self._context - self._reserved:
-            raise ItemSetError(
-                f"{called} has an item of {item_set.longest} tokens, longer than {self._words.context}="
-                f"{self._context}: raise {self._words.context_flag} or leave the item out"
-            )
-
-    def _check_tokenizer(self, name: str, item_set: ItemSet, model_print: str) -> None:
-        if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != model_print:
-            model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
-            raise ItemSetError(
-                f"the item set {name!r} ({where(self._config, name)}) was built with the tokenizer "
-                f"{item_set.tokenizer.name} ({item_set.tokenizer.fingerprint[:12]}), the model uses {model} "
-                f"({model_print[:12]}): build the set with --tokenizer {model}"
             )

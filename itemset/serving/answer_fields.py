@@ -35,8 +35,8 @@ class Expected:
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
         """What an answer says: its item. cut: whether it ended before its end, by a stop string or aborted.
 
-        weight: of a weighed answer, the sum over its tokens of the logarithm of the legal mass: the model's probability
-        of all tokens that its item set allowed there. It is not finite if the engine could not tell.
+        weight: the sum over a weighed answer's tokens of the logarithm of the legal mass, the model's probability of
+        all tokens allowed there; not finite if the engine could not tell.
         """
         item = None if cut else self.item(tokens)
         if item is not None and self.weighed and weight is not None:
@@ -48,19 +48,15 @@ class Expected:
         return self.content is None or len(self.content(tokens)) > 0
 
     def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
-        """What an answer says of its item, {"key": ...} and more; None if it ended elsewhere.
-
-        tokens: the whole output. It ended at an item's end if a stop token follows, or if nothing else could: an item
-        that a limit cut might have become a longer one. One walk; with `ignore_eos` all stop tokens at the end go.
-        """
+        """What an answer says of its item, {"key": ...} and more; None if it did not end at an item's end: where a stop
+        token follows, or nothing else could. tokens: the whole output, with `ignore_eos` with many stop tokens."""
         tokens = tokens if self.content is None else self.content(tokens)
         end = len(tokens)
         while end and tokens[end - 1] in self.stop_tokens:
             end -= 1
-        found = self.item_set.find(tokens[:end]) if end else None
-        if found is None:
+        if not end or (item := self.item_set.find(tokens[:end])) is None:
             return None
-        key, is_prefix = found
+        key, is_prefix = item
         return None if is_prefix and end == len(tokens) else {"key": key, **self.of_set}
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError, shown
-from itemset.serving import request_fields
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import EBNF, JSON, SLATE, SMALL, TAG
-from itemset.serving.request_fields import at
+from itemset.serving.request_fields import PARAMS, STRUCTURED, at
 
 _STATED = (("json", JSON), ("json_schema", JSON), ("structural_tag", TAG), ("grammar", EBNF), ("ebnf", EBNF))
 
@@ -46,29 +45,22 @@ def is_small(spec: Any) -> bool:
 
 
 def constraints_of(body: Any, fields: Collection[str]) -> list[tuple[str, Any]]:
-    """The constraints of a body, by any engine's words, that may hold item sets: kinds and texts.
-
-    fields: those that its endpoint declares.
-    """
-    found: list[tuple[str, Any]] = []
+    """The kinds and texts of a body's constraints, by any engine's words, that may hold item sets. fields: those that
+    its endpoint declares."""
+    stated: list[tuple[str, Any]] = []
     for given in at(body, ""):
-        one = {name: value for name, value in given.items() if name in fields or name == request_fields.SLATE}
-        if one.get(request_fields.SLATE) is not None:
-            found.append((SLATE, one[request_fields.SLATE]))
+        one = {name: value for name, value in given.items() if name in fields or name == SLATE}
+        if one.get(SLATE) is not None:
+            stated.append((SLATE, one[SLATE]))
         for place in ("response_format", "text.format", "output_config.format"):
             for given in at(one, place):
                 if given.get("type") == TAG or "format" in given:
-                    found.append((TAG, {**given, "type": TAG}))
+                    stated.append((TAG, {**given, "type": TAG}))
                 else:
-                    found += [(JSON, inner.get("schema")) for inner in (given, *at(given, "json_schema"))]
-        for place in (
-            "",
-            request_fields.STRUCTURED,
-            request_fields.PARAMS,
-            f"{request_fields.PARAMS}.{request_fields.STRUCTURED}",
-        ):
-            found += [(kind, inner.get(name)) for inner in at(one, place) for name, kind in _STATED]
-    return [one for one in found if one[0] == SLATE or (isinstance(one[1], str | dict) and mentions(one[1]))]
+                    stated += [(JSON, inner.get("schema")) for inner in (given, *at(given, "json_schema"))]
+        for place in ("", STRUCTURED, PARAMS, f"{PARAMS}.{STRUCTURED}"):
+            stated += [(kind, inner.get(name)) for inner in at(one, place) for name, kind in _STATED]
+    return [one for one in stated if one[0] == SLATE or (isinstance(one[1], str | dict) and mentions(one[1]))]
 
 
 def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
@@ -84,8 +76,7 @@ def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
 def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool], bool]) -> None:
     """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
 
-    tools, choice: as a body has them, of OpenAI's or Anthropic's form. held: whether the engine constrains a tool's
-    parameters, given whether it is strict.
+    tools, choice: of OpenAI's or Anthropic's form. held: whether a tool's parameters hold, given whether it is strict.
     """
     chosen = choice if isinstance(choice, dict) else {}
     named = (chosen["function"] if isinstance(chosen.get("function"), dict) else chosen).get("name")

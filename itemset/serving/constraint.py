@@ -11,8 +11,7 @@ import xgrammar
 
 from itemset.embedded.placement import Place
 from itemset.item_set import ItemSet
-from itemset.serving.catalogue import Catalogue, InlineSet, set_ref
-from itemset.serving.wire import HolesSpec
+from itemset.serving.catalogue import InlineSet
 
 ENVELOPE = "\0item_set_holes:"
 """Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
@@ -24,10 +23,7 @@ SMALL = 20_000
 
 @dataclass(frozen=True, eq=False)
 class SetHole:
-    """A hole and the set in it.
-
-    kept: the set that came with the request or was chosen for it, held as long as the request needs it.
-    """
+    """A hole and the set in it. kept: the set, if it came with the request or was chosen for it, held meanwhile."""
 
     place: Place
     closers: bytes
@@ -61,12 +57,8 @@ class Constraint:
         return list(dict.fromkeys(hole.reference for hole in self.holes))
 
     def spec(self) -> str:
-        """Return what `grammars.Grammars` reads in the engine."""
+        """Return what `embedded_grammars.Grammars` reads in the engine."""
         holes = [
-            [hole.reference, hole.closers.decode("latin-1"), hole.place.group, hole.place.begins] for hole in self.holes
+            [one.reference, one.closers.decode("latin-1"), one.place.group, one.place.begins] for one in self.holes
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
-
-    def holes_spec(self, catalogue: Catalogue) -> HolesSpec:
-        """Return what the request carries."""
-        return HolesSpec(self.spec(), [set_ref(catalogue, one) for one in self.references], self.slate)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from itemset.embedded.answer_items import items_of, json_paths, text_of
+from itemset.embedded.answer_items import json_paths
 from itemset.embedded.composite_grammar import Composite, Found
 from itemset.embedded.holes import Hole, Items
 from itemset.embedded.vocabulary import Vocabulary
@@ -40,9 +40,10 @@ class ExpectedItems:
             for hole in self.constraint.holes
         ]
         composite = Composite(self.vocabulary, self.constraint.compiled, holes, self.stop_tokens)
-        found, text = items_of(composite, tokens), text_of(self.vocabulary, tokens)
+        composite.read(tokens)
+        text = b"".join(self.vocabulary.bytes[token] for token in tokens if 0 <= token < self.vocabulary.size)
         paths = json_paths(text) if self.constraint.kind == JSON else {}
-        return {"items": [self._item(one, text, paths.get(one.begin)) for one in found]}
+        return {"items": [self._item(one, text, paths.get(one.begin)) for one in composite.found]}
 
     def _item(self, found: Found, text: bytes, path: str | None) -> dict[str, Any]:
         hole = self.constraint.holes[found.hole]

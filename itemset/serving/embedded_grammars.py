@@ -18,14 +18,15 @@ from itemset.serving.constraint import ENVELOPE, SMALL
 
 Sets = Callable[[str], ItemSet]
 """Returns a set by its reference."""
+Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]
 
 
 class SharedGrammar:
     """What all requests with the same constraint share. Safe for threads."""
 
-    def __init__(self, compile: Callable[[], tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]]) -> None:
+    def __init__(self, compile: Callable[[], Compiled]) -> None:
         self._compile, self._lock = compile, threading.Lock()
-        self._made: tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]] | None = None
+        self._made: Compiled | None = None
 
     def prepare(self) -> None:
         """Compile it, unless that was done. Raises as `Grammars.get` says."""
@@ -64,7 +65,7 @@ class Grammars(OverVocabulary):
         shared.prepare()
         return shared
 
-    def _compiled(self, spec: str, sets: Sets) -> tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]:
+    def _compiled(self, spec: str, sets: Sets) -> Compiled:
         vocabulary, (grammar, given) = self.vocabulary, json.loads(spec.removeprefix(ENVELOPE))
         holes = []
         for reference, closers, group, begins in given:

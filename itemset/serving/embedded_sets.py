@@ -42,11 +42,6 @@ def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) ->
     return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
 
 
-def _characters(key: str, marked: Marked) -> int:
-    """What is kept of a constraint: its text with the lists of its places, twice, and its grammar."""
-    return 2 * len(key) + len(marked.spec) + len(marked.grammar)
-
-
 class Constraints(OverVocabulary):
     """Those of one front end. Safe for threads."""
 
@@ -60,11 +55,11 @@ class Constraints(OverVocabulary):
         validate: Callable[[str, str], None] = lambda kind, spec: None,
     ) -> None:
         """vocabulary: makes the model's, once it is asked for. options: of `xgrammar.Grammar.from_json_schema`.
-        validate: what the engine itself says of a constraint (its kind, and its text with constants in place of the
-        sets); raises what it likes."""
+        validate: raises what it likes for the kind and text, with constants for sets, that the engine itself refuses.
+        """
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
         super().__init__(vocabulary)
-        self._marked: OrderedDict[str, tuple[Marked, dict[str, int]]] = OrderedDict()
+        self._marked: OrderedDict[str, tuple[Marked, dict[str, int], int]] = OrderedDict()
         self._marked_characters = 0
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
@@ -97,22 +92,21 @@ class Constraints(OverVocabulary):
         """Find and mark the places, unless that was done not long ago and the sets' sizes are the same."""
         key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
         with self._lock:
-            marked, sizes = self._marked.get(key, (None, {}))
-        if marked is None or any(self._size(json.loads(asks)) != size for asks, size in sizes.items()):
-            sizes = {}
-            marked = self._marked_anew(kind, spec, sizes)
-            if marked is not None and key and _characters(key, marked) <= _LONGEST_KEPT:
-                with self._lock:
-                    self._forget(key)
-                    self._marked[key] = marked, sizes
-                    self._marked_characters += _characters(key, marked)
-                    while self._marked_characters > _MARKED:
-                        self._forget(next(iter(self._marked)))
+            marked, sizes, _ = self._marked.get(key, (None, {}, 0))
+        if marked is not None and all(self._size(json.loads(asks)) == size for asks, size in sizes.items()):
+            return marked
+        marked = self._marked_anew(kind, spec, sizes := {})
+        if marked is None or not key:
+            return marked
+        # Characters that stay in memory: of the text with the lists of its places, twice, and of its grammar.
+        count = 2 * len(key) + len(marked.spec) + len(marked.grammar)
+        if count <= _LONGEST_KEPT:
+            with self._lock:
+                self._marked_characters += count - self._marked.pop(key, (None, {}, 0))[2]
+                self._marked[key] = marked, sizes, count
+                while self._marked_characters > _MARKED:
+                    self._marked_characters -= self._marked.popitem(last=False)[1][2]
         return marked
-
-    def _forget(self, key: str) -> None:
-        if key in self._marked:
-            self._marked_characters -= _characters(key, self._marked.pop(key)[0])
 
     def _marked_anew(self, kind: str, spec: Any, sizes: dict[str, int]) -> Marked | None:
         def size_of(place: Place) -> int:
@@ -193,23 +187,16 @@ class Constraints(OverVocabulary):
                 return None
         return n - 1, token
 
-    def check(
-        self,
-        constraint: Constraint,
-        *,
-        prompt_tokens: int,
-        min_tokens: int,
-        max_tokens: int | None,
-        stop_tokens: Collection[int],
-    ) -> None:
-        """Raises RefusedError where a constraint and the rest of the request leave no way to its end."""
+    def check(self, constraint: Constraint, *, prompt_tokens: int, stop_tokens: Collection[int], **limits: Any) -> None:
+        """Raises RefusedError where a constraint and the rest of the request leave no way to its end.
+
+        limits: as of `Checks.slate`.
+        """
         for reference in constraint.references:
             self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
         if constraint.kind == SLATE:
             self._check_stops(constraint, stop_tokens)
-            self._checks.slate(
-                constraint.least, prompt_tokens=prompt_tokens, min_tokens=min_tokens, max_tokens=max_tokens
-            )
+            self._checks.slate(constraint.least, prompt_tokens=prompt_tokens, **limits)
 
     def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
         """Raises RefusedError for a stop token at which a slate would end after its first item."""
@@ -224,14 +211,14 @@ class Constraints(OverVocabulary):
                 )
 
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
-        """Raises RefusedError for a set whose texts are not as they must be where it stands."""
+        """Raises RefusedError for a set whose texts must be escaped otherwise where it stands."""
         unsafe = self._to_be_escaped(item_set.whole)
         how = "json" if place.quoted else "text"
         if place.quoted and unsafe and item_set.whole.escape != "json":
             why = "has items with a quote, a backslash or a control character, which a JSON string must escape"
         elif not place.quoted and unsafe and item_set.whole.escape == "json":
             why = "has items that are escaped for JSON strings, and stands in none"
-        elif item_set.whole.escape is None and item_set.tokenizer is not None and not self._continues:
+        elif item_set.whole.escape is None and item_set.tokenizer is not None and not continues(self._tokenizer):
             why = "has items as the model's tokenizer encodes them at the beginning of a text, after a space"
         else:
             return
@@ -244,7 +231,3 @@ class Constraints(OverVocabulary):
             harmful = {*range(32), ord('"'), ord("\\")}
             self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.bytes])
         return bool(self._unsafe[item_set.token_ids[item_set.token_ids < len(self._unsafe)]].any())
-
-    @property
-    def _continues(self) -> bool:
-        return continues(self._tokenizer)

@@ -3,27 +3,29 @@ its answers are read with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+from itemset.embedded.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
 from itemset.serving import metrics
 from itemset.serving.admission import Checks
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError, set_ref
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint
 from itemset.serving.embedded_answer import ExpectedItems
 from itemset.serving.embedded_sets import Constraints
+from itemset.serving.list_runner import search_for
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import WEIGHT
 from itemset.serving.single_request import OneRequest
 from itemset.serving.version_watcher import Follower
-from itemset.serving.wire import INLINE, EngineRequest
+from itemset.serving.wire import INLINE, EngineRequest, HolesSpec
 
-Wanted = str | Constraint
-"""What a request has: a set, by its reference, or a constraint with sets in it."""
+Grammar = str | Constraint
+"""What an answer keeps to: a set, by its reference, or a constraint with sets in it."""
 
 
 class ListJob(NamedTuple):
@@ -42,29 +44,50 @@ class ListJob(NamedTuple):
 class FrontEndBase:
     """One of each process that takes requests. Safe for threads.
 
-    follower: follows the published sets among the registered ones, once the engine can be asked.
+    follower: follows the published sets among the registered ones, once the engine can be asked. words: the engine's.
     """
 
     follower: Follower | None = None
+    words: ClassVar[Words]
 
-    def __init__(self, config: StaticConfig, checks: Checks, constraints: Constraints, one_request: OneRequest) -> None:
-        self.config, self.checks, self.constraints, self.one_request = config, checks, constraints, one_request
+    def __init__(
+        self,
+        config: StaticConfig,
+        tokenizer: Any,
+        limits: ModelLimits,
+        vocabulary: Callable[[], Vocabulary],
+        one_request: OneRequest,
+        *,
+        json_options: Mapping[str, Any],
+        added_tokens: Collection[str] = (),
+    ) -> None:
+        """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
+        self.config, self.one_request = config, one_request
+        options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc}
+        self.checks = Checks(config, tokenizer, self.words, limits, **options)
+        options = {"options": json_options, "validate": self.validate}
+        self.constraints = Constraints(self.checks, tokenizer, vocabulary, **options)
+
+    @staticmethod
+    def validate(kind: str, spec: str) -> None:
+        """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
 
     def engine_request(
-        self, wanted: Wanted, *, stop_tokens: set[int], max_tokens: int | None, weighed: bool = False, **least: int
+        self, grammar: Grammar, *, stop_tokens: set[int], max_tokens: int | None, weighed: bool = False, **least: int
     ) -> EngineRequest:
         """Return what a request carries to the engine. Counts it.
 
-        least: `prompt_tokens` and `min_tokens`. Raises RefusedError where the set or the constraint and the other
-        parameters leave no way to end an item.
+        least: `prompt_tokens` and `min_tokens`. Raises RefusedError where its grammar and the other parameters leave no
+        way to end an item.
         """
-        if isinstance(wanted, str):
-            self.checks.request(wanted, stop_tokens=stop_tokens, **least)
-            carried = EngineRequest(set_ref(self.checks.catalogue, wanted), weighed=weighed)
+        if isinstance(grammar, str):
+            self.checks.request(grammar, stop_tokens=stop_tokens, **least)
+            carried = EngineRequest(set_ref(self.checks.catalogue, grammar), weighed=weighed)
         else:
-            self.constraints.check(wanted, stop_tokens=stop_tokens, max_tokens=max_tokens, **least)
-            carried = EngineRequest(holes=wanted.holes_spec(self.checks.catalogue))
-        for reference in [wanted] if isinstance(wanted, str) else wanted.references:
+            self.constraints.check(grammar, stop_tokens=stop_tokens, max_tokens=max_tokens, **least)
+            sets = [set_ref(self.checks.catalogue, one) for one in grammar.references]
+            carried = EngineRequest(holes=HolesSpec(grammar.spec(), sets, grammar.slate))
+        for reference in [grammar] if isinstance(grammar, str) else grammar.references:
             metrics.REQUESTS.labels(metrics.label(reference)).inc()
         return carried
 
@@ -80,11 +103,23 @@ class FrontEndBase:
     ) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.
 
-        options: of `OneRequest.spec`. Raises RefusedError as `Checks.ranked` does.
+        after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if
+        the list may not be so long, or some items could not be scored, and as `Checks.reference` does.
         """
-        limits = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "end_token": end_token, "after": after}
-        item_set, search = self.checks.ranked(asked, **limits)  # type: ignore[arg-type]
         catalogue, reference = self.checks.catalogue, self.checks.reference(asked)
+        choices = asked.ranked or asked.drawn
+        assert choices is not None
+        self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
+        item_set = catalogue[reference]
+        search = search_for(item_set, choices, end_token=end_token, config=self.config, words=self.words)
+        if max_tokens is not None and max_tokens <= item_set.longest:
+            name = self.words.max_tokens
+            raise RefusedError(
+                "beam search",
+                f"{name}={max_tokens} is less than the longest item has with its end token: set it to at least "
+                f"{item_set.longest + 1} for {'a ranked list' if asked.ranked else 'draws'}",
+                name,
+            )
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         spec = self.one_request.spec(asked, reference, search, end_token, **options)
         carried = None if spec is None else EngineRequest(set_ref(catalogue, reference), spec)
@@ -92,7 +127,7 @@ class FrontEndBase:
 
     def expected(
         self,
-        wanted: Wanted,
+        grammar: Grammar,
         stop_tokens: frozenset[int],
         content: Callable[[Sequence[int]], Sequence[int]] | None,
         *,
@@ -100,9 +135,9 @@ class FrontEndBase:
     ) -> Expected | ExpectedItems:
         """Return what names the items of a request's answers. content: takes off reasoning, see `Expected`."""
         catalogue = self.checks.catalogue
-        if isinstance(wanted, str):
-            return Expected(catalogue[wanted], stop_tokens, content, catalogue.version_fields(wanted), weighed)
-        return ExpectedItems(wanted, self.constraints.vocabulary, catalogue, stop_tokens, content)
+        if isinstance(grammar, str):
+            return Expected(catalogue[grammar], stop_tokens, content, catalogue.version_fields(grammar), weighed)
+        return ExpectedItems(grammar, self.constraints.vocabulary, catalogue, stop_tokens, content)
 
     @staticmethod
     def check_weight(reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:

@@ -4,10 +4,8 @@
     def around(original, self, request):
         'What fails without it.'
 
-`hook` is the engine's `Hooks`. Nothing is wrapped before its `install`, and no hook runs before an engine of this
-process has chosen our backend (`choose`). A hook names the function's arguments that it reads, in any order, and
-`original` passes on all of them, also those of a later version of the engine.
-
+Nothing is wrapped before `install`, and no hook runs before an engine of this process has chosen our backend. A hook
+names the arguments that it reads, in any order, and `original` passes on all of them, also those of a later version.
 `python -m itemset.serving.hooks` writes the tables of docs/hooks.md for the engines that are installed.
 """
 
@@ -46,14 +44,16 @@ class Hook(NamedTuple):
 
 
 class Hooks:
-    """The hooks into one engine, by their targets, in the order of their declaration."""
+    """The hooks into one engine, by their targets, in the order of their declaration.
+
+    chosen: whether an engine of this process has taken our backend.
+    """
 
     def __init__(self, when: str) -> None:
         """when: the time at which a hook is installed, unless it names another."""
         self.declared: dict[str, Hook] = {}
-        self._when = when
-        self._chosen = False
-        self._wrapped: set[str] = set()
+        self.chosen = False
+        self._when, self._wrapped = when, set[str]()
 
     def __call__(
         self, *targets: str, why: str = "", when: str = "",
@@ -62,10 +62,9 @@ class Hooks:
         """Declare that a function runs around each target: ``ours(original, ...)``. `original()` makes the engine's
         call with all its arguments, `original(name=value)` with other values for those named.
 
-        why: if the docstring of `ours` does not say it. optional: do nothing if the engine has no such target. always:
-        run where another backend is chosen too: it says which one is, or refuses what would be lost. extends: call
-        ``ours(target)`` at the install, more than once perhaps, in place of wrapping the target.
-        Raises ValueError if a target is declared already.
+        why: if the docstring of `ours` does not say it. optional: the engine may lack the target. always: run where
+        another backend is chosen too. extends: call ``ours(target)`` at the install, perhaps more than once, and wrap
+        nothing. Raises ValueError if a target is declared already.
         """
 
         def declare(ours: Ours) -> Ours:
@@ -78,21 +77,15 @@ class Hooks:
 
         return declare
 
-    @property
-    def chosen(self) -> bool:
-        """Whether an engine of this process has taken our backend."""
-        return self._chosen
-
     def choose(self, ours: bool) -> bool:
         """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does."""
-        self._chosen = self._chosen or ours
+        self.chosen = self.chosen or ours
         return ours
 
     def install(self, engine: str, *times: str) -> None:
         """Check and wrap the hooks of these times: now, or for `IMPORTED` once their module is imported.
 
-        engine: its name and version, for the error. Raises RuntimeError that names the hook that the engine lacks, with
-        its reason; so does each import of a module that lacks one.
+        engine: its name and version. Raises RuntimeError for a hook that the engine lacks; so does each later import.
         """
         for hook in self.declared.values():
             if hook.when == IMPORTED and IMPORTED in times:
@@ -117,7 +110,7 @@ class Hooks:
         if hook.extends:
             hook.ours(target)
         elif hook.target not in self._wrapped:
-            takes = inspect.signature(_function(target)).parameters
+            takes = inspect.signature(getattr(target, "__func__", target)).parameters
             if gone := absent(takes, hook.ours):
                 raise _lacking(hook, engine, f"({gone[0]})")
             wrap(hook.target, self._around(hook, takes))
@@ -132,7 +125,7 @@ class Hooks:
         ]
 
         def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not (hook.always or self._chosen):
+            if not (hook.always or self.chosen):
                 return function(*args, **kwargs)
             given = [args[place] if place < len(args) else kwargs.get(name, usual) for name, place, usual in reads]
             return hook.ours(partial(_call, function, places, args, kwargs), *given)
@@ -171,7 +164,7 @@ def _call(
     **others: Any,
 ) -> Any:
     """Call a function with other values for some arguments. places: of those that can be given by position."""
-    values, kwargs = list(args), kwargs | others
+    values, kwargs = list(args), {**kwargs, **others}
     for name in others:
         if (place := places.get(name, len(args))) < len(args):
             values[place] = kwargs.pop(name)
@@ -179,7 +172,7 @@ def _call(
 
 
 def read(ours: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The arguments of the engine's function that a hook names."""
+    """The engine's arguments that a hook names."""
     return list(inspect.signature(ours).parameters.values())[1:]
 
 
@@ -207,15 +200,10 @@ def check_version(engine: str, installed: str, supported: tuple[tuple[int, ...],
         )
 
 
-def _function(static: Any) -> Any:
-    """What a staticmethod or classmethod holds, or the function itself."""
-    return getattr(static, "__func__", static)
-
-
 def wrap(target: str, around: Callable[..., Any]) -> None:
     """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`."""
     owner, name, static = wrapt.resolve_path(*target.split(":"))
-    original = _function(static)
+    original: Any = getattr(static, "__func__", static)
     kind: Any = type(static)
 
     @wraps(original)

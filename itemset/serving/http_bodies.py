@@ -1,7 +1,6 @@
 """The HTTP surface of both engines: a body is checked once the server itself has parsed it; answers get their items.
 
-Judging what the server's own parser made leaves nothing to pass by: neither content types, encodings and escapes, nor
-how deep a body is nested. Nothing is parsed twice, and what the server cannot parse it refuses as ever.
+Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Body:
     """What is known of the body of the HTTP request that is being served.
 
     stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
-    would drop. brings_choice: whether it has an inline list. made: what was made of it before
-    its answer begins, held until the engine asks for it.
+    would drop. brings_choice: whether it has an inline list. made: of it before its answer begins, held meanwhile.
     """
 
     path: str = ""
@@ -66,7 +64,10 @@ class BodyMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        token = _body.set(Body(path_of(scope) if "path" in scope else ""))
+        path, root = scope.get("path", ""), scope.get("root_path") or ""
+        if root and path.startswith(f"{root}/"):  # a proxy's prefix, which the server's routes do not know
+            path = path[len(root) :]
+        token = _body.set(Body(str(path)))
         scope[_MIDDLEWARE] = self
         try:
             if scope["type"] == "http":
@@ -83,16 +84,12 @@ class BodyMiddleware:
         raise NotImplementedError
 
     async def make(self, request: Any, given: Any) -> None:
-        """Make the set that a body brings or selects. An engine itself would ask for it once a stream has begun, too
-        late to refuse the request."""
+        """Make the set that a body brings or selects: once a stream has begun, it is too late to refuse it."""
         raise NotImplementedError
 
 
 async def while_connected(work: Awaitable[Result], request: Any) -> Result:
-    """Await it, but cancel it when the client has left. Raises ValueError then.
-
-    request: Starlette's, or None if there is no client that may leave.
-    """
+    """Await it, but cancel it and raise ValueError when the client has left. request: Starlette's, None without one."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
@@ -104,10 +101,8 @@ async def while_connected(work: Awaitable[Result], request: Any) -> Result:
 
 
 async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
-    """Around `Request.json`, by which FastAPI and the engines parse a body, once a request.
-
-    Raises HTTPException 400 for what is refused, counted: the one error that FastAPI lets through here.
-    """
+    """Around `Request.json`, which parses a body, once a request. Raises HTTPException 400 for what is refused: the one
+    error that FastAPI lets through here. Counts it."""
     middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
     if middleware is None or hasattr(request, "_json"):
         return await parse()
@@ -125,17 +120,8 @@ async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     return given
 
 
-def path_of(scope: Mapping[str, Any]) -> str:
-    """The path as the server's routes know it, without a proxy's prefix."""
-    path, root = scope["path"], scope.get("root_path") or ""
-    return str(path[len(root) :] if root and path.startswith(f"{root}/") else path)
-
-
 def with_items(event: str, items: Mapping[int, Any]) -> str:
-    """A server-sent event of an OpenAI stream, with what each of its choices that ends here says of items.
-
-    items: fields by choice index, of those that have ended. Events before the end are not parsed.
-    """
+    """A server-sent event of an OpenAI stream, with what each choice that ends here says of items. items: by choice."""
     head, _, data = event.partition("data: ")
     if not items or '"finish_reason":' not in data:
         return event

@@ -44,51 +44,42 @@ def search_for(
         sizes = [(options.k, f"ranked list of {options.k:,}", "n"), (width, f"beam of width {width:,}", "width")]
     for size, what, param in sizes:
         if size > limit:
-            raise RefusedError(
-                reason,
-                f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
-                f"{words.option('ranked_list_limit')}",
-                param,
-            )
+            message = f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
+            raise RefusedError(reason, message + words.option("ranked_list_limit"), param)
     if (options.max_passes or 0) > most:
-        raise RefusedError(
-            reason,
-            f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
-            f"{words.option('ranked_list_passes')}",
-            "max_passes",
-        )
-    most = max(1, most)
+        message = f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
+        raise RefusedError(reason, message + words.option("ranked_list_passes"), "max_passes")
+    most, given = max(1, most), asdict(options)
     if isinstance(options, ListOptions):
-        of_search = {name: value for name, value in asdict(options).items() if name != "without_end"}
-        return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **of_search)
+        del given["without_end"]
+        return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **given)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
-        of_draw = {"seed": options.seed, "max_passes": passes}
-        return Importance(item_set, n, end_token=end_token, candidates=options.candidates or 1, **of_draw)
-    names = (REPLACE, APPROXIMATE, "seed", "temperature", "width")
-    exact = {name: getattr(options, name) for name in names}
+        common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
+        return Importance(item_set, n, candidates=options.candidates or 1, **common)
+    exact = {name: given[name] for name in (REPLACE, APPROXIMATE, "seed", "temperature", "width")}
     return Drawing(item_set, n, end_token=end_token, max_passes=passes, **exact)
 
 
 def run_together(
     searches: Sequence[Rounds[FoundT]], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]
 ) -> list[FoundT]:
-    """Run searches to their ends, round by round together.
+    """Run searches to their ends, round by round together. Raises RefusedError as `result_of` does.
 
-    score: runs passes, each with the index of its search. Raises RefusedError if nothing was found for one of them.
+    score: runs passes, each with the index of its search.
     """
     while asked := [(i, one) for i, search in enumerate(searches) for one in search.passes]:
         answers = iter(score(asked))
         for search in searches:
             if search.passes:
                 search.take([next(answers) for _ in search.passes])
-    return [found_by(search) for search in searches]
+    return [result_of(search) for search in searches]
 
 
-def found_by(search: Rounds[FoundT]) -> FoundT:
-    """What a search has found at its end. Raises RefusedError if draws were cut off, or nothing was found."""
+def result_of(search: Rounds[FoundT]) -> FoundT:
+    """The result of a search at its end. Raises RefusedError if draws were cut off, or there is no item."""
     try:
-        found = search.result
+        result = search.result
     except CutOffError as error:
         raise RefusedError(
             "draws",
@@ -96,9 +87,9 @@ def found_by(search: Rounds[FoundT]) -> FoundT:
             "Fewer draws, or a smaller set, take fewer passes",
             "max_passes",
         ) from error
-    if not found.items:
+    if not result.items:
         raise RefusedError("beam search", "no item was found before the limit: raise max_passes", "max_passes")
-    return found
+    return result
 
 
 class Refusals:
@@ -119,8 +110,7 @@ class Refusals:
     def refused(
         self, reason: str, *, detail: str = "", of: tuple[str, int] | None = None, always: bool = False
     ) -> None:
-        """Note that the engine did not make a list. detail: what the log says. of: this set and width will not be made
-        either."""
+        """Note that the engine did not make a list. detail: for the log. of: the set and width that it never makes."""
         if always:
             self.always = reason
         if of is not None:
@@ -160,9 +150,8 @@ class Pace:
 class Lists:
     """Runs the ranked lists of a front end, all on one event loop, so that other requests hardly notice.
 
-    The searches' own work is done on one thread of their own. Engine requests are made one in a turn of the loop, list
-    by list, and only a few are under way at a time: few beside other requests, whose steps they would make longer;
-    while the lists have the engine to themselves up to half of what it takes, as its `Pace` allows.
+    The searches' own work is done on a thread. Engine requests are made one in a turn of the loop, list by list, and
+    only a few are under way beside other requests; alone, up to half of what the engine takes, as its `Pace` allows.
     """
 
     def __init__(self, seats: int, unfinished: Callable[[], int]) -> None:
@@ -177,10 +166,9 @@ class Lists:
     async def run(
         self, search: Rounds[FoundT], ask: Callable[[Pass], Awaitable[Any]], read: Callable[[Pass, Any], Answer]
     ) -> FoundT:
-        """Run a search to its end. Cancelled, it cancels what it has asked.
+        """Run a search to its end. Cancelled, it cancels what it has asked. Raises as `result_of` and `ask` do.
 
         ask: makes the engine's request for a pass. read: what its output says, called on the thread.
-        Raises RefusedError if nothing was found, and what `ask` raises.
         """
 
         def take(outputs: list[Any]) -> None:
@@ -189,18 +177,18 @@ class Lists:
         await self._on_thread(lambda: search.passes)  # the first round may have to be made
         while search.passes:
             await self._on_thread(take, await self._round(search.passes, ask))
-        return await self._on_thread(found_by, search)
+        return await self._on_thread(result_of, search)
 
     async def entries(
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any]
     ) -> AsyncGenerator[list[tuple[Item, dict[str, Any]]], None]:
-        """The items found, SLICE at a time, each with what an answer says of it: `described`. Between the slices others
-        get their turn."""
+        """The items, SLICE at a time, each with what an answer says of it (`described`); between them others get their
+        turn."""
         (entries,) = await self._on_thread(described, [best], item_set, of_set)
-        found = list(zip(best.items, entries, strict=True))
-        for first in range(0, len(found), SLICE):
+        items = list(zip(best.items, entries, strict=True))
+        for first in range(0, len(items), SLICE):
             await asyncio.sleep(0)
-            yield found[first : first + SLICE]
+            yield items[first : first + SLICE]
 
     async def _on_thread(self, function: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -210,7 +198,9 @@ class Lists:
         try:
             for one in passes:
                 async with self._turn:  # lists take turns, one request each
-                    await self._seat()
+                    while self._under_way >= self._limit():
+                        self._freed.clear()
+                        await self._freed.wait()
                     tasks.append(asyncio.ensure_future(ask(one)))
                     self._under_way += 1
                     tasks[-1].add_done_callback(partial(self._leave, self._under_way, time.monotonic()))
@@ -219,11 +209,6 @@ class Lists:
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _seat(self) -> None:
-        while self._under_way >= self._limit():
-            self._freed.clear()
-            await self._freed.wait()
 
     def _leave(self, among: int, began: float, task: asyncio.Future[Any]) -> None:
         if not task.cancelled():

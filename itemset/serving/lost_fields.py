@@ -9,25 +9,15 @@ import itertools
 import json
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 
 from itemset.embedded.placement import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
+from itemset.serving import request_fields
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.request_fields import (
-    CHOICE,
-    COMPARED,
-    EXTRAS,
-    GUIDED,
-    REFERENCE,
-    STRUCTURED,
-    WORDS,
-    nearest,
-    objects,
-    wrong_type,
-)
+from itemset.serving.request_fields import CHOICE, COMPARED, EXTRAS, GUIDED, REFERENCE, STRUCTURED, nearest, objects
 
 Fields = Mapping[str, Any]
 """By name, what a field's type is."""
@@ -50,16 +40,15 @@ Read = Mapping[str, Collection[str]]
 class Surface:
     """Where one engine's endpoints read our words.
 
-    served: by path, what is read at each place. elsewhere: what all endpoints read that declare these places. dropped:
-    fields that endpoints declare and nothing reads. mends: how a word is said right. inside: where a constraint with
-    sets in it belongs.
+    served: by path, what is read at each place. mends: how a word is said right. inside: where a constraint with sets
+    belongs. elsewhere: what all endpoints read that declare these places. dropped: declared, and read by nothing.
     """
 
     served: Mapping[str, Read]
-    elsewhere: Read
-    dropped: Collection[str]
     mends: Mapping[str, str]
     inside: str
+    elsewhere: Read = field(default_factory=dict)
+    dropped: Collection[str] = ()
 
     def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
         """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.
@@ -67,7 +56,7 @@ class Surface:
         fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone is
         looked for.
         """
-        watched = WORDS if ours else (REFERENCE,)
+        watched = request_fields.WORDS if ours else (REFERENCE,)
         fields = {name: inner for name, inner in fields.items() if name not in self.dropped}
         loose: dict[str, Any] = {}
         for number, (place, key, value, read) in enumerate(self._loose(self.served.get(path, {}), body, fields)):
@@ -96,18 +85,30 @@ class Surface:
                     yield from self._loose({**read, **self.elsewhere} if declared else read, value, inner, where)
             known = {*fields, *read.get(place, ())}
             if rest := {key: value for key, value in members if key not in known}:
-                yield from ((place, key, rest[key], ()) for key in rest.keys() & WORDS)
+                yield from ((place, key, rest[key], ()) for key in rest.keys() & request_fields.WORDS)
                 yield place, "", rest, ()
 
     def _lost(self, path: str, place: str, key: str, word: str) -> RefusedError:
         if path not in self.served and word not in self.elsewhere.get(place, ()):
             return RefusedError("wrong endpoint", f"{path:.60} takes no {key}: {self._send}")
         where = f" in {place}" if place else ""
-        return wrong_type(f"there is no field {key}{where}: {self.mends[word]}")
+        return request_fields.wrong_type(f"there is no field {key}{where}: {self.mends[word]}")
 
     @property
     def _send(self) -> str:
         return f"send it to one of {', '.join(sorted(self.served))}"
+
+
+def mends(choice: str, drawing: str) -> dict[str, str]:
+    """Return how each word is said right. choice: where the texts of an inline list belong. drawing: who draws."""
+    return {
+        REFERENCE: "name the item set in item_set, beside the other fields",
+        **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {choice}"),
+        request_fields.SLATE: "send slate beside the other fields",
+        **dict.fromkeys(request_fields.SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
+        **dict.fromkeys((request_fields.DRAWS, request_fields.DRAW), f"send draws beside item_set to {drawing}"),
+        request_fields.WEIGHT: f"send {request_fields.WEIGHT} beside item_set",
+    }
 
 
 def set_in(given: Mapping[str, Any]) -> str | None:
@@ -129,7 +130,8 @@ def set_in(given: Mapping[str, Any]) -> str | None:
             for key, inner in itertools.islice(value.items(), LOOKED_AT):
                 there = f"{where}.{key:.60}" if where else f"{key:.60}"
                 schema = names and isinstance(inner, dict | bool)
-                if inner is not None and not schema and (means_set(key) or key == GUIDED or _brings(key, inner)):
+                brings = chooses(inner) and nearest(key, (STRUCTURED,)) is not None
+                if inner is not None and not schema and (means_set(key) or key == GUIDED or brings):
                     return there
                 if names or key not in NO_SCHEMAS:
                     level.append((inner, there, key in NAMED and not names))
@@ -143,10 +145,6 @@ def _says(text: str) -> bool:
     return says_set(text) or GUIDED in text or STRUCTURED[:-1] in text
 
 
-def _brings(key: str, value: Any) -> bool:
-    return chooses(value) and nearest(key, (STRUCTURED,)) is not None
-
-
 def chooses(structured: Any) -> bool:
     """Whether a value of `structured_outputs` brings an inline list, rightly written or not."""
     return isinstance(structured, dict) and any(
@@ -156,18 +154,17 @@ def chooses(structured: Any) -> bool:
 
 
 def fields_of_route(scope: Mapping[str, Any], body: Any) -> Fields:
-    """The fields of a request's body, by the route that FastAPI has found for it.
-
-    A route that parses its body on its own, as /invocations does, declares none: it hands the body on to another, so
-    those count whose required fields are there.
-    """
+    """The fields of a request's body, by the route that FastAPI has chosen for it. If that declares none, as
+    /invocations, which hands the body on to another: those of all models whose required fields are there."""
     if (annotation := _annotation(scope.get("route"))) is not None:
         return fields_of_type(annotation)
     each = [_annotation(route) for route in scope["app"].routes] if isinstance(body, dict) else []
     models = [model for annotation in each for model in _models(annotation) if issubclass(model, BaseModel)]
-    return {
-        name: inner for model in models if _required(model) <= body.keys() for name, inner in _fields(model).items()
-    }
+    fields: dict[str, Any] = {}
+    for model in models:
+        if all((one.alias or name) in body for name, one in model.model_fields.items() if one.is_required()):
+            fields |= _fields(model)
+    return fields
 
 
 def _annotation(route: Any) -> Any:
@@ -176,27 +173,19 @@ def _annotation(route: Any) -> Any:
 
 
 def fields_of_type(annotation: Any) -> Fields:
-    """The fields of objects of a type: of all of a union's; none if they are free, as a dict's are, or if they are
-    several in a list."""
+    """The fields of objects of a type, or of all of a union's; none of a dict's, which are free, or of a list's."""
     return {name: inner for model in _models(annotation) for name, inner in _fields(model).items()}
 
 
 def _models(annotation: Any) -> Iterator[type]:
     annotation = getattr(annotation, "__value__", annotation)  # of an alias
     if isinstance(annotation, type) and typing.get_origin(annotation) is None:
-        if issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation) or _is_struct(annotation):
+        declares = dataclasses.is_dataclass(annotation) or hasattr(annotation, "__struct_fields__")
+        if declares or issubclass(annotation, BaseModel):
             yield annotation
     elif typing.get_origin(annotation) not in (list, dict, tuple, set, typing.Literal):
         for one in typing.get_args(annotation):
             yield from _models(one)
-
-
-def _is_struct(annotation: type) -> bool:
-    return hasattr(annotation, "__struct_fields__")
-
-
-def _required(model: type[BaseModel]) -> set[str]:
-    return {field.alias or name for name, field in model.model_fields.items() if field.is_required()}
 
 
 @functools.lru_cache(1024)

@@ -8,25 +8,10 @@ from itertools import islice
 from typing import Any
 
 from itemset.errors import shown
-from itemset.serving import draw_options
+from itemset.serving import draw_options, request_fields
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.draw_options import DrawOptions, check_fields
-from itemset.serving.request_fields import (
-    BEAMS,
-    CANDIDATES,
-    COMPARED,
-    DRAWN,
-    DRAWS,
-    ELSEWHERE,
-    FILTER,
-    OPTIONS,
-    REFERENCE,
-    SELECTION,
-    SLATE,
-    WEIGHT,
-    nearest,
-    wrong_type,
-)
+from itemset.serving.request_fields import BEAMS, DRAWN, DRAWS, OPTIONS, REFERENCE, SELECTION, SLATE, WEIGHT, wrong_type
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
@@ -69,9 +54,8 @@ class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
-    left of the registered one. item_filter, exclude_keys, only_keys: what selects among its items, see `views.view`.
-    escape: how the texts of an inline set stand in an answer, see `itemset.build_text`. weighed: whether its answers
-    say their `set_weight`.
+    left of the registered one. item_filter, exclude_keys, only_keys: see `views.view`. escape: of an inline set's
+    texts, see `itemset.build_text`. weighed: whether its answers say their `set_weight`.
     """
 
     item_set: str | None = None
@@ -110,9 +94,8 @@ class ItemRequest:
         """Judge a request; None if it has no set.
 
         named, choices: each name and each inline list that it gives, None for none. given: all fields among which
-        options of a list may stand, which its sender knows as `where`. k: items of the list that it asks for, None for
-        no list. draws: whether its endpoint makes draws. constraints: what its sender may choose from; other: whether
-        it has one that is no set.
+        options may stand, which its sender knows as `where`. k: items of its list, None without one. draws: whether its
+        endpoint makes draws. constraints: what its sender may choose from; other: whether it has one that is no set.
         Raises RefusedError for what contradicts itself, has another type, is misspelled, or would be ignored.
         """
         if WIRE in given:
@@ -136,8 +119,8 @@ class ItemRequest:
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
-            for key in islice(given, COMPARED):
-                if key != REFERENCE and nearest(key, (REFERENCE,)):
+            for key in islice(given, request_fields.COMPARED):
+                if key != REFERENCE and request_fields.nearest(key, (REFERENCE,)):
                     raise wrong_type(f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE)
             return None
         _check_one_set(named, choices, constraints, other)
@@ -164,7 +147,7 @@ def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices
             raise wrong_type(
                 f"{word} chooses among the items of a registered set: name the set as {REFERENCE}{mend}", word
             )
-        kind, example = (dict, "an object of conditions") if word == FILTER else (list, "a list of keys")
+        kind, example = (dict, "an object of conditions") if word == request_fields.FILTER else (list, "a list of keys")
         if not isinstance(value, kind):
             raise wrong_type(f"{word} must be {example}, not {shown(value)}", word)
 
@@ -197,14 +180,10 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
 
 
 def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:
-    """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them.
-
-    given: fields of a request with a set, ours among them.
-    """
-    for key in (*islice(given, COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
-        word = (None if drawn and key == CANDIDATES else ELSEWHERE.get(key)) or nearest(
-            key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT)
-        )
+    """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them."""
+    for key in (*islice(given, request_fields.COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
+        meant = None if drawn and key == request_fields.CANDIDATES else request_fields.ELSEWHERE.get(key)
+        word = meant or request_fields.nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT))
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
         if word in DRAWN and given[key] is not None and not drawn:

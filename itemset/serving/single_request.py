@@ -23,18 +23,11 @@ class OneRequest:
     """
 
     def __init__(
-        self,
-        warn: Callable[[str, str], None],
-        *,
-        beams: int,
-        widest: int | None,
-        too_many: str,
-        always: str | None = None,
+        self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
     ) -> None:
-        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: why this engine makes no
-        list, if that is known already."""
+        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: as of `Refusals`."""
         self.beams, self.widest, self._too_many = beams, widest, too_many
-        self.refusals = Refusals(warn, always)
+        self.refusals = Refusals(warn, always or None)
 
     def spec(
         self,
@@ -66,7 +59,7 @@ class OneRequest:
             return None
         return spec
 
-    def found(self, carried: EngineRequest, result: ListResult, search: Any) -> Best | Draws | None:
+    def outcome(self, carried: EngineRequest, result: ListResult, search: Any) -> Best | Draws | None:
         """Return what the engine has made; None if rounds must make or end it.
 
         carried: by the request. search: of draws, the `Drawing` that must end them: it takes over those that are
@@ -97,8 +90,7 @@ class OneRequest:
 
 def best_of(result: ListResult) -> Best:
     """Return the list that an engine has made."""
-    items = [Ranked(*item) for item in result.items[0]]
-    return Best(ordered(items), result.proven, result.passes, result.rounds)
+    return Best(ordered([Ranked(*item) for item in result.items[0]]), result.proven, result.passes, result.rounds)
 
 
 def _key(reference: str, spec: ListSpec) -> tuple[str, int]:

@@ -26,8 +26,8 @@ Tokens = tuple[int, ...]
 class SetRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which set a request has.
 
-    index: the index file of an inline set, or what a selection has of its own; None if it is a registered set, or a
-    filter alone. filter: bits of the filter that the set is or stands on.
+    index: the index file of an inline set, or what a selection has of its own; None of a registered set or a filter.
+    filter: bits of the filter that the set is or stands on.
     """
 
     reference: str
@@ -64,11 +64,7 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The sets of a constraint with item sets in it.
-
-    grammar: `Constraint.spec()`. slate: of a slate that a device can make, the items after the first, and the token
-    between two.
-    """
+    """The sets of a constraint. grammar: `Constraint.spec()`. slate: `Constraint.slate`."""
 
     grammar: str
     sets: list[SetRef]
@@ -175,13 +171,13 @@ class ListResult(msgspec.Struct, omit_defaults=True):
 class ListTotals(msgspec.Struct, frozen=True):
     """What SGLang's scheduler sends of a list beside its items, in the reason why the first of them ended.
 
-    found: how many items the list has, or each race. The rest is as for ListResult.
+    counts: how many items the list has, or each race. The rest is as for ListResult.
     """
 
     proven: bool
     passes: int
     rounds: int
-    found: list[int]
+    counts: list[int]
 
 
 def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
@@ -215,10 +211,8 @@ def whole_of(reference: str) -> str:
 def version_of(reference: str) -> tuple[str, str]:
     """Return the version, empty if the reference says none, and the name of the registered set of a reference."""
     whole = whole_of(reference)
-    if not whole.startswith(VERSION):
-        return "", whole
     version, _, name = whole.removeprefix(VERSION).partition("@")
-    return version, name
+    return (version, name) if whole.startswith(VERSION) else ("", whole)
 
 
 def name_of(reference: str) -> str:

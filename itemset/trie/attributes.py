@@ -4,8 +4,6 @@ Texts with few distinct values are numbers into a dictionary there, so that a fi
 and takes the rest by number. The stream's batches lie in the mapped file: reading copies nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,23 +21,13 @@ KINDS = "bools, integers, floats, strings, dates, timestamps or lists of strings
 _TEXT = pa.large_string()
 
 
-_CALLED = (
-    ("bool", pa.types.is_boolean),
-    ("integer", pa.types.is_integer),
-    ("float", pa.types.is_floating),
-    ("date", pa.types.is_date),
-    ("timestamp", pa.types.is_timestamp),
-)
-
-
 def kind_of(kind: Any) -> str:
     """Return what people call a column of this Arrow type."""
     if pa.types.is_dictionary(kind):
         return kind_of(kind.value_type)
     if is_list(kind):
         return f"list of {kind_of(kind.value_type)}s"
-    names = (name for name, holds in _CALLED if holds(kind))
-    return "string" if is_text(kind) else next(names, str(kind))
+    return next((name for name, holds in _CALLED if holds(kind)), str(kind))
 
 
 def is_text(kind: Any) -> bool:
@@ -50,6 +38,16 @@ def is_text(kind: Any) -> bool:
 def is_list(kind: Any) -> bool:
     """Return whether a type is one of Arrow's lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+_CALLED = (
+    ("bool", pa.types.is_boolean),
+    ("integer", pa.types.is_integer),
+    ("float", pa.types.is_floating),
+    ("date", pa.types.is_date),
+    ("timestamp", pa.types.is_timestamp),
+    ("string", is_text),
+)
 
 
 def as_attributes(given: Any, rows: int) -> pa.Table:
@@ -209,7 +207,7 @@ class Column:
         return array.view(self.plain)
 
     @property
-    def _inner(self) -> Column:
+    def _inner(self) -> "Column":
         return Column(self.name, self.plain.value_type, self.texts)
 
 

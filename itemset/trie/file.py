@@ -5,8 +5,6 @@ header and of the prelude up to here (uint32), zero (uint32). The header is JSON
 numbers are little-endian.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import mmap

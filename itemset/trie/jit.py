@@ -1,7 +1,5 @@
 """The decorator of all compiled loops: Numba, with its results kept on disk until a source file changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -9,13 +7,8 @@ from typing import Any
 
 import numba
 
-
-def _stamp() -> tuple[int, int]:
-    sources = [path.stat() for path in Path(__file__).parents[1].rglob("*.py")]
-    return max(source.st_mtime_ns for source in sources), sum(source.st_size for source in sources)
-
-
-_STAMP = _stamp()
+_SOURCES = [path.stat() for path in Path(__file__).parents[1].rglob("*.py")]
+_STAMP = max(source.st_mtime_ns for source in _SOURCES), sum(source.st_size for source in _SOURCES)
 
 
 def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection[str] = ()) -> Any:

@@ -1,45 +1,51 @@
 """A hash table of all keys of a set, made when a first key is looked up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-
-Sections = dict[str, NDArray[Any]]
-"""Keys as a file has them: see `keys.values_to_sections`."""
 
 
 class KeyIndex:
     """Where each key stands among the keys of a set: 6 to 11 bytes a key."""
 
-    def __init__(self, keys: Sections) -> None:
+    def __init__(self, keys: pa.Array) -> None:
         self._columns = _columns(keys)
         self._slots = np.zeros(1 << max(3, (len(self._columns[0]) * 4 // 3).bit_length()), np.uint32)
         _insert(*self._columns, self._slots)
 
-    def places_of(self, given: Sections) -> NDArray[np.int64]:
+    def places_of(self, given: pa.Array) -> NDArray[np.int64]:
         """Return every place of the given keys, of the same kind as the set's: ascending and distinct."""
         return np.unique(np.array(_find(*self._columns, self._slots, *_columns(given)), np.int64))
 
-    def holds(self, given: Sections) -> NDArray[np.bool_]:
+    def holds(self, given: pa.Array) -> NDArray[np.bool_]:
         """Return which of these keys, of the same kind, are in the index. Made for many that are not."""
-        columns = _columns(given)
-        out = np.zeros(len(given["keys"] if "keys" in given else given["key_offsets"][1:]), np.bool_)
-        _holds(*self._columns, self._slots, np.zeros(len(self._slots), np.uint8), *columns, out)
+        out = np.zeros(len(given), np.bool_)
+        _holds(*self._columns, self._slots, np.zeros(len(self._slots), np.uint8), *_columns(given), out)
         return out
 
 
-def _columns(keys: Sections) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
+    """Return the arrays that hold these keys in a file."""
+    if pa.types.is_integer(keys.type):
+        return {"keys": keys.to_numpy(zero_copy_only=False)}
+    starts, buffer = keys.buffers()[1:]
+    offsets = np.frombuffer(starts, np.int64, len(keys) + 1, keys.offset * 8)
+    text = np.zeros(0, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)
+    first, end = offsets[0], offsets[-1]  # a gathered array may share its buffers with another
+    return {"key_offsets": offsets - first if first else offsets, "key_text": text[first:end]}
+
+
+def _columns(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Return integers and no text, or offsets and text; read-only, as a mapped file's are, for loops of one kind."""
-    columns: tuple[NDArray[Any], NDArray[Any]]
-    if "keys" in keys:
-        columns = keys["keys"], np.zeros(0, np.uint8)
-    else:  # without text, the offsets would be taken for integers
-        columns = keys["key_offsets"], keys["key_text"] if len(keys["key_text"]) else np.zeros(1, np.uint8)
+    columns = list(values_to_sections(keys).values())
+    if len(columns) == 1:
+        columns.append(np.zeros(0, np.uint8))
+    elif not len(columns[1]):  # without text, the offsets would be taken for integers
+        columns[1] = np.zeros(1, np.uint8)
     numbers, text = (column.view() for column in columns)
     numbers.flags.writeable = text.flags.writeable = False
     return numbers, text

@@ -1,7 +1,5 @@
 """The caller's own keys of the items: integers or strings, one or several for each item."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError, shown
-from itemset.trie.key_index import KeyIndex
+from itemset.trie.key_index import KeyIndex, values_to_sections
 from itemset.trie.rows import Distinct
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
@@ -68,12 +66,12 @@ class Keys:
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
         values = _as_keys_of(self.values, given)
-        return self.index.places_of(values_to_sections(values)) if len(values) else np.zeros(0, np.int64)
+        return self.index.places_of(values) if len(values) else np.zeros(0, np.int64)
 
     @functools.cached_property
     def index(self) -> KeyIndex:
         """What finds keys. Making it takes 0.1 s for a million keys, once."""
-        return KeyIndex(values_to_sections(self.values))
+        return KeyIndex(self.values)
 
     def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
         """Return which places hold a key that is removed.
@@ -119,7 +117,7 @@ class Keys:
         return values_to_sections(self.values) | ({} if self.starts is None else {"key_starts": self.starts})
 
     @staticmethod
-    def from_sections(sections: dict[str, NDArray[Any]], items: int) -> Keys:
+    def from_sections(sections: dict[str, NDArray[Any]], items: int) -> "Keys":
         """Return the keys of as many items over the file's own memory. Raises ValueError if they do not fit."""
         if "keys" in sections:
             if sections["keys"].dtype != np.int64:
@@ -216,17 +214,6 @@ def as_keys(keys: KeyList, items: int) -> pa.Array:
     raise ItemSetError(f"keys must be integers or strings, not {str(array.type)[:60]}")
 
 
-def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
-    """Return the arrays that hold these keys in a file."""
-    if pa.types.is_integer(keys.type):
-        return {"keys": keys.to_numpy(zero_copy_only=False)}
-    starts, buffer = keys.buffers()[1:]
-    offsets = np.frombuffer(starts, np.int64, len(keys) + 1, keys.offset * 8)
-    text = np.zeros(0, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)
-    first, end = offsets[0], offsets[-1]  # a gathered array may share its buffers with another
-    return {"key_offsets": offsets - first if first else offsets, "key_text": text[first:end]}
-
-
 def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str]:
     """Return the keys at these places, each 0 .. keys - 1. Raises ItemSetError if a damaged one is no text."""
     taken: Any = keys.take(pa.array(places))
@@ -240,7 +227,7 @@ def _is_in(keys: pa.Array, given: pa.Array) -> NDArray[np.bool_]:
     """Return which of the keys are among the given ones."""
     if not len(given):
         return np.zeros(len(keys), np.bool_)
-    return KeyIndex(values_to_sections(given)).holds(values_to_sections(keys))
+    return KeyIndex(given).holds(keys)
 
 
 def _some(keys: pa.Array) -> str:

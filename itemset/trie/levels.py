@@ -1,7 +1,5 @@
 """What the host knows of a set's levels, so that a search over its trie needs no shape from the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +31,7 @@ class LevelPlan:
     longest: int
 
     @classmethod
-    def of(cls, trie: Trie) -> LevelPlan:
+    def of(cls, trie: Trie) -> "LevelPlan":
         """Read the plan off a trie's tables: one pass over its edges, 4 ms for a million of them."""
         tables = trie.tables
         nodes, tails, tailed = (np.zeros(trie.longest + 1, np.int64) for _ in range(3))

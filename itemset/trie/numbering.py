@@ -3,8 +3,6 @@
 Items that stand alone after an edge come first, in edge order; after them come those that end at a node.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

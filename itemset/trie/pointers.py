@@ -5,8 +5,6 @@ edge: whole tables were read up to 93 times slower than so. Integers also are of
 and whether they are mapped from a file, so each loop is compiled once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,26 +50,21 @@ def _place(builder: Any, arguments: Any, bits: int) -> Any:
 
 
 def _load(bits: int) -> Any:
-    def load(_typing: Any, address: Any, index: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            value = builder.load(_place(builder, arguments, bits), align=bits // 8)
-            return value if bits == 64 else builder.zext(value, ir.IntType(64))
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        value = builder.load(_place(builder, arguments, bits), align=bits // 8)
+        return value if bits == 64 else builder.zext(value, ir.IntType(64))
 
-        return types.int64(types.int64, types.int64), generate
-
-    return intrinsic(load)
+    return intrinsic(lambda _typing, address, index: (types.int64(types.int64, types.int64), generate))
 
 
 def _store(bits: int) -> Any:
-    def store(_typing: Any, address: Any, index: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            value = arguments[2] if bits == 64 else builder.trunc(arguments[2], ir.IntType(bits))
-            builder.store(value, _place(builder, arguments, bits), align=bits // 8)
-            return context.get_dummy_value()
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        value = arguments[2] if bits == 64 else builder.trunc(arguments[2], ir.IntType(bits))
+        builder.store(value, _place(builder, arguments, bits), align=bits // 8)
+        return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64), generate
-
-    return intrinsic(store)
+    kind = types.void(types.int64, types.int64, types.int64)
+    return intrinsic(lambda _typing, address, index, value: (kind, generate))
 
 
 _Load = Callable[[Any, Any], Any]
@@ -91,11 +84,8 @@ def count_ones(_typing: Any, _word: Any) -> Any:
 @intrinsic
 def _pointer(_typing: Any, address: Any) -> Any:
     """Return the address as the pointer that `carray` takes."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
+    kind = types.voidptr(types.int64)
+    return kind, lambda _context, builder, _signature, arguments: builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
 
 @compiled

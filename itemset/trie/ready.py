@@ -4,8 +4,6 @@ A walk that masks by a node's children takes a time in proportion to them, and e
 A row of bits is copied, or applied, as fast wherever it comes from.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

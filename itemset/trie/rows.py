@@ -1,7 +1,5 @@
 """Items as rows of token ids: any input as one flat array, checked, sorted and folded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -49,7 +47,7 @@ class Rows:
     def longest(self) -> int:
         return self.layout[1] or int(np.diff(self.offsets).max())
 
-    def take(self, order: NDArray[Any]) -> Rows:
+    def take(self, order: NDArray[Any]) -> "Rows":
         """Return the rows at these positions, in this order."""
         offsets, width = self.layout
         if width:
@@ -165,7 +163,8 @@ def sort_unique(rows: Rows) -> Distinct:
         verdict, _ = common_prefixes(rows.tokens, *rows.layout, lcp)
     if verdict == _ASCENDING:
         return Distinct(rows, order, None, lcp)
-    first = _first_of_equals(*rows.layout, lcp)
+    lengths = rows.layout[1] or np.diff(rows.offsets)[1:]  # a row that begins the one before equals it
+    first = np.concatenate((np.ones(1, np.bool_), lcp[1:-1] != lengths))
     starts = np.append(np.flatnonzero(first), len(rows)).astype(np.uint32)
     return Distinct(rows.take(starts[:-1]), order, starts, np.append(lcp[:-1][first], np.uint16(0)))
 
@@ -270,17 +269,6 @@ def common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def
         elif k == end - b or tokens[b + k] < tokens[a + k]:
             return 2, i
     return verdict, rows
-
-
-@compiled
-def _first_of_equals(offsets, width, lcp):  # type: ignore[no-untyped-def]
-    """Return which of the sorted rows differ from the one before."""
-    first = np.ones(len(lcp) - 1, np.bool_)
-    for i in range(1, len(first)):
-        a, b = bounds(offsets, width, i - 1)
-        _, end = bounds(offsets, width, i)
-        first[i] = lcp[i] != b - a or lcp[i] != end - b
-    return first
 
 
 @compiled

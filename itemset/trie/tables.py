@@ -4,8 +4,6 @@ Nodes are the prefixes that two or more items share, in level order; edges are i
 If an item stands alone after its edge, the rest of it is a *tail*: plain tokens, not a chain of nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -192,7 +190,7 @@ def allocate(
     )
     starts = np.cumsum(per_level, axis=1) - per_level
     if tables.counted:
-        targets.set_levels(tables.tail_base, starts[EDGES], starts[LEAVES], starts[TAIL_TOKENS], length)
+        targets.set_levels(tables.tail_base, starts[[EDGES, LEAVES, TAIL_TOKENS]], length)
     starts[TERMINALS] += totals[LEAVES]
     tables.row_offsets[nodes] = edges
     return tables, starts

@@ -9,8 +9,6 @@ tails of a level have one length, so a product gives where a tail starts.
 *stored* (16 or 32 bits), for items of any lengths: `targets` has a distance for each edge, from its block's bases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -194,15 +192,10 @@ def set_bases(tables):  # type: ignore[no-untyped-def]
     return far_block
 
 
-def set_levels(
-    tail_base: NDArray[np.uint32],
-    edges: NDArray[np.int64],
-    leaves: NDArray[np.int64],
-    tails: NDArray[np.int64],
-    length: int,
-) -> None:
-    """Fill in the levels' words of counted targets. edges, leaves, tails: how many come before each level."""
-    for level, words in enumerate(tail_base.reshape(-1, OF_A_LEVEL)):
-        tail = length - 1 - level
-        start = int(tails[level]) - int(leaves[level]) * tail  # no less than 0: tails of levels above are longer
-        words[[FIRST_EDGE, START, START_HIGH, LENGTH]] = edges[level], start % FAR, start // FAR, tail
+def set_levels(tail_base: NDArray[np.uint32], before: NDArray[np.int64], length: int) -> None:
+    """Fill in the levels' words of counted targets. before: [3, levels], edges, leaves, tail tokens before each."""
+    words = tail_base.reshape(-1, OF_A_LEVEL)
+    edges, leaves, tails = before[:, : len(words)]
+    each = length - 1 - np.arange(len(words))
+    start = tails - leaves * each  # no less than 0: tails of levels above are longer
+    words[:] = np.stack((edges, start % FAR, start // FAR, each), axis=1)

@@ -6,8 +6,6 @@ neighbours of each change, whose tails depend on it. Their tables are made as `t
 rows. A *place* between two items is the next edge of each level.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple

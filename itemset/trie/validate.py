@@ -1,7 +1,5 @@
 """What a file's tables must be before anything walks them, and the digest that tells two sets apart."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 
@@ -61,16 +59,15 @@ def _check_levels(trie: Trie) -> None:
 
     Walks on the host and on a device look for an edge's level in different ways: of other words they might differ.
     """
-    length, levels = trie.longest, len(trie.level_edges)
-    edges = np.array(trie.level_edges)
+    length, levels, edges = trie.longest, len(trie.level_edges), np.array(trie.level_edges)
     leaves = edges - np.array((*trie.level_nodes[1:], 0))
     if trie.shortest != length or type_of_targets(length, levels, 0) != np.uint64:
         raise ValueError("section targets does not fit the header")
     tails = leaves * (length - 1 - np.arange(levels))
     words = np.zeros_like(trie.tables.tail_base)
     if (tails >= 0).all() and levels <= length:
-        before_edges, before_leaves, before_tails = (np.cumsum(counts) - counts for counts in (edges, leaves, tails))
-        set_levels(words, before_edges, before_leaves, before_tails, length)
+        counts = np.stack((edges, leaves, tails))
+        set_levels(words, np.cumsum(counts, axis=1) - counts, length)
     if tails.sum() != trie.tail_tokens or not np.array_equal(words, trie.tables.tail_base):
         raise ValueError("section tail_base does not fit the header")
 

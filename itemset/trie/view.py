@@ -4,8 +4,6 @@ A filter leaves one bit an edge, and one a node: whether an item may end there. 
 short sorted list: for each item the highest edge that leads to no other.
 """
 
-from __future__ import annotations
-
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -105,12 +103,7 @@ def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-de
         row.clear()
         while len(waiting) and -waiting[0] >> 32 == node:
             row.append(-heappop(waiting) & 0xFFFFFFFF)
-        left = np.int64(is_terminal(tables, node)) - len(row)
-        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
-            left += is_alive(tables, edge)
-            if left > 0:
-                break
-        if left > 0 or node == 0:
+        if node == 0 or _has_more(tables, node, len(row)):
             for entry in row:
                 found.append(entry)  # `extend` would copy all of it each time
         else:
@@ -118,6 +111,17 @@ def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-de
             heappush(waiting, -(node_of(tables, edge) << 32 | edge))
     found.sort()
     return found
+
+
+@compiled
+def _has_more(tables, node, entries):  # type: ignore[no-untyped-def]
+    """Return whether a node has more edges to take and items to end at than this many."""
+    left = np.int64(is_terminal(tables, node)) - entries
+    for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
+        if left > 0:
+            break
+        left += is_alive(tables, edge)
+    return left > 0
 
 
 @compiled
@@ -129,12 +133,7 @@ def leave_out(tables, path, depth):  # type: ignore[no-untyped-def]
     """
     for level in range(depth - 1, -1, -1):
         node, entry = path[level, 0], path[level, 1]
-        left = np.int64(is_terminal(tables, node)) - 1
-        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
-            left += is_alive(tables, edge)
-            if left > 0:
-                break
-        if left > 0 or level == 0:
+        if _has_more(tables, node, 1):
             break
     at, listed = first_dead(tables, entry), array_at(tables.dead, tables.dead_count, np.uint32)
     dead = np.empty(len(listed) + 1, np.uint32)

@@ -3,8 +3,6 @@
 Safe whatever the tables hold, but for `row_offsets`, which are checked when a file is opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,14 +158,8 @@ def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:
     if state >= WAITING:
         return tables.labels[:0], state == END
     edges = np.arange(int(tables.row_offsets[state]), int(tables.row_offsets[state + 1]))
-    return tables.labels[edges[alive_at(tables, edges)]], bool(is_terminal(tables.pointers, state))
-
-
-def alive_at(tables: Tables, edges: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which of these edges a walk may take."""
-    alive = np.ones(len(edges), np.bool_)
     if len(tables.alive):
-        alive = tables.alive[edges >> 5] >> (edges & 31).astype(np.uint32) & 1 != 0
+        edges = edges[tables.alive[edges >> 5] >> (edges & 31).astype(np.uint32) & 1 != 0]
     if len(tables.dead):
-        alive &= ~np.isin(edges, tables.dead)
-    return alive
+        edges = edges[~np.isin(edges, tables.dead)]
+    return tables.labels[edges], bool(is_terminal(tables.pointers, state))

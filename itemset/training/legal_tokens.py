@@ -1,0 +1,198 @@
+"""Which tokens a set allowed at each place of a batch: what a mask was in the rollout is a function of (set, prefix).
+
+So nothing but the token ids has to come from the rollout: the trainer walks the same trie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.trie.jit import compiled
+from itemset.trie.pointers import first_edge, label, pointers_at
+from itemset.trie.rows import MAX_TOKEN_ID
+from itemset.trie.walk import DEAD, END, TAIL, WAITING, advance, find_edge, is_alive, is_terminal, tail_token
+
+_FREE = -1  # among states: a place without a constraint
+_PLACES = 256  # whose logits are computed in one product
+
+
+@dataclass(frozen=True)
+class LegalTokens:
+    """The legal tokens of a batch of token ids [B, T]: those of one place after the other, with no room between them.
+
+    shape: (B, T). places: [R], which of the B * T places have a constraint, ascending. counts: [R], legal tokens of
+    each. depths: [R], tokens of the item before each. tokens: [N], the sum of the counts. chosen: [R], where in
+    `tokens` the batch's own token stands. All on the CPU, int64: a collator may make it in a process of its own.
+    """
+
+    shape: tuple[int, int]
+    places: Tensor
+    counts: Tensor
+    depths: Tensor
+    tokens: Tensor
+    chosen: Tensor
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """[N], which of the R places each legal token belongs to."""
+        return torch.repeat_interleave(self.counts)
+
+    @cached_property
+    def largest(self) -> int:
+        return int(self.tokens.max()) if len(self.tokens) else -1
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The places in blocks of one depth each, where they share most of their tokens."""
+        blocks, firsts = [], self.counts.cumsum(0) - self.counts
+        by_depth = torch.argsort(self.depths, stable=True)
+        of_each = torch.unique_consecutive(self.depths[by_depth], return_counts=True)[1].tolist()
+        for part in (part for of_one in by_depth.split(of_each) for part in of_one.split(_PLACES)):
+            counts = self.counts[part]
+            rows = torch.repeat_interleave(counts)
+            entries = (firsts[part] - (counts.cumsum(0) - counts))[rows] + torch.arange(len(rows))
+            tokens, columns = torch.unique(self.tokens[entries], return_inverse=True)
+            blocks.append(Block(self.places[part], tokens, entries, rows * len(tokens) + columns))
+        return blocks
+
+
+class Block(NamedTuple):
+    """A matrix of logits, [places, tokens], that holds those of some places' legal tokens.
+
+    places: [n] of B * T. tokens: [u] distinct. entries: which of the N legal tokens the block has; cells: where each
+    of them lies in the flat matrix.
+    """
+
+    places: Tensor
+    tokens: Tensor
+    entries: Tensor
+    cells: Tensor
+
+
+def legal_tokens(
+    ids: Tensor | ArrayLike,
+    item_set: ItemSet | Sequence[ItemSet],
+    *,
+    stop_tokens: int | Sequence[int],
+    starts: Tensor | ArrayLike | None = None,
+    lengths: Tensor | ArrayLike | None = None,
+) -> LegalTokens:
+    """Walk each row of `ids` [B, T] through its set: from its start to its stop token, or to its length if it was cut.
+
+    item_set: of all rows, or one a row. Views are sets as well.
+    stop_tokens: the model's end tokens, one of which may follow an item; none if rollouts end with the item itself.
+    starts: [B] or one for all, where the item begins; places before it, such as thoughts, are free. T for a row without
+        an item. By default the first id that is not negative, as of labels with -100.
+    lengths: [B] or one for all, the ids of each row that are its own. What follows them, a stop token or an item that
+        is complete without one is free, as is what follows the first negative id.
+    Raises ItemSetError, a ValueError, for the first token that its set does not allow.
+    """
+    tokens = np.ascontiguousarray(_array(ids))
+    if tokens.ndim != 2:
+        raise ItemSetError(f"ids must be [batch, time], not of shape {tokens.shape}: give one row as ids[None]")
+    size, steps = tokens.shape
+    own = tokens >= 0
+    begin = own.argmax(1) if starts is None else _of_rows(starts, tokens.shape, "starts")
+    end = np.full(size, steps) if lengths is None else _of_rows(lengths, tokens.shape, "lengths")
+    begin = np.where(own.any(1), begin, steps)
+    sets = [item_set] * size if isinstance(item_set, ItemSet) else list(item_set)
+    tables = _tables(sets, size)
+    stops = np.unique([stop_tokens] if isinstance(stop_tokens, int) else np.array(stop_tokens, np.int64))
+    states = np.full(tokens.shape, _FREE, np.int64)
+    bad = _walk(tables, stops, np.minimum(tokens, MAX_TOKEN_ID + 1), begin, end, states)
+    if bad >= 0:
+        row, column = divmod(int(bad), steps)
+        raise ItemSetError(
+            f"row {row}, position {column}: token {tokens[row, column]} is not legal after {column - begin[row]} "
+            f"tokens of its item, which begins at {begin[row]}. Give the set and the version that the rollout had, as "
+            "`starts` where its item begins, and as `lengths` its own tokens if it was cut or padded"
+        )
+    places = np.flatnonzero(states != _FREE)
+    counts, nothing = np.empty(len(places), np.int64), np.empty(0, np.int64)
+    chosen = np.empty(len(places), np.int64)
+    _list(tables, stops, tokens, states, places, counts, nothing, chosen)
+    found = np.empty(counts.sum(), np.int64)
+    _list(tables, stops, tokens, states, places, counts, found, chosen)
+    depths = places % max(steps, 1) - begin[places // max(steps, 1)]
+    given = (torch.from_numpy(array) for array in (places, counts, depths, found, chosen))
+    return LegalTokens((size, steps), *given)
+
+
+def _array(given: Tensor | ArrayLike) -> NDArray[np.int64]:
+    return np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given, np.int64)
+
+
+def _of_rows(given: Tensor | ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.int64]:
+    size, steps = shape
+    values = _array(given)
+    if values.shape not in ((), (size,)) or (values < 0).any() or (values > steps).any():
+        raise ItemSetError(f"{name} must be 0 to {steps}, one for all rows or one for each of {size}, not {values}")
+    return np.full(size, values)
+
+
+def _tables(sets: list[ItemSet], size: int) -> NDArray[np.int64]:
+    """Return where the tables of each row's set lie, [B, pointers]: the sets must live as long as it is read."""
+    if len(sets) != size:
+        raise ItemSetError(f"{len(sets)} sets for {size} rows: give one set for all rows, or one a row")
+    pointers = {id(one): one.trie.tables.pointers for one in sets}
+    return np.array([pointers[id(one)] for one in sets], np.int64)
+
+
+@compiled
+def _walk(tables: Any, stops: Any, ids: Any, begin: Any, end: Any, states: Any) -> Any:
+    """Fill in the state before each token of an item. Return the first place with an illegal token, else -1."""
+    for i in range(len(ids)):
+        pointers, state = pointers_at(tables[i].ctypes.data), np.int64(0)
+        for t in range(begin[i], end[i]):
+            token = ids[i, t]
+            if token < 0 or (state == END and not len(stops)):
+                break
+            states[i, t] = state
+            after = advance(pointers, state, token)
+            if after == DEAD:
+                if is_terminal(pointers, state) and (stops == token).any():
+                    break
+                return i * ids.shape[1] + t
+            state = after
+    return -1
+
+
+@compiled
+def _list(
+    tables: Any, stops: Any, ids: Any, states: Any, places: Any, counts: Any, found: Any, chosen: Any
+) -> None:  # fmt: skip
+    """Count the legal tokens of each place; or write them to `found`, if it has room, and where the batch's own are."""
+    writing, at = len(found) > 0, 0
+    for k in range(len(places)):
+        i, t = places[k] // ids.shape[1], places[k] % ids.shape[1]
+        pointers, state, first = pointers_at(tables[i].ctypes.data), states[i, t], at
+        if state >= TAIL:
+            if writing:
+                found[at] = tail_token(pointers, state)
+            at += 1
+        elif state < WAITING:
+            for edge in range(first_edge(pointers, state), first_edge(pointers, state + 1)):
+                if is_alive(pointers, edge):
+                    if writing:
+                        found[at] = label(pointers, edge)
+                    at += 1
+        if is_terminal(pointers, state):
+            for stop in stops:
+                if find_edge(pointers, state, stop) < 0:  # else it is a token of the item
+                    if writing:
+                        found[at] = stop
+                    at += 1
+        counts[k] = at - first
+        for place in range(first, at if writing else first):
+            if found[place] == ids[i, t]:
+                chosen[k] = place

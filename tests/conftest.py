@@ -108,7 +108,4 @@ def named_sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NamedSet]:
 @pytest.fixture(scope="session")
 def static(named_sets: dict[str, NamedSet]) -> dict[str, Any]:
     """The arguments of an engine with our backend and these sets."""
-    return {
-        "structured_outputs_config": {"backend": "static"},
-        "additional_config": named_options(named_sets),
-    }
+    return {"structured_outputs_config": {"backend": "static"}, "additional_config": named_options(named_sets)}

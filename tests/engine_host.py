@@ -114,7 +114,4 @@ if __name__ == "__main__":
 
     load_compiled()
     module = "vllm.entrypoints.openai.api_server"
-    host(
-        socket.socket(fileno=int(sys.argv[1])),
-        partial(spares.serve, count=SPARES, module=module, make_engine=LLM),
-    )
+    host(socket.socket(fileno=int(sys.argv[1])), partial(spares.serve, count=SPARES, module=module, make_engine=LLM))

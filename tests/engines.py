@@ -1,8 +1,9 @@
 """Real vLLM engines for tests, each in a process of its own, on model runner V1 or V2.
 
-with Engine("v2", model) as engine:
-    outputs = engine.generate(["Once upon a time"], SamplingParams(max_tokens=8))
-    waiting = engine.call(lambda llm: llm.llm_engine.get_num_unfinished_requests())
+engine = Engine("v2", model)
+outputs = engine.generate(["Once upon a time"], SamplingParams(max_tokens=8))
+waiting = engine.call(lambda llm: llm.llm_engine.get_num_unfinished_requests())
+engine.close()
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import cloudpickle
 from engine_words import PROMPT, Answer, Found, Item
@@ -102,12 +103,6 @@ class HostedProcess:
             if self.pid is not None:
                 kill_group(self.pid)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _send(self, function: Any, *arguments: Any) -> None:
         message = cloudpickle.dumps((function, arguments))
         with contextlib.suppress(BrokenPipeError):
@@ -146,14 +141,12 @@ class HostedEngine(HostedProcess):
 
     def __init__(self, host: Host, name: str, timeout: float, *start: Any) -> None:
         """`start` are the arguments of what starts it (engine_host.py)."""
-        started = time.monotonic()
         super().__init__(host, name, timeout)
         try:
             self._request(None, *start)
         except BaseException:
             self.close()
             raise
-        self.start_seconds = time.monotonic() - started
 
     def call(self, function: Any, *arguments: Any) -> Any:
         """The result of `function(engine, *arguments)` in the engine's process.

@@ -67,10 +67,7 @@ BAD = {
     "minItems=20": SLATE | {"minItems": 20, "maxItems": 20},
     "its type cannot be": {"type": "integer", "item_set": "titles"},
     "must be a list of keys": FILM | {"exclude_keys": 5},
-    "used: Cannot find field nowhere": {
-        "type": "object",
-        "properties": {"film": FILM, "other": {"$ref": "#/nowhere"}},
-    },
+    "used: Cannot find field nowhere": {"type": "object", "properties": {"film": FILM, "other": {"$ref": "#/nowhere"}}},
 }
 """Refused, each with a sentence that holds its key."""
 BAD_SLATES: dict[str, dict[str, Any]] = {

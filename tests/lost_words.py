@@ -141,12 +141,7 @@ NAMED = schema() | {"properties": {"item_set": {"enum": ["zqx"]}}, "required": [
 """A schema with a property of our word's name."""
 
 
-_BOTH = [
-    {"item_set": "labels"},
-    {"slate": SLATE},
-    {"guided_choice": TEXTS},
-    {"structured_outputs": {"choice": TEXTS}},
-]
+_BOTH = [{"item_set": "labels"}, {"slate": SLATE}, {"guided_choice": TEXTS}, {"structured_outputs": {"choice": TEXTS}}]
 _OPENAI = [*_BOTH, {"response_format": response_format()}, {"response_format": response_format(NAMED)}]
 _VLLMS = [{"structured_outputs": one} for one in ({"json": schema()}, {"grammar": GRAMMAR})]
 _RENDERED = [*_VLLMS, {"structured_outputs": {"choice": TEXTS}}, {"vllm_xargs": {"item_set": "labels"}}]

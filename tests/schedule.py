@@ -255,10 +255,7 @@ class Schedule:
             begins.append(WIDTH - len(request.output))
         ends = [WIDTH] * len(rows)
         rest = ([[0] * WIDTH] * padding, [0] * padding, [0] * padding)
-        return (
-            *(self._tensor(part + more) for part, more in zip((windows, begins, ends), rest, strict=True)),
-            False,
-        )
+        return (*(self._tensor(part + more) for part, more in zip((windows, begins, ends), rest, strict=True)), False)
 
     def _tell(self, batch: Batch, above: list[int]) -> Batch:
         """Move one token of each request, most often the newest, from the history to its first row's `tokens`."""

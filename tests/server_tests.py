@@ -207,6 +207,30 @@ def test_every_answer_names_its_items_key(
     assert "item" not in post(server, path)["choices"][0]
 
 
+@pytest.mark.parametrize("path", OPENAI)
+def test_weights(server: HttpServer, path: str) -> None:
+    """What they must be: `weight_tests`."""
+    body = {"model": "tiny", "max_tokens": 40, "item_set": "ragged", "return_set_weight": True, **OPENAI[path]}
+    choices = post(server, path, **body, n=2)["choices"]
+    assert len(choices) == 2
+    *_, last = (event for event in server.events(path, body | {"stream": True}) if event["choices"])
+    for choice in (*choices, *last["choices"]):
+        assert choice["item"].keys() == {"key", "set_weight"}
+        assert choice["item"]["set_weight"] < 0
+        assert choice.get("logprobs") is None
+    sampled = "return_set_weight is of one sampled answer with item_set"
+    for wrong, message in (
+        ({"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}, "in the place of log"),
+        ({"item_set": None}, sampled),
+        ({"use_beam_search": True, "n": 2}, sampled),
+        ({"draws": 2}, sampled),
+        ({"return_set_weight": 1}, "return_set_weight must be true or false, not 1"),
+        ({"return_set_weight": None, "return_set_weights": True}, "there is no field return_set_weights"),
+        ({"return_set_weight": None, "vllm_xargs": {"return_set_weight": 1}}, "there is no field return_set_weight"),
+    ):
+        check_refused(server, path, body | wrong, message)
+
+
 def test_an_answer_that_is_no_item_names_none(server: HttpServer, dialect: Dialect) -> None:
     words = {**dialect.choice(["red and green", "red and blue"]), "n": 2}
     assert complete(server, **words, max_tokens=2)["item"] is None

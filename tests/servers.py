@@ -1,8 +1,8 @@
 """vLLM's real OpenAI server for tests, on model runner V1 or V2.
 
-with Server("v1", model, structured_outputs_config={"backend": "xgrammar"}) as server:
-    answer = server.client.completions.create(model=server.model_name, prompt="Once upon a time")
-    status, body = server.post("/v1/completions", {"model": server.model_name, "prompt": None})
+server = Server("v1", model, structured_outputs_config={"backend": "xgrammar"})
+answer = server.client.completions.create(model=server.model_name, prompt="Once upon a time")
+status, body = server.post("/v1/completions", {"model": server.model_name, "prompt": None})
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from engines import FAST, LOG_TAIL, EngineError, Host, HostedProcess, environment, host, kill_group
 
@@ -48,7 +48,7 @@ class HttpServer:
         self._process = process
         self.url = process.url
         try:
-            self.start_seconds = _wait_until_healthy(process, timeout)
+            _wait_until_healthy(process, timeout)
         except BaseException:
             self.close()
             raise
@@ -112,12 +112,6 @@ class HttpServer:
     def close(self) -> None:
         self._process.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Server(HttpServer):
     """A running vLLM server. Keyword arguments become flags, `arguments` are passed on as they stand, `env` is added to
@@ -172,13 +166,12 @@ def log_of_failure(process: Process, timeout: float) -> str:
     raise AssertionError(f"the server started:\n{process.log()[-LOG_TAIL:]}")
 
 
-def _wait_until_healthy(process: Process, timeout: float) -> float:
-    """The seconds that took."""
+def _wait_until_healthy(process: Process, timeout: float) -> None:
     started = time.monotonic()
     while process.returncode is None:
         with contextlib.suppress(OSError):
             if _request(urllib.request.Request(f"{process.url}/health"), timeout=5)[0] == 200:
-                return time.monotonic() - started
+                return
         if time.monotonic() - started > timeout:
             raise EngineError(f"the server was not up within {timeout} s:\n{process.log()[-LOG_TAIL:]}")
         time.sleep(0.1)

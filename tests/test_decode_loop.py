@@ -115,10 +115,7 @@ def test_a_beam_as_wide_as_the_set_is_exact(
 
 
 @given(
-    item_sets(VOCABULARY - 1, max_items=25),
-    st.sampled_from([None, END_TOKEN]),
-    st.integers(1, 6),
-    st.integers(1, 31),
+    item_sets(VOCABULARY - 1, max_items=25), st.sampled_from([None, END_TOKEN]), st.integers(1, 6), st.integers(1, 31)
 )
 @settings(max_examples=40, deadline=None)
 def test_a_narrow_beam_finds_what_one_by_hand_does(

@@ -171,10 +171,7 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch, voca
     warm_up(Arena(4096, DEVICE), torch.randn(1, 1, vocabulary, device=DEVICE), kernels="triton")
     assert {key.split()[0] for key in keys} == set(KERNELS)
     known = set(keys)
-    for seed, size, lists in (
-        (2, {"width": 6, "k": 16}, 2),
-        (3, {"width": 1, "k": 1}, 3),
-    ):
+    for seed, size, lists in ((2, {"width": 6, "k": 16}, 2), (3, {"width": 1, "k": 1}, 3)):
         for form, sets in enumerate(random_sets(seed)):
             arena, numbers, (built,) = placed(sets)
             for options in ({"end_token": END}, {"end_token": None}, {"end_token": END, "renormalised": True}):

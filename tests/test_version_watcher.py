@@ -43,15 +43,7 @@ class Processes:
         self.preparers = [Preparer(catalogue, logging.getLogger("test")) for catalogue in self.engines]
         self.checks = [checks(self.config) for _ in range(fronts)]
         self.followers = [
-            Follower(
-                one,
-                self.config,
-                self.ask,
-                path="host",
-                front=i,
-                fronts=fronts,
-                logger=logging.getLogger("test"),
-            )
+            Follower(one, self.config, self.ask, path="host", front=i, fronts=fronts, logger=logging.getLogger("test"))
             for i, one in enumerate(self.checks)
         ]
 

@@ -94,33 +94,6 @@ def test_one_batch_of_sets_and_grammars(runner, server, named_sets):
     assert (set(json_texts) <= {'{"n":1}', '{"n":2}'}) == (runner == "v1")  # where the server allows no whitespace
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_weights(server, path):
-    """What they must be: test_vllm_weights.py."""
-    prompt = {"messages": [{"role": "user", "content": "p"}]} if "chat" in path else {"prompt": "p"}
-    body = {"model": "tiny", "max_tokens": 40, "item_set": "ragged", "return_set_weight": True, **prompt}
-    status, answer = server.post(path, body | {"n": 2})
-    assert status == 200, answer
-    assert len(answer["choices"]) == 2
-    *_, last = (event for event in server.events(path, body | {"stream": True}) if event["choices"])
-    for choice in (*answer["choices"], *last["choices"]):
-        assert choice["item"].keys() == {"key", "set_weight"}
-        assert choice["item"]["set_weight"] < 0
-        assert choice.get("logprobs") is None
-    for wrong, message in (
-        ({"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}, "in the place of logprobs"),
-        ({"item_set": None}, "return_set_weight is of one sampled answer with item_set"),
-        ({"use_beam_search": True, "n": 2}, "return_set_weight is of one sampled answer with item_set"),
-        ({"draws": 2}, "return_set_weight is of one sampled answer with item_set"),
-        ({"return_set_weight": 1}, "return_set_weight must be true or false, not 1"),
-        ({"return_set_weight": None, "return_set_weights": True}, "there is no field return_set_weights"),
-        ({"return_set_weight": None, "vllm_xargs": {"return_set_weight": 1}}, "there is no field return_set_weight"),
-    ):
-        status, answer = server.post(path, body | wrong)
-        assert status == 400, (wrong, answer)
-        assert message in str(answer)
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

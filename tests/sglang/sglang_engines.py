@@ -1,8 +1,8 @@
 """Real SGLang engines for tests, each with processes of its own, on a CPU.
 
-with Engine(model, grammar_backend="xgrammar") as engine:
-    answer = engine.generate("Once upon a time", {"max_new_tokens": 8, "temperature": 0})
-    info = engine.call(lambda engine: engine.get_server_info())
+engine = Engine(model, grammar_backend="xgrammar")
+answer = engine.generate("Once upon a time", {"max_new_tokens": 8, "temperature": 0})
+info = engine.call(lambda engine: engine.get_server_info())
 """
 
 from __future__ import annotations

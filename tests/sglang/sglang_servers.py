@@ -1,8 +1,8 @@
 """SGLang's real HTTP server for tests, on a CPU.
 
-with Server(model, grammar_backend="xgrammar") as server:
-    status, body = server.post("/generate", {"text": "Once upon a time", "sampling_params": {"regex": "[0-9]+"}})
-    answer = server.client.completions.create(model=server.model_name, prompt="Once upon a time")
+server = Server(model, grammar_backend="xgrammar")
+status, body = server.post("/generate", {"text": "Once upon a time", "sampling_params": {"regex": "[0-9]+"}})
+answer = server.client.completions.create(model=server.model_name, prompt="Once upon a time")
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import pytest
 from asking import named
 from engine_words import PROMPT
 from models import cached_tiny_llama
-from ranking_tests import ENDPOINTS
 from sets import named_flags
 from sglang_engines import NGRAM, draft_model
 from weight_tests import *  # noqa: F403 - its oracle
@@ -37,21 +36,9 @@ def test_what_cannot_be_weighed_is_refused(static, params, logprobs, message):
         static("device").generate(input_ids=PROMPT, sampling_params=params, return_logprob=logprobs)
 
 
-def test_over_http(servers, tiny_model, named_sets, oracle):
+def test_weights_of_generate(servers, tiny_model, named_sets, oracle):
     server = servers(tiny_model, arguments=("--grammar-backend", "static", *named_flags(named_sets)))
     items = named_sets["ragged"].items
-    for path, prompt in ENDPOINTS.items():
-        body = {"model": "tiny", "max_tokens": 20, "item_set": "ragged", "return_set_weight": True, **prompt}
-        status, answer = server.post(path, body)
-        assert status == 200, answer
-        (choice,) = answer["choices"]
-        assert choice["item"]["set_weight"] < 0
-        assert choice.get("logprobs") is None
-        *_, last = server.events(path, body | {"stream": True})
-        assert last["choices"][0]["item"]["set_weight"] < 0
-        status, answer = server.post(path, body | {"item_set": None})
-        assert status == 400
-        assert "return_set_weight is of one sampled answer with item_set" in str(answer)
     body = {"input_ids": PROMPT, "item_set": "ragged", "return_set_weight": True}
     status, answer = server.post("/generate", body)
     assert status == 200, answer

@@ -82,3 +82,11 @@ def test_what_is_allowed_is_what_the_oracle_allows(items, data):
 def test_no_stop_token_is_refused(named_sets):
     with pytest.raises(ValueError, match="an item could never end: give"):
         ItemSetLogitsProcessor(itemset.build([[1]]), prompt_length=0, stop_tokens=[])
+
+
+def test_items_may_begin_in_different_columns() -> None:
+    films = itemset.build([[3, 4], [5, 6]])
+    processor = ItemSetLogitsProcessor(films, prompt_length=[1, 3], stop_tokens=EOS)
+    tokens = torch.tensor([[9, 3, 4], [9, 5, 6], [9, 9, 9], [9, 9, 9]])  # two beams each
+    allowed = processor(tokens, torch.zeros(4, 10)).isfinite()
+    assert [row.nonzero().view(-1).tolist() for row in allowed] == [[EOS], [EOS], [3, 5], [3, 5]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import json
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
@@ -17,6 +19,7 @@ from itemset.serving.config import BACKEND, StaticConfig
 from vllm_static import compat
 from vllm_static.compat import hook
 
+VARIABLE = "VLLM_STATIC"
 MIDDLEWARE = "vllm_static.http.ItemSetWords"
 _CONFIG = "vllm.config.structured_outputs:StructuredOutputsConfig"
 
@@ -94,6 +97,21 @@ def apply_flags(args: argparse.Namespace) -> None:
             setattr(args, flag, None)  # with several API servers, each reads the same flags again
 
 
+def apply_environment(args: Any) -> None:
+    """Let VLLM_STATIC, options as JSON, choose our backend where no other is: for trainers that build their engine."""
+    text = os.environ.get(VARIABLE)
+    if not text or args.structured_outputs_config.backend not in ("auto", BACKEND):
+        return
+    try:
+        options = dict(json.loads(text))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text:.100}'
+        ) from None
+    args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, backend=BACKEND)
+    args.additional_config = {**options, **(args.additional_config or {})}
+
+
 def _names_our_backend(args: argparse.Namespace) -> bool:
     configured = getattr(args, "structured_outputs_config", None)
     named = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
@@ -110,8 +128,9 @@ def _add_versions(config: Any) -> None:
 
 
 @hook("vllm.engine.arg_utils:EngineArgs.create_engine_config", always=True)
-def _create_engine_config(original: Callable[..., Any]) -> Any:
+def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
     """The device path's processor and the sets' versions are put where every process reads them."""
+    apply_environment(self)
     config = original()
     if not compat.is_ours(config):
         return config

@@ -33,9 +33,12 @@ class ItemSetLogitsProcessor(LogitsProcessor):
 
     supports_continuous_batching = False
 
-    def __init__(self, item_set: ItemSet, *, prompt_length: int, stop_tokens: int | Sequence[int]) -> None:
+    def __init__(
+        self, item_set: ItemSet, *, prompt_length: int | Sequence[int], stop_tokens: int | Sequence[int]
+    ) -> None:
         """prompt_length: columns of `input_ids` before the item, with padding; for an encoder-decoder model 1, its
-        start token. stop_tokens: the model's end tokens. Raises ValueError if there is none."""
+        start token. One for all prompts, or one for each if the items begin in different columns. stop_tokens: the
+        model's end tokens. Raises ValueError if there is none."""
         self._item_set, self._begin = item_set, prompt_length
         self._stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
         if not self._stops:
@@ -49,15 +52,15 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         """
         # Triton is for accelerators that it knows: on others the walk is the CPU's.
         device = scores.device if importlib.util.find_spec("triton") else torch.device("cpu")
-        tokens = input_ids[:, self._begin :].to(device)
-        rows = len(tokens)
+        rows, length = input_ids.shape
         slots = self._with_room(rows, device)
         numbers = torch.arange(rows, device=device)
         slots.reset(numbers)
-        length = torch.full_like(numbers, tokens.shape[1])
-        history = tokens if tokens.shape[1] else torch.zeros_like(numbers)[:, None]
+        begins = torch.as_tensor(self._begin, device=device).view(-1)
+        begin = begins.repeat_interleave(rows // len(begins))  # each prompt's beams stand together
         masked = scores.to(device, copy=True, memory_format=torch.contiguous_format)
-        slots.step(Batch(numbers, history, torch.zeros_like(numbers), length, by_slot=False), masked)
+        end = torch.full_like(numbers, length)
+        slots.step(Batch(numbers, input_ids.to(device), begin, end, by_slot=False), masked)
         return masked.to(scores.device)
 
     def _with_room(self, rows: int, device: torch.device) -> Slots:

@@ -1,0 +1,34 @@
+"""VLLM_STATIC: our backend for an engine that something else builds, such as a trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_static.engine_config import apply_environment
+
+
+def test_it_chooses_the_backend_and_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"item_sets": {"films": "films.itemset"}, "ranked_list_beams": 8}
+    monkeypatch.setenv("VLLM_STATIC", json.dumps(options))
+    args = EngineArgs(model="any", additional_config={"ranked_list_beams": 4})
+    apply_environment(args)
+    assert args.structured_outputs_config.backend == "static"
+    assert args.additional_config == {**options, "ranked_list_beams": 4}
+
+
+def test_another_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(model="any", structured_outputs_config={"backend": "xgrammar"})
+    monkeypatch.setenv("VLLM_STATIC", "{}")
+    apply_environment(args)
+    assert args.structured_outputs_config.backend == "xgrammar"
+
+
+@pytest.mark.parametrize("text", ["films", "3", "[1]"])
+def test_what_is_no_json_object_says_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_STATIC", text)
+    with pytest.raises(ValueError, match="VLLM_STATIC must be a JSON object"):
+        apply_environment(EngineArgs(model="any"))

@@ -57,6 +57,7 @@ def environment(runner: str) -> dict[str, str]:
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",  # importing TRL sets another one for all that is started afterwards
         # The engine runs in the process that asks for it, and in a server its one worker in the engine's process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",

@@ -69,7 +69,7 @@ def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
     startup.on_command_line()
     with startup.start_up():
         apply_flags(args)
-        if _names_our_backend(args):
+        if _backend(args) == BACKEND:
             _add_versions(args)
     return original()
 
@@ -79,19 +79,13 @@ def apply_flags(args: argparse.Namespace) -> None:
     if MIDDLEWARE not in getattr(args, "middleware", [MIDDLEWARE]):
         args.middleware = [*args.middleware, MIDDLEWARE]
     if getattr(args, "guided_decoding_backend", None):
-        from vllm.config import StructuredOutputsConfig
-
-        current = getattr(args, "structured_outputs_config", None) or StructuredOutputsConfig()
-        if isinstance(current, dict):
-            args.structured_outputs_config = {**current, "backend": BACKEND}
-        else:
-            args.structured_outputs_config = dataclasses.replace(current, backend=BACKEND)
+        _choose_backend(args)
     for option in flags.OPTIONS:
         if given := getattr(args, option, None):
             args.additional_config = {**(args.additional_config or {}), option: given}
     for flag, option in flags.NAMED.items():
         if named := getattr(args, flag, None):
-            if not _names_our_backend(args):
+            if _backend(args) != BACKEND:
                 raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
             args.additional_config = flags.with_named(getattr(args, "additional_config", None) or {}, option, named)
             setattr(args, flag, None)  # with several API servers, each reads the same flags again
@@ -100,7 +94,7 @@ def apply_flags(args: argparse.Namespace) -> None:
 def apply_environment(args: Any) -> None:
     """Let VLLM_STATIC, options as JSON, choose our backend where no other is: for trainers that build their engine."""
     text = os.environ.get(VARIABLE)
-    if not text or args.structured_outputs_config.backend not in ("auto", BACKEND):
+    if not text or _backend(args) not in (None, "auto", BACKEND):
         return
     try:
         options = dict(json.loads(text))
@@ -108,14 +102,24 @@ def apply_environment(args: Any) -> None:
         raise ValueError(
             f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text:.100}'
         ) from None
-    args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, backend=BACKEND)
+    _choose_backend(args)
     args.additional_config = {**options, **(args.additional_config or {})}
 
 
-def _names_our_backend(args: argparse.Namespace) -> bool:
+def _backend(args: Any) -> str | None:
+    """The backend that is configured, in a dict or in vLLM's class."""
     configured = getattr(args, "structured_outputs_config", None)
-    named = configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
-    return bool(named == BACKEND)
+    return configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
+
+
+def _choose_backend(args: Any) -> None:
+    from vllm.config import StructuredOutputsConfig
+
+    current = getattr(args, "structured_outputs_config", None) or StructuredOutputsConfig()
+    if isinstance(current, dict):
+        args.structured_outputs_config = {**current, "backend": BACKEND}
+    else:
+        args.structured_outputs_config = dataclasses.replace(current, backend=BACKEND)
 
 
 def _add_versions(config: Any) -> None:

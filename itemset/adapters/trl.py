@@ -64,7 +64,6 @@ def item_rollout(item_set: ItemSet) -> Callable[[list[str], Any], dict[str, list
     They are draws at the trainer's temperature, so log q is what it returns as their log-probabilities.
     """
 
-    @torch.no_grad()
     def rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
         given = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)

@@ -1,0 +1,235 @@
+"""STATIC's table 1 and figures 2 to 4 (arXiv 2602.22647): what constraining one decoding step of 140 rows takes.
+
+python benchmarks/papers.py static --json docs/benchmarks/papers.json
+
+Every method gets the same logits [rows, vocabulary] and rows at one level of random items, and leaves the logits of
+illegal tokens at minus infinity. Milliseconds, medians over all levels. On a machine with a GPU the tensors are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_peers import LENGTH, STOP, Static, Walks, in_order, uniform
+from runner import GPU, Report, Row, in_turns, isolated
+from torch import Tensor
+
+import itemset
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import Batch
+from itemset.masking.host import HostState, fill_bitmasks
+from itemset.masking.slots import Slots
+
+ROWS, TOP = 140, 50  # the paper's batch of 2 with beams of 70, and the logits that its approximate PPV looks at
+STATIC_MOST, DICT_MOST = 2 * 10**7, 10**6  # items for which the peers' memory is there on 24 GiB
+BITMAP_BITS = 27  # of the hash bitmap: 16 MiB, as the paper's rate of false positives asks at 2 x 10^7 items
+TOP_NAME = f"PPV top {TOP}"
+DEVICE = "cuda" if GPU else "cpu"
+Step = Callable[[Tensor], Any]
+
+
+class PrefixVerification:
+    """PPV (DISC's algorithm 2): binary search of each candidate among the sorted items, within the prefix's range."""
+
+    def __init__(self, columns: Tensor) -> None:
+        """columns: [length, N] int32, the items in order."""
+        self.columns = columns
+
+    def first(self, level: int, low: Tensor, high: Tensor, tokens: Tensor, rounds: int = 33) -> Tensor:
+        """The first item of each range [low, high) whose token at `level` is not below the candidate."""
+        column, most = self.columns[level], self.columns.shape[1] - 1
+        for _ in range(rounds):
+            middle = (low + high) >> 1
+            below = (column[middle.clamp(max=most)] < tokens) & (low < high)
+            low, high = torch.where(below, middle + 1, low), torch.where(below | (low >= high), high, middle)
+        return low
+
+    def ranges(self, tokens: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """The items that begin as each row does: tokens [rows, length], of which `level` count."""
+        low = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        high = torch.full_like(low, self.columns.shape[1])
+        for depth in range(level):
+            token = tokens[:, depth]
+            low, high = self.first(depth, low, high, token), self.first(depth, low, high, token + 1)
+        return low, high
+
+    def step(self, level: int, low: Tensor, high: Tensor, rounds: int, candidates: int, logits: Tensor) -> None:
+        """rounds: as many as the widest range asks for, which a fixed program would know for each level."""
+        tokens = logits.topk(candidates, 1).indices if candidates < logits.shape[1] else self.all_tokens(logits)
+        found = self.first(level, low[:, None].expand(tokens.shape), high[:, None].expand(tokens.shape), tokens, rounds)
+        column = self.columns[level]
+        valid = (found < high[:, None]) & (column[found.clamp(max=len(column) - 1)] == tokens)
+        forbidden = torch.ones_like(logits, dtype=torch.bool)
+        logits.masked_fill_(forbidden.scatter_(1, tokens, ~valid), -torch.inf)
+
+    @staticmethod
+    def all_tokens(logits: Tensor) -> Tensor:
+        return torch.arange(logits.shape[1], device=logits.device).expand(logits.shape)
+
+
+class HashBitmap:
+    """A bit for the hash of each prefix. False positives are let through."""
+
+    def __init__(self, items: Tensor) -> None:
+        self.bits = torch.zeros(1 << BITMAP_BITS, dtype=torch.bool, device=items.device)
+        value = torch.zeros(len(items), dtype=torch.int64, device=items.device)
+        for depth in range(items.shape[1]):
+            value = self.mixed(value, items[:, depth].long())
+            self.bits[self.place(value)] = True
+
+    @staticmethod
+    def mixed(value: Tensor, token: Tensor) -> Tensor:
+        value = (value ^ (token + 1)) * -7046029254386353131
+        return value ^ ((value >> 29) & 0x7FFFFFFFF)
+
+    @staticmethod
+    def place(value: Tensor) -> Tensor:
+        return (value >> 20) & ((1 << BITMAP_BITS) - 1)
+
+    def prefix(self, tokens: Tensor, level: int) -> Tensor:
+        value = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        for depth in range(level):
+            value = self.mixed(value, tokens[:, depth].long())
+        return value
+
+    def step(self, prefix: Tensor, logits: Tensor) -> None:
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+        logits.masked_fill_(~self.bits[self.place(self.mixed(prefix[:, None], tokens))], -torch.inf)
+
+
+class DictTrie:
+    """Nested dicts on the host: a mask is made of a node's keys, and copied where the logits are."""
+
+    def __init__(self, items: np.ndarray[Any, Any]) -> None:
+        self.root: dict[int, Any] = {}
+        for item in items.tolist():
+            node = self.root
+            for token in item:
+                node = node.setdefault(token, {})
+
+    def step(self, prefixes: list[list[int]], logits: Tensor) -> None:
+        allowed = torch.zeros(logits.shape, dtype=torch.bool)
+        for row, prefix in enumerate(prefixes):
+            node = self.root
+            for token in prefix:
+                node = node[token]
+            allowed[row, list(node)] = True
+        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+
+
+def steps_at(
+    level: int, walks: Walks, peers: dict[str, Any], item_set: itemset.ItemSet, vocabulary: int
+) -> dict[str, Step]:
+    """One step of each method, of rows that have walked `level` tokens. Ours advances by the last token and masks."""
+    tokens, ids = walks.tokens[level], torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
+    arena: Arena = peers["arena"]
+    slots = Slots(arena, ROWS, max_rows=ROWS)
+    marks = torch.full_like(slots.marks[:ROWS], -1)
+    marks[:, 1] = STOP
+    whole = torch.full((ROWS,), level, dtype=torch.int32, device=DEVICE)
+    slots.assign(ids, torch.full_like(ids, peers["number"]), marks)
+    batch = Batch(ids, tokens.int(), begin=torch.zeros_like(whole), end=whole)
+    slots.walk(batch._replace(end=(whole - 1).clamp(min=0)))
+    cells = slots.cells.clone()
+
+    def ours(logits: Tensor) -> None:
+        slots.cells.copy_(cells)
+        slots.step(batch, logits)
+
+    ppv: PrefixVerification = peers["ppv"]
+    low, high = ppv.ranges(tokens, level)
+    search = partial(ppv.step, level, low, high, int((high - low).max()).bit_length())
+    found: dict[str, Step] = {"ours": ours, "PPV exact": partial(search, vocabulary), TOP_NAME: partial(search, TOP)}
+    found["hash bitmap"] = partial(peers["bitmap"].step, peers["bitmap"].prefix(tokens, level))
+    if "STATIC" in peers:
+        static: Static = peers["STATIC"]
+        at = walks.first(level + 1, ROWS)
+        target = [torch.empty(ROWS, vocabulary, device=DEVICE)] * (level + 1)
+        step = static.steps(at, target)[level]
+        found["STATIC's layout"] = lambda logits: step.func(*step.args[:-1], logits)  # type: ignore[attr-defined]
+    if "dict" in peers:
+        found["dict trie"] = partial(peers["dict"].step, [row[:level] for row in tokens.tolist()])
+    if not GPU:
+        hosts = [HostState(item_set, [STOP]) for _ in range(ROWS)]
+        for host, row in zip(hosts, tokens.tolist(), strict=True):
+            assert host.accept(row[:level])
+        states, order = [host.state for host in hosts], list(range(ROWS))
+        bitmask = np.zeros((ROWS, -(-vocabulary // 32)), np.int32)
+        found["ours, bitmask on the host"] = lambda _: fill_bitmasks(hosts, states, order, bitmask)
+    return found
+
+
+def cell(count: int, vocabulary: int, repeats: int, every: bool) -> Row:
+    """One row of the tables: milliseconds of each method's step, and false positives of the bitmap."""
+    torch.set_num_threads(1)
+    items = uniform(count, vocabulary)
+    item_set = itemset.build(items)
+    ordered = in_order(torch.from_numpy(items.astype(np.int32)).to(DEVICE), item_set.trie.tables.token_bits)
+    walks = Walks.random(ordered, LENGTH, ROWS).in_step()
+    arena = Arena(room_for(item_set), DEVICE)
+    peers: dict[str, Any] = {"arena": arena, "number": arena.acquire(item_set)}
+    peers["ppv"] = PrefixVerification(ordered.T.contiguous())
+    peers["bitmap"] = HashBitmap(ordered)
+    if every and count <= STATIC_MOST and (vocabulary <= 4_096 or count <= 10**6):
+        peers["STATIC"] = Static(ordered, vocabulary, walks.positions)
+    if every and count <= DICT_MOST:
+        peers["dict"] = DictTrie(items)
+    times: dict[str, list[float]] = {}
+    wrong = lost = legal = 0
+    draw = torch.Generator().manual_seed(0)
+    for level in range(LENGTH):
+        original = torch.randn(ROWS, vocabulary, generator=draw).to(DEVICE)
+        logits, steps = original.clone(), steps_at(level, walks, peers, item_set, vocabulary)
+        masks = {}
+        for name, step in steps.items():
+            logits.copy_(original)
+            step(logits)
+            masks[name] = logits.isneginf()
+        for name in masks.keys() & {"PPV exact", "STATIC's layout", "dict trie"}:
+            assert torch.equal(masks[name], masks["ours"]), f"{name} masks other tokens at level {level}"
+        wrong += int((masks["ours"] & ~masks["hash bitmap"]).sum())
+        lost += int((~masks["ours"] & masks[TOP_NAME]).sum())
+        legal += int((~masks["ours"]).sum())
+        for name, took in in_turns({n: partial(s, logits) for n, s in steps.items()}, repeats).items():
+            times.setdefault(name, []).append(took)
+    row: Row = {"items": count, "tokens": vocabulary}
+    row |= {name: sum(took) / len(took) for name, took in times.items()}
+    row |= {"ours, slowest level / cheapest": max(times["ours"]) / min(times["ours"])}
+    illegal = LENGTH * ROWS * vocabulary - legal
+    return row | {"bitmap lets through, %": 100 * wrong / illegal, f"{TOP_NAME} loses, %": 100 * lost / legal}
+
+
+def branching(width: int, repeats: int) -> Row:
+    """Figure 4: the step at nodes of `width` children, 10^6 items of a vocabulary as large, at the first level."""
+    torch.set_num_threads(1)
+    items = np.random.default_rng(0).integers(0, width, (10**6, LENGTH), dtype=np.uint32)
+    item_set = itemset.build(items)
+    arena = Arena(room_for(item_set), DEVICE)
+    number, ids = arena.acquire(item_set), torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
+    slots = Slots(arena, ROWS, max_rows=ROWS)
+    marks = torch.full_like(slots.marks[:ROWS], -1)
+    slots.assign(ids, torch.full_like(ids, number), marks)
+    none = torch.zeros(ROWS, dtype=torch.int32, device=DEVICE)
+    batch = Batch(ids, torch.zeros(ROWS, LENGTH, dtype=torch.int32, device=DEVICE), begin=none, end=none)
+    logits = torch.randn(ROWS, width, device=DEVICE)
+    ways = {"ours, ms": lambda: slots.step(batch, logits), "one write of the logits, ms": lambda: logits.fill_(1.0)}
+    return {"children": int(np.diff(item_set.trie.tables.row_offsets[:2])[0])} | in_turns(ways, repeats, of=median)
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    few = arguments.quick
+    sizes = (10**4,) if few else (10**5, 10**6, 10**7, 2 * 10**7)
+    rows = [isolated(cell, count, 2_048, 3 if few else 15, True) for count in sizes]
+    report.add("static items", rows, x="items", y="ours", by="tokens")
+    vocabularies = (256,) if few else (256, 1_024, 4_096, 32_768)
+    report.add(
+        "static tokens", [isolated(cell, 10**4 if few else 10**7, v, 3 if few else 5, False) for v in vocabularies]
+    )
+    widths = (8,) if few else (2, 16, 128, 1_024, 8_192, 65_536, 1 << 18)
+    report.add("static branching", [isolated(branching, width, 3 if few else 15) for width in widths])

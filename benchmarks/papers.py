@@ -1,0 +1,28 @@
+"""The figures of the five papers that this project builds on, measured again: docs/papers.md is made of them.
+
+python benchmarks/papers.py [static ...] --json docs/benchmarks/papers.json
+
+Without a name all parts run. --quick takes the smallest sizes, to see that a part runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from runner import Report, parser
+
+PARTS = {"static": "paper_static"}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    options.add_argument("--quick", action="store_true")
+    arguments = options.parse_args()
+    report = Report(arguments)
+    for part in arguments.parts or PARTS:
+        importlib.import_module(PARTS[part]).main(arguments, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,20 +26,33 @@ from statistics import median
 from typing import Any
 
 import runner
-from runner import ENGINES, Report, Row, checkouts, held, isolated, make_texts, ms_of, parser, resident, server
+from runner import (
+    ENGINES,
+    Report,
+    Row,
+    checkouts,
+    held,
+    isolated,
+    make_names,
+    make_texts,
+    ms_of,
+    parser,
+    resident,
+    server,
+)
 
-LARGEST = {"static": 10**7, "xgrammar": 10_000}  # with 100,000 xgrammar takes minutes
+TEXTS = {"articles": make_texts, "words": make_names}
 PROBES = ("/health", "known set of two items", "new set of two items")
 PAUSE, PATIENCE = 0.1, 900.0  # seconds between two requests of a probe, and for an answer
 
 
-def requests(backend: str, count: int) -> Row:
+def requests(backend: str, count: int, texts: str) -> Row:
     """All figures of one backend at one size."""
     from films_data import model_dir
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    items, tiny = make_texts(count), make_texts(count + 20)[count:]
+    items, tiny = TEXTS[texts](count), TEXTS[texts](count + 20)[count:]
     engine: Row = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 2}, "dtype": "bfloat16"}
     engine |= {"enforce_eager": True, "enable_prefix_caching": False, "kv_cache_memory_bytes": 32 << 20}
     engine |= {"max_model_len": 256, "max_num_seqs": 8, "structured_outputs_config": {"backend": backend}}
@@ -144,6 +157,10 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=("requests", "load"), default=["requests"])
     options.add_argument("--sizes", type=int, nargs="+", default=[100, 1_000, 10_000])
+    options.add_argument(
+        "--texts", choices=TEXTS, default="articles", help="articles of a shop, or 2 to 4 of 4,000 words"
+    )
+    options.add_argument("--largest", type=int, default=10_000, help="items up to which xgrammar runs")
     options.add_argument("--repeats", type=int, default=1, help="processes a figure, which is their median")
     options.add_argument("--engine", choices=ENGINES, default="vllm-v1", help="of the load")
     options.add_argument("--lists", type=int, default=50, help="of the load")
@@ -155,14 +172,17 @@ def main() -> None:
         ways = [("static", *one) for one in checkouts(arguments)]
         ways += [] if arguments.before else [("xgrammar", *one) for one in checkouts(arguments)]
         for count in arguments.sizes:
-            runs: dict[int, list[Row]] = {i: [] for i, way in enumerate(ways) if count <= LARGEST[way[0]]}
+            runs: dict[int, list[Row]] = {
+                i: [] for i, way in enumerate(ways) if way[0] == "static" or count <= arguments.largest
+            }
             for _ in range(arguments.repeats):
                 for i in runs:
-                    runs[i].append(isolated(requests, ways[i][0], count, env=env, checkout=ways[i][2]))
+                    runs[i].append(isolated(requests, ways[i][0], count, arguments.texts, env=env, checkout=ways[i][2]))
             for i, found in runs.items():
                 middle = {name: median(run[name] for run in found) for name in found[0]}
                 rows.append({"items": count, "backend": ways[i][0], **ways[i][1]} | middle)
-        report.add("requests", rows, x="items", y="first request, ms", by="backend")
+        name = "requests" if arguments.texts == "articles" else f"requests of {arguments.texts}"
+        report.add(name, rows, x="items", y="first request, ms", by="backend")
     if "load" in arguments.parts:
         report.add("load", load(arguments.engine, arguments.lists, arguments.items))
 

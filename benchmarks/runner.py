@@ -367,6 +367,17 @@ def make_texts(count: int) -> list[str]:
     return list(items)
 
 
+def make_names(count: int) -> list[str]:
+    """The first `count` of one endless list of different names of 2 to 4 words, of 4,000 made-up words."""
+    rng = random.Random(0)
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "on", "ul")]
+    words = list(dict.fromkeys("".join(rng.choices(syllables, k=rng.choice((2, 3)))) for _ in range(5_000)))[:4_000]
+    items: dict[str, None] = {}
+    while len(items) < count:
+        items[" ".join(rng.choices(words, k=rng.randint(2, 4))).capitalize()] = None
+    return list(items)
+
+
 def random_ids(count: int, length: int = 8, codes: tuple[int, int] = (100, 2_000), seed: int = 0) -> Any:
     """Uniform random semantic IDs: [count, length] uint16, tokens within the tiny model's vocabulary."""
     import numpy as np

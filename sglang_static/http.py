@@ -16,6 +16,7 @@ from itemset.serving.request_fields import (
     CHOICE,
     CUSTOM,
     DRAWS,
+    LOGPROBS,
     PARAMS,
     REFERENCE,
     SELECTION,
@@ -29,13 +30,14 @@ from sglang_static.request import KINDS, constraint_of, disguised
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
-_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, DRAWS)
+_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, LOGPROBS, DRAWS)
 _OWN = tuple(dict.fromkeys((*_ASKING, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
 SERVED = dict.fromkeys(_OPENAI_DRAWS, _OPENAI) | {
     # No custom_params are read.
-    "/v1/responses": _BODY | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT))},
+    "/v1/responses": _BODY
+    | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT, LOGPROBS))},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 _DRAWING = "/v1/completions, /v1/chat/completions or /generate"
@@ -43,7 +45,7 @@ SURFACE = lost_fields.Surface(
     served=SERVED,
     dropped=("format",),  # Ollama's
     mends=lost_fields.mends(f"{CHOICE}, beside the other fields", _DRAWING)
-    | {WEIGHT: f"send {WEIGHT} beside item_set to {_DRAWING}"},
+    | {word: f"send {word} beside item_set to {_DRAWING}" for word in (WEIGHT, LOGPROBS)},
     inside="name a set in item_set, beside the other fields; state a schema in response_format (/generate: "
     "json_schema, /v1/responses: text.format), a grammar in ebnf (not on /v1/responses)",
 )

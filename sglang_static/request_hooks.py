@@ -87,8 +87,8 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     grammar = given.get(REFERENCE) or given.get(CONSTRAINT)
-    if getattr(grammar, "weighed", False):
-        legal_mass.ask(obj)
+    if weighed := getattr(grammar, "weighed", ""):
+        legal_mass.ask(obj, weighed)
     try:
         tokenized = original()
     finally:

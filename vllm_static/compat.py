@@ -166,7 +166,8 @@ def why_host_path(vllm_config: Any) -> str | None:
         _V1: not vllm_config.use_v2_model_runner,
         "the model does not sample token by token": model.runner_type != "generate" or model.is_diffusion,
         "return_sampling_mask allows no logits processor": model.return_sampling_mask,
-        "sleep mode may discard what lies on the device": model.enable_sleep_mode,
+        "sleep mode discards what lies on the device before vLLM 0.32, and on XPUs": model.enable_sleep_mode
+        and (platform.is_xpu() or vllm_version().startswith("0.31.")),
         f"the platform {name} has a sampler of its own": platform.is_tpu() or platform.is_out_of_tree(),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -25,6 +25,7 @@ from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
 from itemset.serving.versions import Opened
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 from vllm_static import compat
+from vllm_static.weight_updates import asleep
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -151,6 +152,8 @@ def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str
     """
 
     def prepare() -> Stage:
+        if asleep(worker):
+            return Stage.COPYING
         processor = _item_sets(worker)
         return Stage.DEVICE if processor is None else processor.prepare(message, pieces)
 

@@ -19,7 +19,7 @@ from vllm_static import compat
 from vllm_static.metrics import PATH, refresh
 from vllm_static.request import constraint_of, judge, put
 
-_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT)
+_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
@@ -161,7 +161,7 @@ def _judged(
             "its place; leave the tools out, or send it to /v1/chat/completions",
             STRUCTURED,
         )
-    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT)
+    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
     judged = judge(extra_args, structured, fields, k=k, draws=draws)

@@ -21,6 +21,7 @@ from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, che
 from itemset.masking.arena_reservations import Arrivals, Pieces
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.device_slate import Slate
+from itemset.masking.log_probs import log_probs_of
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.draft_head import DraftHead
 from itemset.serving.catalogue import Catalogue, open_set
@@ -28,8 +29,9 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
-from vllm_static import speculation
+from vllm_static import legal_mass, speculation
 from vllm_static.kv_branches import to_device
+from vllm_static.weight_updates import kept_through_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,15 +57,17 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] the set of the slot's request, whether it is a slate, and whether its answer is weighed.
+        # [max_num_reqs] the set of the slot's request, whether it is a slate, and the temperature at
+        # which its answer's tokens have log-probabilities, 0 if nobody asks for them.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
-        self._weighed = np.zeros(req_states.max_num_reqs, np.bool_)
+        self._temperatures = np.zeros(req_states.max_num_reqs, np.float32)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         speculative, self._dtype = vllm_config.speculative_config, vllm_config.model_config.dtype
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if get_pp_group().is_last_rank:
-            self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
+            with kept_through_sleep(vllm_config):
+                self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         self._catalogue = catalogue = Catalogue(config)
@@ -117,7 +121,7 @@ class ItemSetProcessor(LogitsProcessor):
         Returns False: `legal_mass.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
-        self._weighed[req_idx] = carried.weighed
+        self._temperatures[req_idx] = legal_mass.temperature(sampling_params)
         if carried.place is not None and carried.item_set is not None:
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):
@@ -164,30 +168,29 @@ class ItemSetProcessor(LogitsProcessor):
             return logits
         self.arena.use(numbers)
         batch = self._batch(slots, slates=bool(self._slates[requests].any()), **layout)
-        logits = logits.clone() if raw or self._weighed[requests].any() else logits
+        logits = logits.clone() if raw or self._temperatures[requests].any() else logits
         self._slots.step(batch, logits)
         return logits
 
     def weigh(self, logits: torch.Tensor, input_batch: Any, logprobs: Any) -> None:
-        """Write the weights that requests ask for into the first of their columns, after the sampling.
+        """Write the log p and log q that requests ask for into the first of their columns, after the sampling.
 
         logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each; NaN for a request on
         the host path, whose logits were masked before.
         """
-        asking = self._weighed[input_batch.idx_mapping_np]
-        if not asking.any():
+        each = self._temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
+        if not each.any():
             return
-        counts = np.diff(input_batch.cu_num_logits_np)
-        rows = to_device(np.flatnonzero(asking.repeat(counts)), logits.device)
+        rows = to_device(np.flatnonzero(each), logits.device)
         at, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
         tokens, positions = input_batch.input_ids[at], input_batch.positions[at]
         batch = self._batch(slots, above=input_batch.expanded_local_pos, tokens=tokens, positions=positions)
         states = self._slots.walk(batch)[rows]  # again: long batches of drafts are masked in several pieces
-        legal = logits[rows].float()
+        legal = logits[rows].float() / to_device(each[each > 0], logits.device, np.float32)[:, None]
         whole = legal.logsumexp(-1)
         self._slots.mask(states, slots[rows], legal)
-        inside = legal.logsumexp(-1) - whole
-        logprobs.logprobs[rows, 0] = inside.masked_fill_(states & LOCAL == FREE, torch.nan)
+        logs = log_probs_of(legal, whole, logprobs.logprob_token_ids[rows, 0])
+        logprobs.logprobs[rows, :2] = logs.masked_fill_((states & LOCAL == FREE)[:, None], torch.nan)
 
     def mask_drafts(
         self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.request_fields import APPROXIMATE, BEAMS, CANDIDATES, DRAW, DRAWS, REPLACE, wrong_type
+from itemset.serving.request_fields import APPROXIMATE, BEAMS, CANDIDATES, DRAW, DRAWS, LIST, REPLACE, wrong_type
 
 MAX_SEED = 2**63 - 1
 SHARED = ("width", "max_passes")
@@ -101,7 +101,28 @@ def wants_draws(given: Any) -> bool:
     return isinstance(given, Mapping) and given.get(DRAWS) is not None
 
 
-def refuse_beside(given: Mapping[str, Any]) -> None:
+def candidates(given: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """What `generate` is asked for by LIST, or DRAWS: true, in words of other requests: its fields, and the items of a
+    list or None. beside: the engine's own parameters, n among them.
+
+    Raises RefusedError for both together, and as `refuse_beside` does.
+    """
+    own, n = dict(given), beside.get("n") or 1
+    ranked, drawn = own.pop(LIST, None) or False, own.get(DRAWS) is True
+    if not isinstance(ranked, bool):
+        raise wrong_type(f"{LIST} must be true or false, not {shown(ranked)}: n says how many items", LIST)
+    if ranked and own.get(DRAWS) is not None:
+        raise RefusedError("draws", f"{DRAWS} and a ranked list exclude each other: leave {LIST} or {DRAWS} out", LIST)
+    refuse_beside({**beside, "n": None}, "draws" if drawn else "ranked lists")
+    return own | ({DRAWS: n} if drawn else {}), None if drawn else n
+
+
+def wants_candidates(given: Any) -> bool:
+    """Whether fields beside `generate` ask for a list, or for draws, of its `n`."""
+    return isinstance(given, Mapping) and (bool(given.get(LIST)) or given.get(DRAWS) is True)
+
+
+def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:
     """Raises RefusedError for fields of a request for draws that would be ignored, or mean something else."""
     for name, harmless in ((BEAMS, 0), ("beam_width", 1)):
         if given.get(name) not in (None, False, harmless):
@@ -115,13 +136,13 @@ def refuse_beside(given: Mapping[str, Any]) -> None:
         if (value := given.get(name)) is not None and value not in neutral:
             raise RefusedError(
                 "draws",
-                f"{name} would bend the model's distribution, and draws follow it as it is: leave {name} out; "
+                f"{name} would bend the model's distribution, and {what} follow it as it is: leave {name} out; "
                 "temperature, up to 1, is for draws too",
                 name,
             )
     for name in UNSAID:
         if given.get(name) is not None and given[name] is not False:  # logprobs: 0 asks for those of the tokens
-            raise RefusedError("draws", f"draws have no {name}: leave it out", name)
+            raise RefusedError("draws", f"{what} have no {name}: leave it out", name)
 
 
 def with_beams(body: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from itemset.embedded.answer_items import json_paths
 from itemset.embedded.composite_grammar import Composite, Found
 from itemset.embedded.holes import Hole, Items
 from itemset.embedded.vocabulary import Vocabulary
+from itemset.serving.answer_fields import Logs
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.constraint import JSON, Constraint, SetHole
 from itemset.serving.wire import INLINE, name_of
@@ -29,9 +30,9 @@ class ExpectedItems:
     stop_tokens: frozenset[int]
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
 
-    weighed = False
+    weighed = ""
 
-    def answer_fields(self, tokens: Sequence[int], *, cut: bool, weight: float | None = None) -> dict[str, Any]:
+    def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
         """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
         tokens = tokens if self.content is None else self.content(tokens)
         bridges = self.vocabulary.bridges

@@ -11,7 +11,19 @@ from itemset.errors import shown
 from itemset.serving import draw_options, request_fields
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.draw_options import DrawOptions, check_fields
-from itemset.serving.request_fields import BEAMS, DRAWN, DRAWS, OPTIONS, REFERENCE, SELECTION, SLATE, WEIGHT, wrong_type
+from itemset.serving.request_fields import (
+    BEAMS,
+    DRAWN,
+    DRAWS,
+    LIST,
+    LOGPROBS,
+    OPTIONS,
+    REFERENCE,
+    SELECTION,
+    SLATE,
+    WEIGHT,
+    wrong_type,
+)
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
@@ -55,7 +67,7 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
     left of the registered one. item_filter, exclude_keys, only_keys: see `views.view`. escape: of an inline set's
-    texts, see `itemset.build_text`. weighed: whether its answers say their `set_weight`.
+    texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its answers say these.
     """
 
     item_set: str | None = None
@@ -66,7 +78,7 @@ class ItemRequest:
     exclude_keys: list[Any] | None = field(default=None, repr=False)
     only_keys: list[Any] | None = field(default=None, repr=False)
     escape: Escape | None = None
-    weighed: bool = False
+    weighed: str = ""
 
     def __deepcopy__(self, memo: Any) -> ItemRequest:
         """Engines copy a request's parameters; this is immutable."""
@@ -102,15 +114,7 @@ class ItemRequest:
             raise wrong_type(f"{WIRE} is not for requests: name the set as item_set, or send a choice", WIRE)
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
         drawn, has_set = draw_options.wants_draws(given), bool(named or choices)
-        weighed = given.get(WEIGHT)
-        if weighed is not None and not isinstance(weighed, bool):
-            raise wrong_type(f"{WEIGHT} must be true or false, not {shown(weighed)}", WEIGHT)
-        if weighed and (not has_set or k is not None or drawn):
-            raise wrong_type(
-                f"{WEIGHT} is of one sampled answer with {REFERENCE} or a choice, not of slates, lists, draws, or sets "
-                f"inside a constraint: add {REFERENCE}, or leave it out",
-                WEIGHT,
-            )
+        weighed = _weighed(given, has_set, ranked=k is not None or drawn)
         if given.get(SLATE) is not None:
             _refuse_beside_slate(given, has_set or other, ranked=k is not None)
             return None
@@ -128,16 +132,34 @@ class ItemRequest:
             raise RefusedError(
                 "draws",
                 f"{DRAWS} would be ignored here: send it to /v1/completions or /v1/chat/completions; offline, vLLM "
-                "takes it in LLM.beam_search, with vllm_static.list_requests.DrawParams",
+                f"takes {DRAWS}: true and n in LLM.generate, and a number in LLM.beam_search, with DrawParams",
                 DRAWS,
             )
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
         name, choice = named[0] if named else None, choices[0] if choices else None
         if drawn:
-            return cls(name, choice, drawn=DrawOptions.of(given), **selection)
+            return cls(name, choice, drawn=DrawOptions.of(given), weighed=weighed, **selection)
         options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
         ranked = None if k is None else ListOptions(k, **options)
-        return cls(name, choice, ranked, weighed=bool(weighed), **selection)
+        return cls(name, choice, ranked, weighed=weighed, **selection)
+
+
+def _weighed(given: Mapping[str, Any], has_set: bool, *, ranked: bool) -> str:
+    """Return the field by which a request asks for log-probabilities, if any. ranked: whether for a list or draws."""
+    words = [word for word in (WEIGHT, LOGPROBS) if given.get(word) is not None]
+    for word in words:
+        if not isinstance(given[word], bool):
+            raise wrong_type(f"{word} must be true or false, not {shown(given[word])}", word)
+    words = [word for word in words if given[word]]
+    if words and (not has_set or (ranked and words[0] == WEIGHT)):
+        raise wrong_type(
+            f"{words[0]} is of one sampled answer with {REFERENCE} or a choice, not of slates, lists, draws, or sets "
+            f"inside a constraint: add {REFERENCE}, or leave it out",
+            words[0],
+        )
+    if len(words) > 1:
+        raise wrong_type(f"{WEIGHT} is the sum of log p - log q in {LOGPROBS}: ask for one of them", WEIGHT)
+    return words[0] if words else ""
 
 
 def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices: Sequence[Any]) -> None:
@@ -181,9 +203,12 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
 
 def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:
     """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them."""
+    if given.get(LIST):
+        message = f"{LIST} is for sampling_params of generate, offline: ask for {BEAMS} and n here, or leave it out"
+        raise RefusedError("beam search", message, LIST)
     for key in (*islice(given, request_fields.COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
         meant = None if drawn and key == request_fields.CANDIDATES else request_fields.ELSEWHERE.get(key)
-        word = meant or request_fields.nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT))
+        word = meant or request_fields.nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT, LOGPROBS))
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
         if word in DRAWN and given[key] is not None and not drawn:

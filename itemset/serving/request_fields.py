@@ -29,7 +29,12 @@ DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candi
 WEIGHT = "return_set_weight"
 """Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer_fields.Expected`."""
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
+LOGPROBS = "item_logprobs"
+"""Asks every candidate for log q and log p of each of its tokens: see `itemset.serving.answer_fields.item_logprobs`."""
+LIST = "list"
+"""In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws."""
+
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT, LOGPROBS)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200

@@ -30,6 +30,7 @@ from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
 from vllm_static import speculation
 from vllm_static.kv_branches import to_device
+from vllm_static.narrow_head import NarrowHead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,10 +56,11 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] the set of the slot's request, whether it is a slate, and whether its answer is weighed.
+        # [max_num_reqs] the set of the slot's request, whether it is a slate, is weighed, and is a list.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
         self._weighed = np.zeros(req_states.max_num_reqs, np.bool_)
+        self._lists = np.zeros(req_states.max_num_reqs, np.bool_)
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         speculative, self._dtype = vllm_config.speculative_config, vllm_config.model_config.dtype
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
@@ -72,6 +74,7 @@ class ItemSetProcessor(LogitsProcessor):
         nbytes = arena_bytes(catalogue.registered.values(), spare)
         self.arena = Arena(nbytes, self._req_states.device, kernels=self.kernels)
         self._arrivals = Arrivals(self.arena)
+        self.narrow = NarrowHead(config, self._req_states.device)
         for item_set in catalogue.registered.values():
             check_tables(item_set)
             self.arena.acquire(item_set)
@@ -90,6 +93,10 @@ class ItemSetProcessor(LogitsProcessor):
     @property
     def registered(self) -> list[itemset.ItemSet]:
         return list(self._catalogue.registered.values())
+
+    def only_lists(self, slots: np.ndarray) -> bool:
+        """Return whether all of these requests are for lists, whose own tokens do not matter."""
+        return bool(self._lists[slots].all())
 
     def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
         """Do `device_path.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
@@ -117,7 +124,7 @@ class ItemSetProcessor(LogitsProcessor):
         Returns False: `legal_mass.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
-        self._weighed[req_idx] = carried.weighed
+        self._weighed[req_idx], self._lists[req_idx] = carried.weighed, carried.ranked is not None
         if carried.place is not None and carried.item_set is not None:
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):

@@ -25,8 +25,8 @@ kernel = tables.jit(
         "taken", "end_token", "power", "start", "size", "steps", "wanted", "rows", "riding", "words_end", "done_count",
     ],
     [
-        "logits", "table", "tokens", "bars", "sums", "ends", "keys", "places", "offsets", "new", "new_tokens",
-        "new_scores", "new_logs", "item_tokens", "item_scores", "item_logs", "done", "done_tokens", "alive",
+        "logits", "columns", "table", "tokens", "bars", "sums", "ends", "keys", "places", "offsets", "new",
+        "new_tokens", "new_scores", "new_logs", "item_tokens", "item_scores", "item_logs", "done", "done_tokens", "alive",
     ],
 )  # fmt: skip
 
@@ -45,6 +45,14 @@ def int_of(table, COLUMN: tl.constexpr, size, beam, mask):
 @triton.jit
 def float_of(table, COLUMN: tl.constexpr, size, beam, mask):
     return int_of(table, COLUMN, size, beam, mask).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def logit_of(logits, columns, token, inside):
+    """The logit of a token, in its own column if no columns are given."""
+    if columns is not None:
+        token = tl.load(columns + token, mask=inside, other=0)
+    return tl.load(logits + token, mask=inside, other=-float("inf"))
 
 
 @triton.jit

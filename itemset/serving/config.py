@@ -72,6 +72,9 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
         has room for. vLLM only.
     item_set_shared_prefix: whether a pass of such lists reads a prompt's KV once for all its beams; "auto" does not
         yet. vLLM only.
+    item_set_narrow_head: whether logits are computed of a set's own tokens only, where that will do; "auto" does on a
+        CPU. vLLM only.
+    item_set_head_memory: bytes of each device for the rows of the model's head that these are computed with.
     item_set_draft_head: a draft head's file: lists of registered sets come from one pass of the model, and the head.
         vLLM only.
     forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
@@ -95,6 +98,8 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
     ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
     item_set_shared_prefix: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
+    item_set_narrow_head: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
+    item_set_head_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True
     item_set_cache: Annotated[_Path | None, Meta(description="the path of a folder")] = None

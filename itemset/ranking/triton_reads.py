@@ -26,7 +26,8 @@ kernel = tables.jit(
     ],
     [
         "logits", "columns", "table", "tokens", "bars", "sums", "ends", "keys", "places", "offsets", "new",
-        "new_tokens", "new_scores", "new_logs", "item_tokens", "item_scores", "item_logs", "done", "done_tokens", "alive",
+        "new_tokens", "new_scores", "new_logs", "item_tokens", "item_scores", "item_logs", "done", "done_tokens",
+        "alive",
     ],
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ rows only. What follows, such as scale and soft cap, is the same for every logit
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,16 +39,15 @@ _TRIED = 64  # tokens of the trial
 class Alphabet:
     """The tokens of a set's items, and those that may end them.
 
-    columns: [vocabulary] int32, the column of each of these tokens. tokens: [width] int64, the token of each column, in
-        ascending order. With tensor parallelism every rank has as many columns, of the rows in its own shard: some are
-        nobody's, whose token is -1.
-    own, own_np: [at most width] int64, this rank's rows, ascending. each: columns of a rank.
+    tokens: [tokens] int64, ascending. columns: [vocabulary] int32, the column of each of them, 0 of others. With tensor
+        parallelism every rank has as many columns, `each`, of the rows in its own shard: some are nobody's.
+    own, own_np: int64, this rank's rows, ascending.
     runs: where the rows lie, if together. gathered: [own, hidden size], their copy if not.
     piece: the bytes of memory that all of it takes.
     """
 
-    columns: Tensor
     tokens: Tensor
+    columns: Tensor
     own: Tensor
     own_np: NDArray[np.int64]
     each: int
@@ -69,6 +69,7 @@ class NarrowHead:
         self._memory = torch.empty(
             config.item_set_head_memory if not self.why_not else 0, dtype=torch.uint8, device=device
         )
+        self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
         self._alphabets: dict[tuple[bytes, bool], Alphabet] = {}  # what was used last stands last
         self._runner: Any = None
         self._head: Any = None
@@ -108,12 +109,11 @@ class NarrowHead:
         alphabet = self.alphabet(tokens.tobytes())
         if alphabet is None:
             return "item_set_head_memory is too small"
-        given, places = self.logits(hidden, alphabet), to_device(tokens, runner.device)
-        expected = full[:, places].float()
-        if given.shape != (2, len(alphabet.tokens)):
+        given, expected = self.logits(hidden, alphabet), full[:, alphabet.tokens].float()
+        if given.shape != (2, self._head.tp_size * alphabet.each):
             return "the model's logits come from elsewhere"
         near = (
-            given[:, alphabet.columns[places].long()].float() - expected
+            given[:, alphabet.columns[alphabet.tokens].long()].float() - expected
         ).abs().max() <= TOLERANCE * full.abs().max()
         return None if near else "the model changes some tokens' logits"
 
@@ -123,6 +123,14 @@ class NarrowHead:
         if self.why_not is not None or (renormalised and len(key) // 8 > self._runner.vocab_size // 2):
             return None
         return self.alphabet(key, copied=renormalised)
+
+    def of_answers(self, key: bytes | str) -> Alphabet | str:
+        """Return the alphabet of a step's rows, or why there is none. key: of all rows, or already a reason."""
+        if isinstance(key, str):
+            return key
+        if len(key) // 8 > self._runner.vocab_size // 2:
+            return "an alphabet of more than half of the vocabulary"
+        return self.alphabet(key) or "item_set_head_memory has no room"
 
     def alphabet(self, key: bytes, *, copied: bool = True) -> Alphabet | None:
         """Return the alphabet of these tokens, as of `Arena.alphabet`; None if there is no room for it. copied: whether
@@ -145,7 +153,7 @@ class NarrowHead:
         runs = tuple(slice(int(span[0]), int(span[-1]) + 1) for span in spans) if len(spans) <= MOST_RUNS else ()
         each, weight = max(len(one) for one in of_ranks), head.weight
         counts = (
-            ranks * each * 8,
+            len(tokens) * 8,
             len(own_np) * 8,
             size * 4,
             len(own_np) * weight[0].nbytes if copy and not runs else 0,
@@ -157,17 +165,16 @@ class NarrowHead:
         for count, dtype in zip(counts, (torch.int64, torch.int64, torch.int32, weight.dtype), strict=True):
             parts.append(self._memory[at : at + count].view(dtype))
             at += -(-count // 16) * 16
-        of_column, own, columns, gathered = parts
-        padded = [np.pad(one, (0, each - len(one)), constant_values=-1) for one in of_ranks]
-        of_column.copy_(to_device(np.concatenate(padded), device))
+        own_tokens, own, columns, gathered = parts
+        own_tokens.copy_(to_device(tokens, device))
         own.copy_(to_device(own_np, device))
         columns.zero_()
         places = np.concatenate([rank * each + np.arange(len(one)) for rank, one in enumerate(of_ranks)])
-        columns[to_device(tokens, device)] = to_device(places, device).int()
+        columns[own_tokens] = to_device(places, device).int()
         copied = gathered.view(len(own_np), weight.shape[1]) if copy and not runs else None
         if copied is not None:
             torch.index_select(weight, 0, own, out=copied)
-        return Alphabet(columns, of_column, own, own_np, each, runs, copied, piece)
+        return Alphabet(own_tokens, columns, own, own_np, each, runs, copied, piece)
 
     def _piece(self, nbytes: int) -> slice | None:
         """Return a free piece of the memory. Forgets for it what was used longest ago."""
@@ -187,8 +194,9 @@ class NarrowHead:
         return logits
 
     @contextlib.contextmanager
-    def only(self, alphabet: Alphabet) -> Iterator[None]:
-        """While this is entered, the model's logits are those of an alphabet."""
+    def only(self, alphabet: Alphabet, *, spread: bool = False, clear: bool = False) -> Iterator[None]:
+        """While this is entered, the model's logits are those of an alphabet. spread: each in its token's place, among
+        others of any value, for a mask. clear: these are 0."""
 
         def product(head: Any, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
             if alphabet.gathered is not None:
@@ -196,7 +204,14 @@ class NarrowHead:
             else:
                 parts = [_product_of(run, head, bias, multiply) for run in alphabet.runs]
                 logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-            return self._of_ranks(logits, alphabet)
+            logits = self._of_ranks(logits, alphabet)
+            if not spread:
+                return logits
+            shape = (len(logits), self._runner.vocab_size)
+            wide = logits.new_zeros(shape) if clear else logits.new_empty(shape)
+            if self._head.tp_size > 1:
+                logits = logits.index_select(1, alphabet.columns[alphabet.tokens])
+            return wide.index_copy_(1, alphabet.tokens, logits)
 
         with reading(product):
             yield

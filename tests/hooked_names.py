@@ -117,8 +117,19 @@ def installed(engine: str) -> Read:
     spec = importlib.util.find_spec(engine)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"{engine} is not installed here")
-    root = Path(spec.submodule_search_locations[0]).parent
-    return lambda path: (root / path).read_text() if (root / path).is_file() else None
+    return folder(Path(spec.submodule_search_locations[0]).parent)
+
+
+def folder(root: Path) -> Read:
+    """The sources below a folder such as site-packages; of other packages the installed ones."""
+
+    def read(path: str) -> str | None:
+        package = path.partition("/")[0]
+        if not (root / package).is_dir():
+            return installed(package)(path)
+        return (root / path).read_text() if (root / path).is_file() else None
+
+    return read
 
 
 def wheel(file: Any) -> Read:
@@ -136,14 +147,19 @@ def wheel(file: Any) -> Read:
     return read
 
 
-def released(requirement: str) -> Read:
-    """The sources of a release, such as vllm==0.33.0. Raises CalledProcessError if pip finds no wheel of it."""
+def found(requirement: str) -> tuple[str, str]:
+    """The version and the address of the wheel that pip would install. Raises CalledProcessError if it finds none."""
     resolve = ["install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
     ended = subprocess.run(
         [sys.executable, "-m", "pip", "--quiet", *resolve, requirement], check=True, stdout=subprocess.PIPE
     )
-    (found,) = json.loads(ended.stdout)["install"]
-    return wheel(io.BufferedReader(Remote(found["download_info"]["url"]), 1 << 16))
+    (wheel,) = json.loads(ended.stdout)["install"]
+    return wheel["metadata"]["version"], wheel["download_info"]["url"]
+
+
+def released(requirement: str) -> Read:
+    """The sources of a release, such as vllm==0.33.0. Raises CalledProcessError if pip finds no wheel of it."""
+    return wheel(io.BufferedReader(Remote(found(requirement)[1]), 1 << 16))
 
 
 class Remote(io.RawIOBase):

@@ -29,11 +29,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import hooked_names
 from hooked_names import Read
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ROOT / ".cache" / "wheels"
@@ -45,6 +48,10 @@ TESTS = {
     "vllm": ["tests/test_vllm_contract.py"],
     "sglang": ["tests/sglang/test_sglang_contract.py"],
 }
+FOR_GPUS = (
+    "cuda", "fastsafetensors", "flash", "humming", "instanttensor", "nvidia", "nvtx", "pynv", "quack", "sgl",
+    "tilelang", "tokenspeed", "torch",
+)  # fmt: skip
 NOT_ON_A_CPU: dict[str, str] = {}
 """Hooked functions that no test on a CPU can call, and why."""
 
@@ -62,8 +69,7 @@ def unpacked(requirement: str) -> Path:
         return folder
     WHEELS.mkdir(parents=True, exist_ok=True)
     name, _, version = requirement.partition("==")
-    fetch = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(WHEELS), requirement]
-    subprocess.run([sys.executable, "-m", "pip", *fetch], check=True)
+    pip("download", "--no-deps", "--only-binary", ":all:", "--dest", str(WHEELS), requirement)
     (wheel,) = WHEELS.glob(f"{name.replace('-', '_')}-{version}-*.whl")
     own_parts = name != "vllm"  # else those of the installed build, as a GPU's do not load here
     with tempfile.TemporaryDirectory(dir=WHEELS) as scratch, zipfile.ZipFile(wheel) as archive:
@@ -76,9 +82,28 @@ def unpacked(requirement: str) -> Path:
             metadata.write_text(metadata.read_text().replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n"))
             for compiled in Path(find_spec("vllm").origin).parent.glob("*.so"):
                 (new / "vllm" / compiled.name).symlink_to(compiled)
+        if lacking := sorted(_lacking(new)):
+            print(f"needs, and is given in its folder: {', '.join(lacking)}")
+            pip("install", "--no-deps", "--target", str(new), *lacking)
         folder.parent.mkdir(parents=True, exist_ok=True)
         new.rename(folder)
     return folder
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
+
+
+def _lacking(folder: Path) -> Iterator[str]:
+    """What a release requires and nothing here is called, but for what GPUs need. Versions are taken as they are."""
+    (info,) = folder.glob("*.dist-info")
+    here = {canonicalize_name(one.name) for one in importlib.metadata.distributions()}
+    for line in importlib.metadata.PathDistribution(info).requires or ():
+        one = Requirement(line)
+        if one.marker and not one.marker.evaluate({"extra": ""}):
+            continue
+        if canonicalize_name(one.name) not in here and not one.name.lower().startswith(FOR_GPUS):
+            yield f"{one.name}{one.specifier}"
 
 
 def source(read: Read, target: str) -> str:
@@ -111,6 +136,19 @@ def changes(before: Read, after: Read, targets: list[str]) -> list[str]:
             shown = " ".join(" ".join(line.split()) for line in differing)
             lines.append(f"{target}: -{counts[0]} +{counts[1]}: {shown[:LINE]}{'...' if len(shown) > LINE else ''}")
     return lines
+
+
+def passed(engine: str, parts: int) -> list[tuple[int, ...]]:
+    """The releases that have passed, by so many parts of their versions, each once, in order."""
+    names = [path.stem.partition("-")[2] for path in HASHES.glob(f"{engine}-*.json")]
+    return sorted({tuple(int(part) for part in name.split(".")[:parts]) for name in names})
+
+
+def stale(engine: str) -> list[str]:
+    """Hooked functions of the installed version that differ from those with which it has passed."""
+    known = json.loads((HASHES / f"{engine}-{installed_version(engine)}.json").read_text())
+    now = hashed(hooked_names.installed(engine), [hook for hook in hooked_names.hooks_of(engine) if hook in known])
+    return [hook for hook, value in now.items() if known[hook] != value]
 
 
 def run(engine: str, folder: Path | None, called: str, pytest_arguments: list[str]) -> int:

@@ -129,7 +129,7 @@ def _validate_structured_outputs(
 ) -> None:
     """Knows the built-in backends only: other constraints are validated as xgrammar's."""
     config, structured = structured_outputs_config, self.structured_outputs
-    if config is None or structured is None or config.backend != BACKEND:
+    if config is None or structured is None or config.backend != BACKEND or compat.has_registry():
         original()
     elif structured.choice is None and isinstance(structured.grammar, str | None):
         original(structured_outputs_config=compat.xgrammar_config(config))

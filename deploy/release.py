@@ -2,7 +2,7 @@
 
 python deploy/release.py dist
 
-needs git, and setuptools, which the environments of bootstrap.py have. docs/release.md says what comes before and after.
+needs git, and setuptools, which the environments of bootstrap.py have. docs/release.md has the steps around it.
 """
 
 from __future__ import annotations

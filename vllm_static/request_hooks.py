@@ -178,8 +178,8 @@ def _beam_search(
 @hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
 async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
-    trace_headers: Any, session_id: Any = None, priority: int = 0,
-) -> AsyncGenerator[Any, None]:  # fmt: skip # session_id: since vLLM 0.32, priority: since 0.33
+    trace_headers: Any, session_id: Any, priority: int = 0,
+) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
     from vllm_static import list_requests
     from vllm_static.request import asked

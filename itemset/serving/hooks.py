@@ -201,8 +201,8 @@ def check_version(
         )
     if version > last:
         _warn(
-            f"static-backend has been tried with {engine} {spans}, this is {installed}: its checkout tries this version "
-            f"by `python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}`"
+            f"static-backend has been tried with {engine} {spans}, not with {installed}: its checkout tries it by "
+            f"`python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}`"
         )
 
 

@@ -179,11 +179,11 @@ def offline_sglang(engine: Any, words: Mapping[str, Any]) -> list[Got]:
 
 def options(folder: Path, tokenizer: Any) -> dict[str, dict[str, str]]:
     """The plugin's options that register the sets that are asked for: files, a published set and a view."""
-    from demo_checks import built
+    from demo_checks import source
 
     files = files_of(folder, tokenizer)
     published.publish(files["titles"], folder / "live")
-    others = {"live": str(folder / "live"), "films": str(built(folder, tokenizer))}
+    others = {"live": str(folder / "live"), "films": str(source(folder))}
     return {"item_sets": files | others, "item_views": {"new": VIEW}}
 
 

@@ -29,6 +29,7 @@ ALLOWED = {
     "__init__": "errors trie item_set opening select building",
     "cli": "errors text storage trie item_set published building __init__",
     "__main__": "cli",
+    "source_sets": "errors text storage trie published building serving cli",
 }
 BESIDE_EACH_OTHER = {"building", "masking"}
 ENGINES = {"vllm", "sglang", "vllm_static", "sglang_static"}

@@ -83,8 +83,8 @@ def test_every_cell_of_the_docs_over_http(server, name):
     cell_asking.check(server, "vllm", name)
 
 
-def test_the_demos_questions(server, options, monkeypatch):
-    demo_checks.check(server, "vllm", options["item_sets"]["films"], monkeypatch)
+def test_the_demos_questions(server, monkeypatch):
+    demo_checks.check(server, "vllm", monkeypatch)
 
 
 def test_items_inside_are_counted(server):

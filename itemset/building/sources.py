@@ -326,3 +326,5 @@ _TABLES: dict[str, Callable[[SourceFile, str | None, str | None, Sequence[str]],
     ".ndjson": read_jsonl,
     ".parquet": read_parquet,
 }
+SUFFIXES = (*_PLAIN, *_TABLES)
+"""Of the files that are read."""

@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what a command's words say, for who runs it in this process. Bad usage exits with 2."""
+    return _parser().parse_args(argv)
+
+
 def _file_at(output: str) -> tuple[int, int] | None:
     """Return what tells the file there from all others, None if there is none."""
     with suppress(OSError):

@@ -51,8 +51,8 @@ def test_every_cell_of_the_docs_over_http(server, name):
     cell_asking.check(server, "sglang", name)
 
 
-def test_the_demos_questions(server, files, monkeypatch):
-    demo_checks.check(server, "sglang", files["item_sets"]["films"], monkeypatch)
+def test_the_demos_questions(server, monkeypatch):
+    demo_checks.check(server, "sglang", monkeypatch)
 
 
 def test_tools(server):

@@ -77,7 +77,7 @@ def _table(name: str, given: Any) -> pa.Table:
         return pa.table(given) if is_table else pa.table({"item": pa.array(list(given))})
     except (TypeError, ValueError, pa.ArrowException) as error:
         raise ItemSetError(
-            f"the item set {name!r} must be a file, a table (pandas, polars, pyarrow) or a list of texts or of token-id "
+            f"the item set {name!r} must be a file, a table (pandas, polars, pyarrow) or a list of texts or token-id "
             f"lists, not {type(given).__name__}: {error}"
         ) from error
 

@@ -183,7 +183,7 @@ def options(folder: Path, tokenizer: Any) -> dict[str, dict[str, str]]:
 
     files = files_of(folder, tokenizer)
     published.publish(files["titles"], folder / "live")
-    others = {"live": str(folder / "live"), "films": str(source(folder))}
+    others = {"live": str(folder / "live"), "films": source(folder)}
     return {"item_sets": files | others, "item_views": {"new": VIEW}}
 
 

@@ -15,11 +15,12 @@ import inside
 TITLE_OF = {number: f"The {word} river ({1960 + number})" for number, word in enumerate("ABCDEFGHIJKL", 1)}
 
 
-def source(folder: Path) -> Path:
-    """The file of the set that such a server must have as `films`."""
+def source(folder: Path) -> str:
+    """The file of items, with its options, that such a server must have as `films`."""
     path = folder / "films.csv"
-    path.write_text("movie_id,title\n" + "".join(f"{key},{title}\n" for key, title in TITLE_OF.items()))
-    return path
+    rows = (f"{key},{title},{1960 + key}\n" for key, title in TITLE_OF.items())
+    path.write_text("movie_id,title,year\n" + "".join(rows))
+    return f"{path}?column=title&key=movie_id&attribute=year"
 
 
 def check(server: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import cell_asking
+import client_checks
 import demo_checks
 import pytest
 from inside_cases import ALONE, BAD, BAD_SLATES, CHAT, SLATE, TITLES, check_refused_beside_slates
@@ -85,6 +86,11 @@ def test_every_cell_of_the_docs_over_http(server, name):
 
 def test_the_demos_questions(server, monkeypatch):
     demo_checks.check(server, "vllm", monkeypatch)
+
+
+def test_clients_and_the_requests_that_serve_prints(server, tmp_path):
+    client_checks.check(server)
+    client_checks.check_printed(server, tmp_path)
 
 
 def test_items_inside_are_counted(server):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from itemset.cli import build, inspect, publish, report_page
+from itemset.cli import build, inspect, publish, report_page, serve
 from itemset.errors import ItemSetError, ItemSetWarning
 
 
@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, more = parser.parse_known_args(argv)
     writes = args.run in (build.build, build.update)
-    if more:
+    args.more = more
+    if more and args.run is not serve.serve:
         parts = writes and not any(word.startswith("-") for word in more)
         advice = "; for all files of a pattern put it in quotes, as in 'parts/*.parquet'" if parts else ""
         parser.error(f"unrecognized arguments: {' '.join(more)}{advice}")
@@ -82,6 +83,6 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run, error=parser.error)
         return sub
 
-    for group in (build, inspect, report_page, publish):
+    for group in (build, inspect, report_page, publish, serve):
         group.add_to(command)
     return parser

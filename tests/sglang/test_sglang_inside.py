@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cell_asking
+import client_checks
 import demo_checks
 import pytest
 from inside_cases import CHAT, SLATE, TAG, TITLES, check_refused_beside_slates
@@ -53,6 +54,11 @@ def test_every_cell_of_the_docs_over_http(server, name):
 
 def test_the_demos_questions(server, monkeypatch):
     demo_checks.check(server, "sglang", monkeypatch)
+
+
+def test_clients_and_the_requests_that_serve_prints(server, tmp_path):
+    client_checks.check(server)
+    client_checks.check_printed(server, tmp_path)
 
 
 def test_tools(server):

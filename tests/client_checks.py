@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,8 @@ from demo_checks import TITLE_OF
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, ValidationError
 
+import itemset
+from itemset import cli
 from itemset.cli.serve import requests_of
 from itemset.client import Item, Of, choose, draw, fill, rank
 
@@ -93,3 +96,26 @@ def check_printed(server: Any, folder: Path) -> None:
     assert sorted(int(line.partition(" ")[0]) for line in best.splitlines())
     assert len(best.splitlines()) == 10
     assert '"path":"$.choice"' in field.replace(" ", "")
+
+
+def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lists of a set hold its items alone, by filter too; the engine's own beams, which know of none, do not."""
+    index, users, report = folder / "films.itemset", folder / "users.jsonl", folder / "bench.json"
+    years = [1960 + key for key in TITLE_OF]
+    loaded = itemset.text.load_tokenizer(str(tokenizer))
+    itemset.build_text([*TITLE_OF.values()], loaded, keys=[*TITLE_OF], attributes={"year": years}).save(index)
+    asked = [{"prompt": "A film: ", "truth": [9, 10, 11, 12], "filter": LATE}, {"prompt": [5, 6], "truth": [99]}]
+    users.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    words = ["bench", "--url", f"{server.url}/v1", "--set", str(index), "--tokenizer", str(tokenizer), "-k", "4"]
+    bodies = ["--body", 'set={"item_set": "films", "use_beam_search": true}', "--body", "open={}"]
+    assert cli.main([*words, *bodies, "--users", str(users), "--concurrency", "1", "2", "--json", str(report)]) == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["body"], row["filter"], row["concurrency"]) for row in rows] == [
+        (body, filtered, count) for body in ("set", "open") for filtered in (False, True) for count in (1, 2)
+    ][: len(rows)]
+    assert {row["legal"] for row in rows if row["body"] == "set"} == {1.0}
+    assert [(row["recall"], row["hit"]) for row in rows if row["body"] == "set" and row["filter"]] == [(0.5, 0.5)] * 2
+    assert {row["legal"] for row in rows if row["body"] == "open"} == {0.0}
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) == 9
+    assert cli.main([*words, "--body", 'bad={"item_set": "flims"}']) == 1
+    assert "did you mean 'films'" in capsys.readouterr().err

@@ -88,9 +88,10 @@ def test_the_demos_questions(server, monkeypatch):
     demo_checks.check(server, "vllm", monkeypatch)
 
 
-def test_clients_and_the_requests_that_serve_prints(server, tmp_path):
+def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path, capsys):
     client_checks.check(server)
     client_checks.check_printed(server, tmp_path)
+    client_checks.check_bench(server, tiny_model, tmp_path, capsys)
 
 
 def test_items_inside_are_counted(server):

@@ -1,7 +1,6 @@
 """The subcommand `serve`: an engine with a file of items, and the first requests to ask it."""
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from itemset.cli.options import Command
@@ -83,8 +83,8 @@ def command_of(args: argparse.Namespace, more: Sequence[str]) -> tuple[list[str]
 
     Raises ItemSetError if no engine is installed, or a name cannot be made of the file's.
     """
-    engine = args.engine or next((one for one in _ENGINES if importlib.util.find_spec(one)), None)
-    if engine is None or importlib.util.find_spec(engine) is None:
+    engine = args.engine or next((one for one in _ENGINES if find_spec(one)), None)
+    if engine is None or find_spec(engine) is None:
         wanted = engine or "vllm"
         raise ItemSetError(f"{wanted} is not installed here: pip install 'static-backend[{wanted}]'")
     name, mark, source = args.source.partition("=")

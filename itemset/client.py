@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from pydantic import BaseModel
 
-Prompt = str | Sequence[Mapping[str, Any]]
-"""A text for /v1/completions, or messages for /v1/chat/completions."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text or token ids for /v1/completions, or messages for /v1/chat/completions."""
 Sets = str | list[str]
 """The name of a registered set, or a list of texts."""
 Model = TypeVar("Model", bound="BaseModel")
@@ -148,10 +148,10 @@ def _asked(
     client: Any, prompt: Prompt, words: dict[str, Any], options: dict[str, Any], take: Callable[[Any], Result]
 ) -> Result | Awaitable[Result]:
     """Ask, and take the result out of the answer. Options that the client's function does not declare are the set's."""
-    text = isinstance(prompt, str)
-    create = client.completions.create if text else client.chat.completions.create
+    chat = isinstance(next(iter(prompt), ""), Mapping)
+    create = client.chat.completions.create if chat else client.completions.create
     declared = inspect.signature(create).parameters
-    given = {"model": "", "max_tokens": 64, "prompt" if text else "messages": prompt}
+    given = {"model": "", "max_tokens": 64, "messages" if chat else "prompt": prompt}
     extra = {**words, **options.pop("extra_body", {})}
     for name, value in options.items():
         (given if name in declared else extra)[name] = value

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import pytest
 from demo_checks import TITLE_OF
 from openai import AsyncOpenAI, BadRequestError
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 import itemset
 from itemset import cli
@@ -27,17 +27,14 @@ Colour = Item[["red", "blue"]]
 MESSAGES = [{"role": "user", "content": "Which film?"}]
 
 
-class Seen(BaseModel):
-    when: int
+class Pick(BaseModel):
+    late: Annotated[Item, Of("films", item_filter=LATE)]
 
 
 class Tip(BaseModel):
     film: Film
-    others: list[Annotated[Item, Of("films", item_filter=LATE)]]
+    picks: Annotated[list[Pick], Field(max_length=2)]
     colour: Colour
-    seen: Seen | None = None
-
-    model_config = {"json_schema_extra": {"additionalProperties": False}}
 
 
 def known(items: list[Item]) -> bool:
@@ -67,8 +64,8 @@ def check(server: Any) -> None:
 
 def _check_fields(client: Any) -> None:
     tip = fill(client, Tip, MESSAGES, temperature=0, max_tokens=200)
-    assert known([tip.film, *tip.others])
-    assert all(item.key > 8 for item in tip.others)
+    assert known([tip.film, *(pick.late for pick in tip.picks)])
+    assert all(pick.late.key > 8 for pick in tip.picks)
     assert (tip.colour.text, tip.colour.key) in (("red", 0), ("blue", 1))
     assert Tip.model_validate_json(tip.model_dump_json()).film == Item(None, tip.film.text)
     with pytest.raises(ValidationError):
@@ -79,7 +76,7 @@ async def _check_async(server: Any) -> None:
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         lists = await asyncio.gather(*(rank(client, "films", "A film: ", n=n) for n in (1, 3)))
         assert [len(one) for one in lists] == [1, 3]
-        assert known((await fill(client, Tip, MESSAGES, temperature=0, max_tokens=200)).others)
+        assert known([(await fill(client, Tip, MESSAGES, temperature=0, max_tokens=200)).film])
 
 
 def check_printed(server: Any, folder: Path) -> None:

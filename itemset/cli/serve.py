@@ -81,16 +81,13 @@ def serve(args: argparse.Namespace) -> None:
 def command_of(args: argparse.Namespace, more: Sequence[str]) -> tuple[list[str], dict[str, str], str, str]:
     """Return the engine's command, its environment, the server's URL and the set's name.
 
-    Raises ItemSetError if no engine is installed, or a name cannot be made of the file's.
+    Raises ItemSetError if the engine is not installed.
     """
     engine = args.engine or next((one for one in _ENGINES if find_spec(one)), None)
     if engine is None or find_spec(engine) is None:
         wanted = engine or "vllm"
         raise ItemSetError(f"{wanted} is not installed here: pip install 'static-backend[{wanted}]'")
-    name, mark, source = args.source.partition("=")
-    if not re.fullmatch(r"[\w.-]+", name) or not mark:
-        source = args.source
-        name = re.sub(r"\W+", "_", Path(source.partition("?")[0]).stem).strip("_") or "items"
+    name, source = named(args.source)
     words, port = _ENGINES[engine]
     given = [*words, args.model, "--item-set", f"{name}={source}", "--port", str(args.port or port)]
     environment = dict(os.environ)
@@ -98,6 +95,14 @@ def command_of(args: argparse.Namespace, more: Sequence[str]) -> tuple[list[str]
         given += _ON_CPU[engine]
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return [sys.executable, *given, *more], environment, f"http://localhost:{args.port or port}/v1", name
+
+
+def named(given: str) -> tuple[str, str]:
+    """Return the name of NAME=FILE, or one made of the file's, and the file with its options."""
+    name, mark, source = given.partition("=")
+    if mark and re.fullmatch(r"[\w.-]+", name):
+        return name, source
+    return re.sub(r"\W+", "_", Path(given.partition("?")[0]).stem).strip("_") or "items", given
 
 
 def requests_of(url: str, name: str, model: str) -> str:

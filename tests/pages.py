@@ -37,7 +37,7 @@ def follow(page: str, folder: Path, model: Path, server: Any = None) -> list[str
                 code = code.replace("http://localhost:8000", server.url)
             if kind == "python":
                 with contextlib.redirect_stdout(io.StringIO()) as out:
-                    exec(compile(code, page, "exec"), names)
+                    exec(compile(code, page, "exec", dont_inherit=True), names)
                 printed.append(out.getvalue())
             elif kind == "bash":
                 path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

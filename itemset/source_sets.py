@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
 from itemset.building import sources
-from itemset.building.readers import column_names
 from itemset.cli import build as building
 from itemset.cli import parse
 from itemset.errors import ItemSetError
@@ -56,13 +55,13 @@ def with_indexes(options: Mapping[str, Any], tokenizer: str) -> dict[str, Any]:
 def _index_of(name: str, source: Any, tokenizer: str, cache: str | None) -> Any:
     """Return the index of a source, and what is none as it is: `StaticConfig` judges it."""
     given = os.fspath(source) if isinstance(source, os.PathLike) else source
-    if not given if isinstance(given, str) else given is None or isinstance(given, bool | int | float | bytes):
+    if given in ("", None) if isinstance(given, str | None) else isinstance(given, bool | int | float | bytes):
         return source
     folder = folder_of(cache) / "built"
+    folder.mkdir(mode=0o700, exist_ok=True)
     if isinstance(given, str):
         parsed = _parsed(name, given)
         return source if parsed is None else _built(name, *parsed, tokenizer, folder)
-    folder.mkdir(mode=0o700, exist_ok=True)
     table = folder / f"{os.getpid()}.parquet"
     try:
         pa_parquet.write_table(_table(name, given), table)
@@ -86,7 +85,9 @@ def _parsed(name: str, given: str) -> tuple[str, dict[str, list[str]]] | None:
     """Return the path of a source and its options, None if it is an index or a published set."""
     path, mark, query = given.rpartition("?")
     words = parse_qs(query, keep_blank_values=True)
-    foreign = not words or any(word not in _WORDS for word in words)
+    foreign = (
+        not words or any(word not in _WORDS for word in words) or not {*words.get("escape", ())} <= {"json", "text"}
+    )
     if not mark or os.path.exists(given) or (foreign and is_uri(given)):  # a web address has options of its own
         path, words, foreign = given, {}, False
     if foreign:
@@ -104,7 +105,7 @@ def _parsed(name: str, given: str) -> tuple[str, dict[str, list[str]]] | None:
 def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: str, folder: Path) -> str:
     """Return the index of a file, from the cache if it is there."""
     files = sources.files_of(path)
-    names = column_names(files[0])
+    names = sources.columns_of(files[0])
     chosen = dict(words)
     if names:
         _choose(name, path, names, chosen)
@@ -113,13 +114,14 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: str, fo
     for file in files:
         digest.update(_content(file))
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
-    folder.mkdir(mode=0o700, exist_ok=True)
     with locked(folder / "lock", mode=0o600):
         if index.exists():
             os.utime(index)
             return str(index)
-        _delete_old(folder)
-        given = [word for option, values in chosen.items() for value in values for word in (f"--{option}", value)]
+        for old in folder.glob("*.itemset"):
+            if time.time() - old.stat().st_mtime > KEPT_SECONDS:
+                old.unlink()
+        given = [f"--{option}={value}" for option, values in chosen.items() for value in values]
         say(f"item set {name!r}: building an index of {path} ({' '.join(given) or 'its items'})")
         others = [other for other in names if not any(other in values for values in chosen.values())]
         if others and "attribute" not in words:
@@ -158,12 +160,6 @@ def _content(file: SourceFile) -> bytes:
         while piece := stream.read(1 << 23):
             digest.update(piece)
     return digest.digest()
-
-
-def _delete_old(folder: Path) -> None:
-    for old in folder.glob("*.itemset"):
-        if time.time() - old.stat().st_mtime > KEPT_SECONDS:
-            old.unlink(missing_ok=True)
 
 
 def say(line: str) -> None:

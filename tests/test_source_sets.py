@@ -99,13 +99,16 @@ def test_a_second_start_builds_nothing_and_a_change_of_the_file_does(folder, ope
         ),
         ("films.csv?column=name", "no column 'name', it has 'movie_id', 'title', 'year'"),
         ("plain.csv", "has the columns 'a', 'b': say which has the items, films=.*plain.csv.column=NAME"),
+        ("films.csv?escape=xml", "options other than column, key, attribute, prefix, escape: write films="),
         ("gone.csv", "no file .*gone.csv"),
+        ("torn.parquet", "torn.parquet cannot be read"),
         ("films.xml?column=title", "unknown suffix '.xml'"),
     ],
 )
 def test_what_is_refused_says_what_to_write(source, message, folder, opened):
     (folder / "plain.csv").write_text("a,b\nx,y\n")
     (folder / "films.xml").write_text("<a/>")
+    (folder / "torn.parquet").write_text("PAR1")
     with pytest.raises(ItemSetError, match=message):
         opened(f"{folder}/{source}")
 

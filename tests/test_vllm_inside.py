@@ -27,7 +27,8 @@ def options(tmp_path_factory):
 
 @pytest.fixture
 def engine(runner, engines, tiny_model, options):
-    return engines(runner, tiny_model, structured_outputs_config=COMPACT, additional_config=options)
+    given = cell_asking.in_process(options)
+    return engines(runner, tiny_model, structured_outputs_config=COMPACT, additional_config=given)
 
 
 @pytest.fixture

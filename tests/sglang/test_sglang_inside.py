@@ -21,7 +21,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def engine(engines, tiny_model, files, path):
-    return engines(tiny_model, grammar_backend="static", **files, item_set_path=path, **COMPACT)
+    given = cell_asking.in_process(files)
+    return engines(tiny_model, grammar_backend="static", **given, item_set_path=path, **COMPACT)
 
 
 @pytest.fixture

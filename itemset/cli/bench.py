@@ -98,9 +98,9 @@ def _users(args: argparse.Namespace) -> list[Row]:
 
 def _ask(url: str, body: Row, filtered: bool, user: Row) -> tuple[list[str], float]:
     """Return the texts of a list, and the seconds that it took. Raises ItemSetError if the server refuses."""
-    said = {**body, "prompt": user["prompt"]} | (
-        {"item_filter": user["filter"]} if filtered and "filter" in user else {}
-    )
+    said = {**body, "prompt": user["prompt"]}
+    if filtered and "filter" in user and "item_set" in body:  # no other request knows of filters
+        said["item_filter"] = user["filter"]
     data, kind = json.dumps(said).encode(), {"Content-Type": "application/json"}
     start = time.perf_counter()
     try:

@@ -57,11 +57,11 @@ class Dialect:
 def flags_with_a_uri(named_sets: dict[str, NamedSet]) -> Iterator[list[str]]:
     """Flags for all sets, of which one is an index under a URI, and one a matrix of token ids that has none yet."""
     folder = Path(named_sets["one"].path).parent
-    np.save(folder / "fixed.npy", np.array(sorted(named_sets["fixed"].items)))
-    fixed = replace(named_sets["fixed"], path=str(folder / "fixed.npy"))
+    np.save(folder / "labels.npy", np.array(sorted(named_sets["labels"].items)))
+    labels = replace(named_sets["labels"], path=str(folder / "labels.npy"))
     with web_server(folder) as (address, _):
         yield named_flags(
-            named_sets | {"fixed": fixed, "one": replace(named_sets["one"], path=f"{address}/one.itemset")}
+            named_sets | {"labels": labels, "one": replace(named_sets["one"], path=f"{address}/one.itemset")}
         )
 
 

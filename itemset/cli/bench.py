@@ -42,8 +42,7 @@ def add_to(command: Command) -> None:
     sub.add_argument("--model", default="", help="as the server calls it, if it has several")
     sub.add_argument("--concurrency", metavar="N", type=positive, nargs="+", default=[1, 8], help="default: 1 8")
     sub.add_argument("--requests", metavar="N", type=positive, help="of each kind (default: one a user, or 32)")
-    sub.add_argument("--json", metavar="FILE", help="write the rows there, too")
-    sub.add_argument("--plot", metavar="FILE", help="draw them there (needs matplotlib)")
+    sub.add_argument("--json", metavar="FILE", help="write the rows there, too; benchmarks/bench_plot.py draws them")
 
 
 def _labelled(text: str) -> tuple[str, Row]:
@@ -80,8 +79,6 @@ def bench(args: argparse.Namespace) -> None:
         print("  ".join(f"{f'{x:.3f}' if isinstance(x, float) else x!s:>14}" for x in rows[-1].values()), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps({"url": args.url, "set": args.set, "users": len(users), "rows": rows}))
-    if args.plot:
-        plot(rows, args.plot)
 
 
 def _users(args: argparse.Namespace) -> list[Row]:
@@ -139,20 +136,3 @@ def shares(item_set: ItemSet, tokenizer: Any, users: list[Row], lists: tuple[lis
         row["recall"] = float(np.mean([len(truth & keys) / len(truth) for truth, keys in true]))
         row["hit"] = float(np.mean([bool(truth & keys) for truth, keys in true]))
     return row
-
-
-def plot(rows: list[Row], file: str) -> None:
-    """Draw lists a second over latency, a line for each body and filter. Raises ItemSetError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ItemSetError("a plot needs matplotlib: pip install matplotlib, or omit --plot") from error
-    figure = Figure(layout="constrained")
-    axes = figure.subplots()
-    for label, filtered in dict.fromkeys((row["body"], row["filter"]) for row in rows):
-        mine = [row for row in rows if (row["body"], row["filter"]) == (label, filtered)]
-        name = f"{label}{', filtered' if filtered else ''}: {mine[0]['legal']:.0%} legal"
-        axes.plot([row["p50 ms"] for row in mine], [row["lists a second"] for row in mine], marker="o", label=name)
-    axes.set(xlabel="median latency, ms", ylabel="lists a second")
-    axes.legend()
-    figure.savefig(file)

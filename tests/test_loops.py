@@ -22,12 +22,12 @@ place = typeof(itemset.build([[1, 2], [1, 3]]).trie.tables.pointers)
 i64, u64 = types.int64, types.uint64
 counts, cells, bits, words, codes = i64[::1], i64[:, ::1], types.uint8[::1], types.uint32[::1], types.uint16[::1]
 loops = {
-    update._merge: (place, words, types.boolean[::1], counts, counts, codes, counts, codes, counts, codes, words),
+    update._merge: (place, words, types.boolean[::1], cells, codes, counts, codes, counts, codes, words),
     levels._measure: (place, i64, counts, counts, counts),
     report._count: (place, counts, i64, counts, counts, *[counts] * 8),
     report._count_below: (place, i64, counts),
     validate._lengths: (place, i64, counts, counts),
-    tables.fill: (codes, counts, i64, codes, cells, place, words, i64),
+    tables.fill: (codes, counts, i64, codes, cells, place, words),
     targets.set_bases: (place,),
     view._mark: (place, bits, i64, i64, bits),
     walk._read_tails: (place, i64, words),

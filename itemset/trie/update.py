@@ -46,8 +46,10 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     # Memory of which the system gives what is written.
     tokens = np.empty(most + len(added.tokens), np.promote_types(trie.tables.labels.dtype, added.tokens.dtype))
     offsets, lcp, sources = np.zeros(items + 1, np.int64), np.zeros(items + 1, np.uint16), np.empty(items, np.uint32)
-    cursors, out = (np.cumsum(edges) - edges, np.cumsum(nodes)), (tokens, offsets, lcp, sources)
-    _merge(trie.tables.pointers, terminal_rank, gone, *cursors, added.tokens, added.offsets, *out)
+    cursors = np.zeros((5, len(edges) + 1), np.int64)
+    cursors[_EDGE, :-1], cursors[_NODE, :-1], cursors[_TAIL] = np.cumsum(edges) - edges, np.cumsum(nodes), -1
+    out = tokens, offsets, lcp, sources
+    _merge(trie.tables.pointers, terminal_rank, gone, cursors, added.tokens, added.offsets, *out)
     tokens = tokens[: offsets[-1]]
     tokens = tokens.astype(token_dtype(int(tokens.max())), copy=False)
     inner = np.flatnonzero(sources >= trie.items)
@@ -57,52 +59,58 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     return Changed(built, sources[members], same)
 
 
+_EDGE, _NODE, _TAIL, _TOKEN, _LAST = range(5)
+"""Of each level: its next edge; the node that its next edge to a node leads to; where its next tail starts, -1 before the
+first; and of the path to the next item, the edge's token, and where the row of that edge ends."""
+
+
 @compiled
-def _merge(tables, terminal_rank, gone, edge, node, added, starts, tokens, offsets, lcp, sources):  # type: ignore[no-untyped-def]
+def _merge(tables, terminal_rank, gone, cursors, added, starts, tokens, offsets, lcp, sources):  # type: ignore[no-untyped-def]
     """Fill in the rows of the items that stay and of the added ones, as `build_trie` takes them, and their sources.
 
-    edge, node: [levels], the first edge of each level, and the first node after it. added, starts: rows, as in `Rows`.
+    cursors: [5, levels + 1], see `_EDGE`. added, starts: rows, as in `Rows`.
     """
-    levels = len(edge)
-    tail, path, last = np.full(levels, -1), np.zeros(levels, np.int64), np.zeros(levels + 1, np.int64)
-    last[0] = first_edge(tables, 1)  # for each node that leads to the next item, where its row ends
     width, token_mask = tables.token_bits + 1, (np.int64(1) << tables.token_bits) - 1
     depth, row, more, shared, begin = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    cursors[_LAST, 0] = first_edge(tables, 1)
     while True:
-        while depth >= 0 and edge[depth] == last[depth]:
+        while depth >= 0 and cursors[_EDGE, depth] == cursors[_LAST, depth]:
             depth -= 1
-        number, length, end = np.int64(-1), np.int64(0), begin
+        edge, number, length, end = np.int64(-1), np.int64(-1), np.int64(0), begin
         shared = min(shared, depth)
         while depth >= 0 and length == 0:
-            taken, at = edge[depth], node[depth]
-            edge[depth] += 1
-            path[depth] = label(tables, taken)
-            if is_leaf(tables, taken):
-                number, length = taken - (at - 1), depth + 1
+            edge, node = cursors[_EDGE, depth], cursors[_NODE, depth]
+            cursors[_EDGE, depth] += 1
+            cursors[_TOKEN, depth] = label(tables, edge)
+            if is_leaf(tables, edge):
+                number, length = edge - (node - 1), depth + 1
                 break
-            node[depth] += 1
+            cursors[_NODE, depth] += 1
             depth += 1
-            last[depth] = first_edge(tables, at + 1)
-            if bit(tables.terminal, at):
-                number, length = tables.edges - (tables.nodes - 1) + terminals_before(tables, terminal_rank, at), depth
+            cursors[_LAST, depth] = first_edge(tables, node + 1)
+            if bit(tables.terminal, node):
+                leaves = tables.edges - (tables.nodes - 1)
+                number, length = leaves + terminals_before(tables, terminal_rank, node), depth
         for k in range(length):
-            tokens[end + k] = path[k]
+            tokens[end + k] = cursors[_TOKEN, k]
         end += length
-        if length > depth >= 0 and has_tail(tables, taken, depth):
-            position = tail[depth] if tail[depth] >= 0 else tail_at(tables, taken)
-            entry = np.int64(0)
+        if length > depth >= 0 and has_tail(tables, edge, depth):
+            position, entry = cursors[_TAIL, depth], np.int64(0)
+            if position < 0:
+                position = tail_at(tables, edge)
             while entry >> tables.token_bits == 0:
                 entry = bits_from(tables.tails, position * width, width)
                 tokens[end] = entry & token_mask
                 position, end = position + 1, end + 1
-            tail[depth] = position
+            cursors[_TAIL, depth] = position
         if number >= 0 and gone[number]:
             continue
         while more < len(starts) - 1 and (number < 0 or _is_less(added, starts, more, tokens, begin, end)):
             size = starts[more + 1] - starts[more]
-            for k in range(end - 1, begin - 1, -1):
+            for k in range(end - 1, begin - 1, -1):  # the item gives room
                 tokens[k + size] = tokens[k]
-            tokens[begin : begin + size] = added[starts[more] : starts[more + 1]]
+            for k in range(size):
+                tokens[begin + k] = added[starts[more] + k]
             offsets[row + 1], sources[row] = begin + size, len(gone) + more
             lcp[row] = _common(tokens, offsets, row)
             row, more, begin, end = row + 1, more + 1, begin + size, end + size
@@ -111,8 +119,7 @@ def _merge(tables, terminal_rank, gone, edge, node, added, starts, tokens, offse
             return
         offsets[row + 1], sources[row] = end, number
         lcp[row] = shared if shared >= 0 else _common(tokens, offsets, row)
-        shared = depth
-        row, begin = row + 1, end
+        row, begin, shared = row + 1, end, depth
 
 
 @compiled

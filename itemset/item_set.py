@@ -227,8 +227,9 @@ class ItemSet:
         """Return the item number of each row, -1 if it is no item."""
         if not len(rows):
             return np.zeros(0, np.int64)
-        numbers = numbering.numbers_of(self.trie.tables, self._terminal_rank, rows)
-        numbers[numbers >= len(self)] = -1  # of a damaged file
+        whole = self.whole
+        numbers = numbering.numbers_of(self.trie.tables, whole.trie.tables, self._terminal_rank, rows)
+        numbers[numbers >= len(whole)] = -1  # of a damaged file
         return numbers
 
     def tokens(self, item_keys: KeyList) -> list[list[int]]:

@@ -33,7 +33,7 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
 
     terminal_rank: of `numbering.rank_terminals`. gone: [items], by number; an item that is gone and new stays.
     """
-    same = numbers_of(trie.tables, terminal_rank, new.rows)
+    same = numbers_of(trie.tables, trie.tables, terminal_rank, new.rows)
     gone = gone.copy()
     gone[same[same >= 0]] = False
     fresh = np.flatnonzero(same < 0)
@@ -60,8 +60,8 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
 
 
 _EDGE, _NODE, _TAIL, _TOKEN, _LAST = range(5)
-"""Of each level: its next edge; the node that its next edge to a node leads to; where its next tail starts, -1 before the
-first; and of the path to the next item, the edge's token, and where the row of that edge ends."""
+"""Of each level: its next edge; the node that its next edge to a node leads to; where its next tail starts, -1 before
+the first; and of the path to the next item, the edge's token, and where the row of that edge ends."""
 
 
 @compiled

@@ -24,8 +24,8 @@ import itemset
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite, Found
 from itemset.embedded.holes import Hole, Items
+from itemset.embedded.placement import PLACES
 from itemset.embedded.rewrite import Marker
-from itemset.embedded.survey import PLACES
 from itemset.embedded.vocabulary import HOLES, Vocabulary
 from itemset.serving.constraint import ENVELOPE, Grammars
 

@@ -15,8 +15,8 @@ from models import tiny_tokenizer
 
 from itemset import ItemSetError
 from itemset.embedded import rewrite
+from itemset.embedded.placement import PLACES, TEXT
 from itemset.embedded.rewrite import Marker
-from itemset.embedded.survey import PLACES, TEXT
 from itemset.serving.admission import Checks
 from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import RefusedError

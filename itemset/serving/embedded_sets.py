@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
-from itemset.embedded.vocabulary import OverVocabulary, Vocabulary
+from itemset.embedded.vocabulary import Once, Vocabulary
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.admission import Checks
@@ -42,7 +43,7 @@ def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) ->
     return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
 
 
-class Constraints(OverVocabulary):
+class Constraints:
     """Those of one front end. Safe for threads."""
 
     def __init__(
@@ -58,7 +59,7 @@ class Constraints(OverVocabulary):
         validate: raises what it likes for the kind and text, with constants for sets, that the engine itself refuses.
         """
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
-        super().__init__(vocabulary)
+        self.vocabulary, self._lock = Once(vocabulary), threading.Lock()
         self._marked: OrderedDict[str, tuple[Marked, dict[str, int], int]] = OrderedDict()
         self._marked_characters = 0
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
@@ -153,7 +154,7 @@ class Constraints(OverVocabulary):
                     "give a separator",
                 )
             holes.append(SetHole(place, closers, reference, item_set, catalogue.inline(reference)))
-        vocabulary = self.vocabulary
+        vocabulary = self.vocabulary.get()
         grammar = marked.ebnf(vocabulary.first)
         try:
             compiled = vocabulary.compile(grammar)
@@ -166,7 +167,7 @@ class Constraints(OverVocabulary):
         if marked.slate is None:
             return 0
         (n, separator), item_set = marked.slate, holes[0].item_set
-        closing = self.vocabulary.bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
+        closing = self.vocabulary.get().bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
         bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
         adds = bool(separator) and not item_set.occurring(bridged)
         return n * item_set.shortest + (n - 1) * adds
@@ -182,7 +183,7 @@ class Constraints(OverVocabulary):
             except ItemSetError:
                 return None
             token = tokens[0]
-            alone = len(tokens) == 1 and self.vocabulary.bytes[token] == separator.encode()
+            alone = len(tokens) == 1 and self.vocabulary.get().bytes[token] == separator.encode()
             if not alone or holes[0].item_set.occurring([token]):
                 return None
         return n - 1, token
@@ -200,7 +201,7 @@ class Constraints(OverVocabulary):
 
     def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
         """Raises RefusedError for a stop token at which a slate would end after its first item."""
-        texts, begins = self.vocabulary.bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
+        texts, begins = self.vocabulary.get().bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
         for token in stop_tokens:
             if begins and 0 <= token < len(texts) and texts[token].startswith(begins):
                 raise RefusedError(
@@ -229,5 +230,5 @@ class Constraints(OverVocabulary):
     def _to_be_escaped(self, item_set: ItemSet) -> bool:
         if self._unsafe is None:
             harmful = {*range(32), ord('"'), ord("\\")}
-            self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.bytes])
+            self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.get().bytes])
         return bool(self._unsafe[item_set.token_ids[item_set.token_ids < len(self._unsafe)]].any())

@@ -15,7 +15,7 @@ from itemset.ranking.search import Best, Search
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.list_runner import Lists, Pace, Refusals, run_together, search_for
-from itemset.serving.request import ListOptions
+from itemset.serving.request_fields import ListOptions
 
 END = 50
 ITEMS = itemset.build(np.random.default_rng(0).integers(0, END, (4_000, 3)))

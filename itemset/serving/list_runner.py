@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import msgspec
 
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError, Draw, Drawing, Draws
@@ -22,9 +23,8 @@ from itemset.ranking.search import Best, Found, FoundT, Item, Ranked, Rounds, Se
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.draw_options import IMPORTANCE, DrawOptions, race_width
-from itemset.serving.request import ItemRequest, ListOptions
-from itemset.serving.request_fields import APPROXIMATE, DRAWS, REPLACE
+from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
 from itemset.serving.wire import GRAPHS, EngineRequest, ListResult, ListSpec, NoList
 
 SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
@@ -55,7 +55,7 @@ def search_for(
     if (options.max_passes or 0) > most:
         message = f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
         raise RefusedError(reason, message + words.option("ranked_list_passes"), "max_passes")
-    most, given = max(1, most), asdict(options)
+    most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
         del given["without_end"]
         return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **given)
@@ -161,7 +161,7 @@ class OneRequest:
             more["wider than ranked_list_beams"] = self.widest is not None and spec.width > self.widest
         elif isinstance(search, Drawing) and asked.drawn is not None:
             keys, k = search.races
-            width = race_width(asked.drawn, len(keys), k, self.beams)
+            width = asked.drawn.race_width(len(keys), k, self.beams)
             spec = ListSpec(k, width or 1, end_token, races=tuple(keys), temperature=asked.drawn.temperature)
             more = {"max_passes": asked.drawn.max_passes is not None, self._too_many: width is None}
         else:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from itemset.serving import http_bodies, lost_fields, request_fields
-from itemset.serving.body_constraints import constraints_of, refuse_loose_tools
 from itemset.serving.catalogue import RefusedError
+from itemset.serving.lost_fields import constraints_of, refuse_loose_tools
 from itemset.serving.request import check_options, wants_draws, with_beams
 from itemset.serving.request_fields import (
     BEAMS,

@@ -98,7 +98,7 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
             held = below is not None and below.digest == kept.item_set.base.digest  # type: ignore[union-attr]
             own_filter = kept.own_filter.index if kept.own_filter else None
             sent = SetRef(sent_here.reference, sent_here.index, None if held else own_filter)
-            at_worker = open_set(engine.versions, sent, below)
+            at_worker = open_set(engine, sent, below)
             arena.place(at_worker, resident.number, resident.start, resident.below)
             assert arena.holds(made.digest, resident.number, resident.start)
             assert all(arena.view(number) is not None for number, _ in resident.below[1:])
@@ -189,7 +189,7 @@ def test_what_a_request_carries_survives_the_engines_own_messages(carried: Engin
 
 def test_a_version_that_is_gone_is_named(config: StaticConfig) -> None:
     with pytest.raises(ItemSetError, match="version 4f3a of item set 'films' is no longer loaded: retry the request"):
-        open_set(Catalogue(config).versions, SetRef("version:4f3a@films"), None)
+        open_set(Catalogue(config), SetRef("version:4f3a@films"), None)
 
 
 def test_a_refused_list_is_read_back() -> None:

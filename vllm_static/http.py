@@ -10,9 +10,9 @@ from vllm.sampling_params import SamplingParams
 from itemset.embedded.rewrite import mentions
 from itemset.errors import ItemSetError, shown
 from itemset.serving import http_bodies, lost_fields, request_fields
-from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, TAG
+from itemset.serving.lost_fields import constraints_of, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.request import ItemRequest, wants_draws, with_beams
 from itemset.serving.request_fields import BEAMS, CHOICE, DRAWS, GUIDED, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS
 from vllm_static import compat

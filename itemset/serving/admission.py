@@ -51,7 +51,7 @@ class Checks:
         self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""
         with opening():
-            for opened in self.catalogue.versions.serving:
+            for opened in self.catalogue.serving:
                 self._check(opened)
 
     def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
@@ -59,7 +59,7 @@ class Checks:
 
         on_opened: called before it is checked for this model. Raises ItemSetError as the start does.
         """
-        opened = self.catalogue.versions.open(name, version, path)
+        opened = self.catalogue.open(name, version, path)
         on_opened()
         self._check(opened)
         return opened

@@ -21,9 +21,9 @@ from itemset.embedded.vocabulary import Once, Vocabulary
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.admission import Checks
-from itemset.serving.body_constraints import is_small, may_hold
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
+from itemset.serving.lost_fields import is_small, may_hold
 from itemset.serving.request import ItemRequest
 from itemset.text import Escape, continues, encode
 from itemset.trie.walk import NO_TOKEN

@@ -11,9 +11,8 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, where
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.inline import InlineTexts
+from itemset.serving.inline import Chosen, InlineTexts
 from itemset.serving.request import ItemRequest
-from itemset.serving.selections import Chosen
 from itemset.serving.startup import opening, seconds
 from itemset.serving.versions import Opened
 from itemset.serving.warm_up import compile_all

@@ -1,5 +1,5 @@
-"""The HTTP surface of both engines: a body is checked once the server itself has parsed it, answers get their items, and
-`/v1/item_sets` says what is served.
+"""The HTTP surface of both engines: a body is checked once the server itself has parsed it, answers get their items,
+and `/v1/item_sets` says what is served.
 
 Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice.
 """
@@ -140,7 +140,10 @@ def with_items(event: str, items: Mapping[int, Any]) -> str:
 
 
 def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
-    """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application. follower_of: its state's follower, None if its engine has no item sets."""
+    """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application.
+
+    follower_of: its state's follower, None if its engine has no item sets.
+    """
     from fastapi import Request
     from fastapi.responses import JSONResponse
 

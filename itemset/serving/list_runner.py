@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -98,16 +98,21 @@ def result_of(search: Rounds[FoundT]) -> FoundT:
     return result
 
 
-class Refusals:
-    """Why an engine lets rounds of requests make some lists, or all: remembered, and each reason logged once.
+class OneRequest:
+    """Says which lists and draws the engine may make, reads what it has made, and counts both.
 
-    always: why it lets them make all lists; None if it may make some itself.
+    What the engine does not make, rounds of requests make: it remembers why, and logs each reason once.
+
+    beams: for all races of some draws. widest: beams of a list; None if the engine decides.
     """
 
-    def __init__(self, warn: Callable[[str, str], None], always: str | None = None) -> None:
-        """warn: of a logger. always: it is known, and logged, already."""
-        self.always = always
-        self._warn, self._of, self._logged = warn, dict[tuple[str, int], str](), set[str]()
+    def __init__(
+        self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
+    ) -> None:
+        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: why rounds make all lists;
+        that is known, and logged, already."""
+        self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, always
+        self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, int], str]()
 
     def why(self, reference: str, width: int) -> str | None:
         """Why rounds must make a list of this set and width, as far as it is known."""
@@ -123,24 +128,7 @@ class Refusals:
             if len(self._of) >= _KEPT:
                 self._of.clear()
             self._of[of] = reason
-        detail = detail or reason
-        if detail not in self._logged and len(self._logged) < _KEPT:
-            self._logged.add(detail)
-            self._warn("A ranked list takes rounds of requests: %s", detail)
-
-
-class OneRequest:
-    """Says which lists and draws the engine may make, reads what it has made, and counts both.
-
-    beams: for all races of some draws. widest: beams of a list; None if the engine decides.
-    """
-
-    def __init__(
-        self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
-    ) -> None:
-        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: as of `Refusals`."""
-        self.beams, self.widest, self._too_many = beams, widest, too_many
-        self.refusals = Refusals(warn, always or None)
+        self._warn("A ranked list takes rounds of requests: %s", detail or reason)
 
     def spec(
         self,
@@ -166,7 +154,7 @@ class OneRequest:
             more = {"max_passes": asked.drawn.max_passes is not None, self._too_many: width is None}
         else:
             return None  # draws by importance
-        known = self.refusals.why(*_key(reference, spec))
+        known = self.why(*_key(reference, spec))
         if reason := known or next((reason for reason, holds in {**more, **reasons}.items() if holds), None):
             _ways(spec).labels(reason).inc()
             return None
@@ -196,7 +184,7 @@ class OneRequest:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value
             of = _key(reference, spec) if reason.scope == "set" else None
-            self.refusals.refused(way, detail=result.detail, of=of, always=reason.scope == "engine")
+            self.refused(way, detail=result.detail, of=of, always=reason.scope == "engine")
         _ways(spec).labels(way).inc()
         return made
 

@@ -5,7 +5,7 @@ tokens: int64.
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -41,16 +41,14 @@ LOCAL, HEADER = tl.constexpr(batch.LOCAL), tl.constexpr(ready_masks.HEADER)
 DEAD_NODE = tl.constexpr(trie_tables.TERMINAL)
 
 
-def jit(values: Collection[str], addresses: Collection[str]) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator of kernels, which are not compiled for the value of some arguments, nor for the alignment of
-    others: both differ from step to step. A name that a kernel has no argument for does nothing."""
+def jit(*fixed: str) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator of kernels, which are compiled for the values and alignment of the arena's tensors and of the
+    `fixed` arguments alone: all others differ from step to step, and a kernel would have to be compiled again."""
 
     def compiled(kernel: Callable[..., None]) -> Any:
-        names = list(inspect.signature(kernel).parameters)
-        return triton.jit(
-            do_not_specialize=[name for name in values if name in names],
-            do_not_specialize_on_alignment=[name for name in addresses if name in names],
-        )(kernel)
+        constant = {"words", "sets", *fixed}
+        names = [name for name in inspect.signature(kernel).parameters if name not in constant]
+        return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(kernel)
 
     return compiled
 

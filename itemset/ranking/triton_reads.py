@@ -18,17 +18,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
-# All but the addresses of the arena: these stay for as long as an engine runs.
-kernel = tables.jit(
-    [
-        "list_stride", "row_stride", "query_stride", "vocabulary", "lists", "width", "count", "queries", "k", "longest",
-        "taken", "end_token", "power", "start", "size", "steps", "wanted", "rows", "riding", "words_end", "done_count",
-    ],
-    [
-        "logits", "table", "tokens", "bars", "sums", "ends", "keys", "places", "offsets", "new", "new_tokens",
-        "new_scores", "new_logs", "item_tokens", "item_scores", "item_logs", "done", "done_tokens", "alive",
-    ],
-)  # fmt: skip
+kernel = tables.jit()
 
 
 @triton.jit

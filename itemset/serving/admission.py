@@ -108,21 +108,13 @@ class Checks:
         assert isinstance(made, InlineSet)
         return made.reference
 
-    def _current(self, asked: ItemRequest) -> str:
-        """The reference of the version that the named set has now."""
-        name, registered = asked.item_set or "", self.catalogue.registered
-        # To look a name up takes its time, of a name of megabytes too long.
-        if len(name) > max(map(len, registered), default=0) or name not in registered:
-            raise self.catalogue.unknown(name)
-        return self.catalogue.reference(name)
-
     def pinned(self, asked: ItemRequest) -> ItemRequest:
         """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
         if isinstance(asked.choice, InlineSet):
             return asked
         if asked.choice is not None:
             return replace(asked, choice=self._inline.get(asked.choice, asked.escape))
-        reference = self._current(asked)
+        reference = self.catalogue.reference(asked.item_set or "")
         if asked.chooses:
             return replace(asked, choice=self._selections.get(asked, reference))
         return replace(asked, choice=InlineSet(reference, b"", self.catalogue[reference], 0))
@@ -133,7 +125,8 @@ class Checks:
         It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
         """
         if asked.chooses:
-            return replace(asked, choice=await self._selections.prepare(asked, self._current(asked)))
+            reference = self.catalogue.reference(asked.item_set or "")
+            return replace(asked, choice=await self._selections.prepare(asked, reference))
         if asked.choice is None or isinstance(asked.choice, InlineSet):
             return self.pinned(asked)
         return replace(asked, choice=await self._inline.prepare(asked.choice, asked.escape))

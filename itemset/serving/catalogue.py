@@ -13,7 +13,7 @@ from itemset import published
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
-from itemset.select.views import view, view_from_bytes
+from itemset.select.views import view_from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused
 from itemset.serving.startup import opening
@@ -60,18 +60,16 @@ class InlineSet:
         nbytes = len(index) + OVERHEAD + (item_set.token_ids.nbytes if token_ids else 0)
         return cls(reference, index, item_set, nbytes, **more)
 
-    @classmethod
-    def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> Self:
-        """Make a filter of a registered set or view. Raises ItemSetError as `views.view` does."""
-        seen = view(base, query)
-        index = seen.to_bytes()
-        item_set = view_from_bytes(base, index, reference, keys=seen._keys)
-        return cls(reference, index, item_set, len(index) + seen._keys.own_bytes + OVERHEAD)
-
     @property
     def own_filter(self) -> "InlineSet | None":
         """The filter that it is or stands on."""
         return self if "alive" in self.item_set.own else self.filter
+
+    @property
+    def ref(self) -> SetRef:
+        """What a request with this set carries: requests with equal sets then share its bytes."""
+        below = self.own_filter
+        return SetRef(self.reference, None if below is self else self.index, None if below is None else below.index)
 
 
 class Catalogue(Versions):
@@ -104,7 +102,9 @@ class Catalogue(Versions):
 
     def reference(self, name: str) -> str:
         """Return the reference of what a request for this set or view gets. Raises RefusedError if there is none."""
-        if (opened := self.current(name)) is None:
+        # To look a name up takes its time, of a name of megabytes too long.
+        known = len(name) <= max(map(len, self.registered), default=0)
+        if (opened := self.current(name) if known else None) is None:
             raise self.unknown(name)
         return opened.reference(name)
 
@@ -239,14 +239,7 @@ def set_ref(catalogue: Catalogue, reference: str) -> SetRef:
     An engine may have forgotten any set that came with a request, so each request brings all of its own.
     """
     inline = catalogue.inline(reference)
-    return SetRef(reference) if inline is None else inline_ref(inline)
-
-
-def inline_ref(inline: InlineSet) -> SetRef:
-    """Return the same of a set that came with a request: requests with equal sets then share its bytes."""
-    below = inline.own_filter
-    index = None if below is inline else inline.index
-    return SetRef(inline.reference, index, None if below is None else below.index)
+    return SetRef(reference) if inline is None else inline.ref
 
 
 def receive(catalogue: Catalogue, ref: SetRef) -> InlineSet | None:

@@ -30,6 +30,7 @@ from itemset.trie.walk import NO_TOKEN
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _THREADS = 2
+_Sizes = dict[Any, tuple[Place, int]]  # by what a place asks for: how many items that is
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
 
 
@@ -60,7 +61,7 @@ class Constraints:
         """
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
         self.vocabulary, self._lock = Once(vocabulary), threading.Lock()
-        self._marked: OrderedDict[str, tuple[Marked, dict[str, int], int]] = OrderedDict()
+        self._marked: OrderedDict[str, tuple[Marked, _Sizes, int]] = OrderedDict()
         self._marked_characters = 0
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
@@ -94,7 +95,7 @@ class Constraints:
         key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
         with self._lock:
             marked, sizes, _ = self._marked.get(key, (None, {}, 0))
-        if marked is not None and all(self._size(json.loads(asks)) == size for asks, size in sizes.items()):
+        if marked is not None and all(self._size(place) == size for place, size in sizes.values()):
             return marked
         marked = self._marked_anew(kind, spec, sizes := {})
         if marked is None or not key:
@@ -109,11 +110,11 @@ class Constraints:
                     self._marked_characters -= self._marked.popitem(last=False)[1][2]
         return marked
 
-    def _marked_anew(self, kind: str, spec: Any, sizes: dict[str, int]) -> Marked | None:
+    def _marked_anew(self, kind: str, spec: Any, sizes: _Sizes) -> Marked | None:
         def size_of(place: Place) -> int:
-            asks = json.dumps([place.named, dict(place.selection)])
-            sizes[asks] = self._size(json.loads(asks))
-            return sizes[asks]
+            if place.asks not in sizes:
+                sizes[place.asks] = place, self._size(place)
+            return sizes[place.asks][1]
 
         try:
             marked = _marked(Marker(size_of), kind, spec, self._options)
@@ -129,11 +130,10 @@ class Constraints:
             raise RefusedError("item set inside", f"the constraint cannot be used: {why}") from error
         return marked
 
-    def _size(self, asked: list[Any]) -> int:
-        named, selection = asked
-        if isinstance(named, list):
-            return len({str(text) for text in named})
-        return len(self._checks.catalogue[self._checks.reference(ItemRequest(named, **selection))])
+    def _size(self, place: Place) -> int:
+        if isinstance(place.named, list):
+            return len({str(text) for text in place.named})
+        return len(self._checks.catalogue[self._checks.reference(self._asked(place))])
 
     def _asked(self, place: Place) -> ItemRequest:
         if isinstance(place.named, str):

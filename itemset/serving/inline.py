@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.select.filters import check_size, digits
-from itemset.select.views import View, view
+from itemset.select.views import View, view, view_from_bytes
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.request import ItemRequest
@@ -328,7 +328,11 @@ class Chosen:
         if kept := self._catalogue.inline(reference):
             return kept
         with _naming(FILTER):
-            return self._catalogue.keep(InlineSet.filtered(reference, base, query))
+            seen = view(base, query)
+        index = seen.to_bytes()
+        item_set = view_from_bytes(base, index, reference, keys=seen._keys)
+        nbytes = len(index) + seen._keys.own_bytes + OVERHEAD
+        return self._catalogue.keep(InlineSet(reference, index, item_set, nbytes))
 
 
 def _reference(asked: Mapping[str, Any], of: str) -> str:

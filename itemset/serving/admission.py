@@ -101,35 +101,41 @@ class Checks:
         sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
         return f"{', '.join(sets)}; copied, checked and opened in {seconds():.1f} s" if sets else "none"
 
-    def reference(self, asked: ItemRequest) -> str:
-        """The reference of a request's set. Waits until texts are encoded and built, or filters applied, unless they
-        were not long ago. Raises RefusedError, or ItemSetError for what is wrong with an item."""
-        made = self.pinned(asked).choice
-        assert isinstance(made, InlineSet)
-        return made.reference
+    def made(self, asked: ItemRequest) -> InlineSet:
+        """The set of a request; of a registered one the version that is served now.
 
-    def pinned(self, asked: ItemRequest) -> ItemRequest:
-        """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
+        Waits until texts are encoded and built, or filters applied, unless they were not long ago. Raises RefusedError,
+        or ItemSetError for what is wrong with an item.
+        """
         if isinstance(asked.choice, InlineSet):
-            return asked
+            return asked.choice
         if asked.choice is not None:
-            return replace(asked, choice=self._inline.get(asked.choice, asked.escape))
+            return self._inline.get(asked.choice, asked.escape)
         reference = self.catalogue.reference(asked.item_set or "")
         if asked.chooses:
-            return replace(asked, choice=self._selections.get(asked, reference))
-        return replace(asked, choice=InlineSet(reference, b"", self.catalogue[reference], 0))
+            return self._selections.get(asked, reference)
+        return InlineSet(reference, b"", self.catalogue[reference], 0)
+
+    def reference(self, asked: ItemRequest) -> str:
+        """The reference of a request's set. Raises as `made` does."""
+        return self.made(asked).reference
+
+    def pinned(self, asked: ItemRequest) -> ItemRequest:
+        """The request with its set, whatever version is served later. Raises as `made` does."""
+        return replace(asked, choice=self.made(asked))
 
     async def prepare(self, asked: ItemRequest) -> ItemRequest:
-        """The request with its set made: with it `reference` is immediate. Raises as that does.
+        """The same beside the event loop, of which it takes a millisecond.
 
-        It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
+        Encoding stops if this is cancelled and no other request waits for it.
         """
         if asked.chooses:
-            reference = self.catalogue.reference(asked.item_set or "")
-            return replace(asked, choice=await self._selections.prepare(asked, reference))
-        if asked.choice is None or isinstance(asked.choice, InlineSet):
-            return self.pinned(asked)
-        return replace(asked, choice=await self._inline.prepare(asked.choice, asked.escape))
+            choice = await self._selections.prepare(asked, self.catalogue.reference(asked.item_set or ""))
+        elif isinstance(asked.choice, list):
+            choice = await self._inline.prepare(asked.choice, asked.escape)
+        else:
+            choice = self.made(asked)
+        return replace(asked, choice=choice)
 
     def request(
         self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import xgrammar
@@ -32,15 +32,12 @@ _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DO
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-@dataclass(frozen=True, eq=False)
-class SetHole:
-    """A hole and the set in it. kept: the set, if it came with the request or was chosen for it, held meanwhile."""
+class SetHole(NamedTuple):
+    """A hole and the set in it, which is held meanwhile."""
 
     place: Place
     closers: bytes
-    reference: str
-    item_set: ItemSet = field(repr=False)
-    kept: InlineSet | None = field(repr=False)
+    made: InlineSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +62,12 @@ class Constraint:
 
     @property
     def references(self) -> list[str]:
-        return list(dict.fromkeys(hole.reference for hole in self.holes))
+        return list(dict.fromkeys(hole.made.reference for hole in self.holes))
 
     def spec(self) -> str:
         """Return what `Grammars` reads in the engine."""
         holes = [
-            [one.reference, one.closers.decode("latin-1"), one.place.group, one.place.begins] for one in self.holes
+            [one.made.reference, one.closers.decode("latin-1"), one.place.group, one.place.begins] for one in self.holes
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
 
@@ -152,7 +149,7 @@ class ExpectedItems:
         """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
         tokens = tokens if self.content is None else self.content(tokens)
         holes = [
-            _hole(self.vocabulary, Items(one.item_set), one.closers, one.place.group, one.place.begins)
+            _hole(self.vocabulary, Items(one.made.item_set), one.closers, one.place.group, one.place.begins)
             for one in self.constraint.holes
         ]
         composite = Composite(self.vocabulary, self.constraint.compiled, holes, self.stop_tokens)
@@ -163,13 +160,13 @@ class ExpectedItems:
 
     def _item(self, found: Found, text: bytes, path: str | None) -> dict[str, Any]:
         hole = self.constraint.holes[found.hole]
-        keys = hole.item_set.keys_of([found.tokens])[0]
+        keys = hole.made.item_set.keys_of([found.tokens])[0]
         shown = text[found.begin : found.end].decode("utf-8", "replace")
         if hole.place.quoted:
             shown = json.loads(f'"{shown}"', strict=False)
         where = {} if path is None else {"path": path}
-        named = {} if hole.reference.startswith(INLINE) else {"set": name_of(hole.reference)}
-        told = self.catalogue.version_fields(hole.reference)
+        named = {} if hole.made.reference.startswith(INLINE) else {"set": name_of(hole.made.reference)}
+        told = self.catalogue.version_fields(hole.made.reference)
         return {**where, "text": shown, **named, "key": keys[0], "keys": keys, **told}
 
 

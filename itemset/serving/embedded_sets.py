@@ -21,7 +21,7 @@ from itemset.embedded.vocabulary import Once, Vocabulary
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.admission import Checks
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
 from itemset.serving.lost_fields import is_small, may_hold
 from itemset.serving.request import ItemRequest
@@ -75,7 +75,7 @@ class Constraints:
         """
         if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
-        return self._assembled(kind, marked, [self._checks.reference(self._asked(place)) for place in marked.holes])
+        return self._assembled(kind, marked, [self._checks.made(self._asked(place)) for place in marked.holes])
 
     async def prepare(self, kind: str, spec: Any) -> Constraint | None:
         """Do `get` beside the event loop."""
@@ -85,10 +85,9 @@ class Constraints:
         marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
         if marked is None:
             return None
-        held = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
-        references = [self._checks.reference(one) for one in held]
+        made = [self._checks.made(await self._checks.prepare(self._asked(place))) for place in marked.holes]
         threads = self._threads if len(marked.grammar) <= SMALL else self._large
-        return await loop.run_in_executor(threads, self._assembled, kind, marked, references)
+        return await loop.run_in_executor(threads, self._assembled, kind, marked, made)
 
     def _mark(self, kind: str, spec: Any) -> Marked | None:
         """Find and mark the places, unless that was done not long ago and the sets' sizes are the same."""
@@ -133,7 +132,7 @@ class Constraints:
     def _size(self, place: Place) -> int:
         if isinstance(place.named, list):
             return len({str(text) for text in place.named})
-        return len(self._checks.catalogue[self._checks.reference(self._asked(place))])
+        return len(self._checks.made(self._asked(place)).item_set)
 
     def _asked(self, place: Place) -> ItemRequest:
         if isinstance(place.named, str):
@@ -141,19 +140,17 @@ class Constraints:
         escape: Escape = "json" if place.quoted else "text"
         return ItemRequest(choice=list(place.named), escape=escape)
 
-    def _assembled(self, kind: str, marked: Marked, references: list[str]) -> Constraint:
-        catalogue, holes = self._checks.catalogue, list[SetHole]()
-        for place, closers, reference in zip(marked.holes, marked.closers(), references, strict=True):
-            item_set = catalogue[reference]
+    def _assembled(self, kind: str, marked: Marked, made: list[InlineSet]) -> Constraint:
+        holes = list(map(SetHole, marked.holes, marked.closers(), made))
+        for place, _, one in holes:
             if isinstance(place.named, str):
-                self._check_texts(place, item_set)
-            if kind == SLATE and not place.closers and item_set.trie.tables.terminal.any():
+                self._check_texts(place, one.item_set)
+            if kind == SLATE and not place.closers and one.item_set.trie.tables.terminal.any():
                 raise RefusedError(
                     "item set inside",
                     "slate.separator is empty, but some items begin others, so that nothing would tell them apart: "
                     "give a separator",
                 )
-            holes.append(SetHole(place, closers, reference, item_set, catalogue.inline(reference)))
         vocabulary = self.vocabulary.get()
         grammar = marked.ebnf(vocabulary.first)
         try:
@@ -166,7 +163,7 @@ class Constraints:
         """Return `Constraint.least`: a separator adds a token, unless one may be an item's end and the separator."""
         if marked.slate is None:
             return 0
-        (n, separator), item_set = marked.slate, holes[0].item_set
+        (n, separator), item_set = marked.slate, holes[0].made.item_set
         closing = self.vocabulary.get().bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
         bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
         adds = bool(separator) and not item_set.occurring(bridged)
@@ -184,7 +181,7 @@ class Constraints:
                 return None
             token = tokens[0]
             alone = len(tokens) == 1 and self.vocabulary.get().bytes[token] == separator.encode()
-            if not alone or holes[0].item_set.occurring([token]):
+            if not alone or holes[0].made.item_set.occurring([token]):
                 return None
         return n - 1, token
 

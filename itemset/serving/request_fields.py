@@ -140,7 +140,8 @@ def _number(unit: str) -> Meta:
 class _Options(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type."""
-        for one in _fields_of(type(self)):
+        number, *others = _fields_of(type(self))
+        for one in (*others, number):  # which SGLang may have of the width
             name, value = one.encode_name, getattr(self, one.name)
             try:
                 msgspec.convert(value, one.type)

@@ -548,7 +548,8 @@ def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[
 
     compute = model.compute_logits
     small = mock.patch.multiple(narrow_head, PART=1, FEWEST=300)
-    with small, mock.patch.object(model, "compute_logits", counted):
+    head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
+    with small, mock.patch.object(head, "parts", True), mock.patch.object(model, "compute_logits", counted):
         narrow = wide()
     with off(llm):
         return narrow, wide(), max(widths), runner_of(llm).vocab_size

@@ -69,6 +69,7 @@ class NarrowHead:
         self._memory = torch.empty(
             config.item_set_head_memory if not self.why_not else 0, dtype=torch.uint8, device=device
         )
+        self.parts = chosen == "on"  # whether raw scores are made in parts, too
         self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
         self._alphabets: dict[tuple[bytes, bool], Alphabet] = {}  # what was used last stands last
         self._runner: Any = None
@@ -120,7 +121,9 @@ class NarrowHead:
     def of_list(self, key: bytes, *, renormalised: bool) -> Alphabet | None:
         """Return the alphabet of a list's passes. Renormalised scores need no other token, but the product must be
         smaller for it; others take their columns out of the logits of all tokens, and copy no rows."""
-        if self.why_not is not None or (renormalised and len(key) // 8 > self._runner.vocab_size // 2):
+        if self.why_not is not None or not (renormalised or self.parts):
+            return None
+        if renormalised and len(key) // 8 > self._runner.vocab_size // 2:
             return None
         return self.alphabet(key, copied=renormalised)
 

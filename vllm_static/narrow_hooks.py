@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from itemset.serving.hooks import IMPORTED
+from vllm_static import compat
 from vllm_static.compat import hook
 
 Product = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
@@ -16,6 +17,14 @@ vLLM."""
 NARROW = "narrow"
 _KNOWN = 4  # logits processors: vLLM's three, and ours
 _products: list[Product] = []
+
+
+def sampled_steps(worker: Any) -> dict[str, int]:
+    """Return how many steps with answers of sets were sampled from logits of their tokens alone, and why others were
+    not. Called by the engine core."""
+    sampler = getattr(compat.runner_of(worker), "sampler", None)
+    found = [one.narrow.steps for one in getattr(sampler, "logits_processors", ()) if hasattr(one, "narrow")]
+    return dict(found[0]) if found else {}
 
 
 @contextlib.contextmanager

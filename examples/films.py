@@ -24,7 +24,7 @@ import inside
 import openai
 from films_data import model_dir, print_ranked, titles, titles_by_key
 from openai.types.chat.chat_completion import Choice
-from serving import MODEL_NAME, DemoError, Launch, post, run, running_server
+from serving import ANSWER_PATIENCE, MODEL_NAME, DemoError, Launch, post, run, running_server
 
 TASTES = ["a space adventure", "a scary film", "something for children", "a love story"]
 PROMPT = [
@@ -57,7 +57,7 @@ class Answer:
 
 async def ask_all(url: str) -> list[Answer]:
     """All questions at once, as the users of a busy server would."""
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=300) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=ANSWER_PATIENCE) as client:
         questions = []
         for seed, taste in enumerate(TASTES * ANSWERS_PER_TASTE):
             last = seed >= len(TASTES) * (ANSWERS_PER_TASTE - 1)

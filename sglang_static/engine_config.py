@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from itemset.serving import flags, startup
+from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
 from sglang_static import compat
 from sglang_static.compat import hook
 
@@ -53,7 +53,7 @@ def _add_engine_arguments(engine: Any) -> None:
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     """The flags --item-set, --item-set-path and --guided-decoding-backend."""
     original()
-    flags.add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
+    add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
 
 
 @hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean", always=True)
@@ -68,13 +68,13 @@ def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where every process finds it."""
     if getattr(args, "guided_decoding_backend", None):
         args.grammar_backend = BACKEND
-    named = {option: getattr(args, flag, None) for flag, option in flags.NAMED.items()}
-    single = {option: given for option in flags.OPTIONS if (given := getattr(args, option, None))}
+    named = {option: getattr(args, flag, None) for flag, option in NAMING_FLAGS.items()}
+    single = {option: given for option in FLAGS if (given := getattr(args, option, None))}
     if (any(named.values()) or single) and args.grammar_backend != BACKEND:
         raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
     for option, given in named.items():
         if given:
-            compat.set_options(flags.with_named(compat.options(), option, given))
+            compat.set_options(with_named(compat.options(), option, given))
     if single:
         compat.set_options(single)
 

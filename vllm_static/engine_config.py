@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 
 import wrapt
 
-from itemset.serving import flags, startup
+from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
 from vllm_static import compat
 from vllm_static.compat import hook
 
@@ -58,9 +58,7 @@ def add_backend_name_at_import() -> None:
 def _add_cli_args(original: Callable[..., Any]) -> Any:
     """The flags --item-set and --guided-decoding-backend."""
     parser = original()
-    flags.add_flags(
-        parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend"
-    )
+    add_flags(parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend")
     return parser
 
 
@@ -80,14 +78,14 @@ def apply_flags(args: argparse.Namespace) -> None:
         args.middleware = [*args.middleware, MIDDLEWARE]
     if getattr(args, "guided_decoding_backend", None):
         _choose_backend(args)
-    for option in flags.OPTIONS:
+    for option in FLAGS:
         if given := getattr(args, option, None):
             args.additional_config = {**(args.additional_config or {}), option: given}
-    for flag, option in flags.NAMED.items():
+    for flag, option in NAMING_FLAGS.items():
         if named := getattr(args, flag, None):
             if _backend(args) != BACKEND:
                 raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
-            args.additional_config = flags.with_named(getattr(args, "additional_config", None) or {}, option, named)
+            args.additional_config = with_named(getattr(args, "additional_config", None) or {}, option, named)
             setattr(args, flag, None)  # with several API servers, each reads the same flags again
 
 

@@ -25,8 +25,7 @@ from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.draft_head import DraftHead
 from itemset.serving.catalogue import Catalogue, open_set
 from itemset.serving.config import StaticConfig
-from itemset.serving.rollout_messages import Prepare, Stage
-from itemset.serving.wire import EngineRequest, read
+from itemset.serving.wire import EngineRequest, Prepare, Stage, read
 from itemset.trie.walk import FREE
 from vllm_static import speculation
 from vllm_static.kv_branches import to_device
@@ -95,7 +94,7 @@ class ItemSetProcessor(LogitsProcessor):
         """Do `device_path.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):
             return Stage.DEVICE
-        opened = self._catalogue.versions.begin(message, check_tables)
+        opened = self._catalogue.begin(message, check_tables)
         if opened is None or pieces is None:
             return Stage.OPENING
         places = [(number, start) for number, start in pieces]
@@ -107,7 +106,7 @@ class ItemSetProcessor(LogitsProcessor):
             return
         if version is None:
             self._catalogue.drop(name)
-        elif (opened := self._catalogue.versions.begun(name, version)) is not None:
+        elif (opened := self._catalogue.begun(name, version)) is not None:
             self._catalogue.serve(opened)
         self.arena.forget_views(open_sets)
 
@@ -122,7 +121,7 @@ class ItemSetProcessor(LogitsProcessor):
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                item_set = open_set(self._catalogue.versions, carried.item_set, below)
+                item_set = open_set(self._catalogue, carried.item_set, below)
                 if carried.slate is not None:
                     item_set = Slate(item_set, place.digest, *carried.slate)
                 self.arena.place(item_set, place.number, place.start, place.below)

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-from itemset.serving.body_constraints import holds_sets
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
+from itemset.serving.lost_fields import holds_sets
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import DRAWN, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest

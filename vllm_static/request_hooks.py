@@ -78,8 +78,8 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
 @hook("vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar", when=IMPORTED, always=True)
 def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: Any) -> None:
     """VLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked."""
-    from itemset.serving.body_constraints import holds_sets
     from itemset.serving.constraint import TAG
+    from itemset.serving.lost_fields import holds_sets
     from vllm_static.request import constraint_of
 
     given = constraint_of(sampling_params)

@@ -34,7 +34,7 @@ ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD
 SEPARATOR, LEFT = WIDTHS + 1, WIDTHS + 2
 # What only `grow` reads: LEFT and DEAD_COUNT as they are at first, and what would leave out the item so far.
 MORE, FIRST_DEAD, ENTRY = range(LEFT + 1, LEFT + 4)
-READY = ENTRY + 1  # the word at which ready masks begin (trie.ready), NO_BITS if there are none: for wide rows alone
+READY = ENTRY + 1  # the word at which ready masks begin (trie.levels), NO_BITS if there are none: for wide rows alone
 ROOT_CHILDREN = READY + 1
 COLUMNS = ROOT_CHILDREN + 1
 NO_BITS = -1

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from itemset.masking import arena, batch
-from itemset.trie import ready as ready_masks
+from itemset.trie import levels, targets, walk
 from itemset.trie import tables as trie_tables
-from itemset.trie import targets, walk
 
 
 def constants(module: ModuleType, names: str) -> list[tl.constexpr]:
@@ -37,7 +36,7 @@ NARROW_LABELS, NARROW_TARGETS, COUNTED, FAR_BLOCK, NO_BITS = constants(
 FAR, FIRST_EDGE, START, START_HIGH, LENGTH, OF_A_LEVEL = constants(
     targets, "FAR FIRST_EDGE START START_HIGH LENGTH OF_A_LEVEL"
 )
-LOCAL, HEADER = tl.constexpr(batch.LOCAL), tl.constexpr(ready_masks.HEADER)
+LOCAL, HEADER = tl.constexpr(batch.LOCAL), tl.constexpr(levels.HEADER)
 DEAD_NODE = tl.constexpr(trie_tables.TERMINAL)
 
 

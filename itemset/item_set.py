@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from itemset.trie.levels import LevelPlan, ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
 from itemset.trie.tables import Trie, build_trie
 from itemset.trie.update import change
-from itemset.trie.validate import digest_of, lengths_in_order
+from itemset.trie.validate import digest_of, in_order
 
 ORIGIN = ("vocab_size", "tokenizer", "prefix", "escape")
 """What a set says of how its items were made."""
@@ -100,7 +99,7 @@ class ItemSet:
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether the tables are a trie in the order of the items: an index file may hold anything."""
-        return lengths_in_order(self.trie) == (self.shortest, self.longest)
+        return in_order(self.trie, tails=True)
 
     @property
     def shared(self) -> int:
@@ -273,24 +272,23 @@ class ItemSet:
         """
         if self.base is not None:
             raise ItemSetError("a view cannot be updated: update its set, and make the view again")
-        with ThreadPoolExecutor(1) as pool:
-            in_order = pool.submit(lambda: self.in_order)  # the loops of `change` check no index again
-            gone = self._keys.gone(remove, missing_ok=missing_ok)
-            if tokenizer is not None and add is not None:
-                add = self._encode(add, tokenizer)
-            given = None if add is None else as_rows(add, self.vocab_size)
-            added = 0 if given is None else len(given)
-            values = [self.keys] if given is None else [self.keys, self._keys.added(keys, added, gone)]
-            columns = attribute_columns.appended(self.attributes, attributes, added)
+        gone = self._keys.gone(remove, missing_ok=missing_ok)
+        if tokenizer is not None and add is not None:
+            add = self._encode(add, tokenizer)
+        given = None if add is None else as_rows(add, self.vocab_size)
+        added = 0 if given is None else len(given)
+        values = [self.keys] if given is None else [self.keys, self._keys.added(keys, added, gone)]
+        columns = attribute_columns.appended(self.attributes, attributes, added)
         total = len(gone) - int(np.count_nonzero(gone)) + added
         if not 0 < total <= MAX_ITEMS:
             raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
-        if not in_order.result():
-            raise ItemSetError(f"the index is corrupted, its tables are no trie: {AGAIN}")
         new = NO_ROWS if given is None else sort_unique(given)
         starts = self.key_starts
         items_gone = gone if starts is None else np.logical_and.reduceat(gone, starts[:-1].astype(np.int64))
-        trie, members, same = change(self.trie, self._terminal_rank, items_gone, new)
+        try:
+            trie, members, same = change(self.trie, self._terminal_rank, items_gone, new)
+        except ValueError as error:
+            raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
         places = changed_places(starts, gone, new, members, same)
         item_set = _assembled(trie, places, pa.concat_arrays(values), columns, **self._origin)
         warn_of_special(item_set.occurring, tokenizer)

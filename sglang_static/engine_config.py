@@ -43,10 +43,17 @@ def _add_engine_arguments(engine: Any) -> None:
         if given and arguments.get("grammar_backend") != BACKEND:
             raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
         if given:
-            compat.set_options(given)
+            compat.set_options(_with_indexes(given, arguments.get("tokenizer_path") or arguments["model_path"]))
         return make(**arguments)
 
     engine.server_args_class = staticmethod(server_args)
+
+
+def _with_indexes(given: dict[str, Any], tokenizer: str) -> dict[str, Any]:
+    """The options with an index in place of each source. Raises ItemSetError as `with_indexes` does."""
+    from itemset.source_sets import with_indexes
+
+    return with_indexes(given, tokenizer)
 
 
 @hook("sglang.srt.server_args:ServerArgs.add_cli_args", always=True)
@@ -91,5 +98,6 @@ def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
                 raise ValueError("item_set_draft_head works in vLLM only, on its model runner V2: leave it out")
             if config.item_set_path == "device" and reason is not None:
                 raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
-            compat.set_options(with_versions(given))
+            parsed = compat.resolved(self)
+            compat.set_options(with_versions(_with_indexes(given, parsed.tokenizer_path or parsed.model_path)))
     return original()

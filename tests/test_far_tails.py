@@ -36,6 +36,7 @@ from itemset.trie.rows import as_rows, sort_unique
 from itemset.trie.tables import COUNTS, EDGES, NODES, NONE, TAIL_TOKENS, Tables, Trie
 from itemset.trie.targets import FAR, MAX_TAIL_TOKENS, NO_BLOCK
 from itemset.trie.update import change
+from itemset.trie.validate import in_order, lengths_in_order
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, children, follow
 
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 names it
@@ -144,7 +145,7 @@ def test_the_host_walks_them(gap: int) -> None:
 def test_they_are_updated(gap: int) -> None:
     """What is copied from there is what is copied from the set itself."""
     trie = SMALL.trie
-    far = replace(trie, tables=moved(gap))
+    far = replace(trie, tables=moved(gap), tail_tokens=trie.tail_tokens + gap)
     new = sort_unique(as_rows([[3, 3, 3, 1], [7] * 20, [2]]))
     gone = np.zeros(trie.items, np.bool_)
     gone[::7] = True
@@ -277,6 +278,8 @@ def test_bases_begin_again_at_the_block_that_reaches_2_32() -> None:
             assert follow(tables.pointers, edge) == TAIL + starts[edge]
         measured = int(marks.min()) + 1, int(marks.max()) + 1
         trie = Trie(tables, edges, *measured, (1,), (edges,), int(starts[-1]))
+        assert in_order(trie, tails=False)
+        assert lengths_in_order(trie) == measured
         assert LevelPlan.of(trie).tails == (int(marks.max()),)
 
 

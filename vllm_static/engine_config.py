@@ -68,6 +68,7 @@ def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
     with startup.start_up():
         apply_flags(args)
         if _backend(args) == BACKEND:
+            _add_indexes(args)
             _add_versions(args)
     return original()
 
@@ -120,6 +121,17 @@ def _choose_backend(args: Any) -> None:
         args.structured_outputs_config = dataclasses.replace(current, backend=BACKEND)
 
 
+def _add_indexes(args: Any) -> None:
+    """Put an index in place of each source in `additional_config`, built with the tokenizer of these engine arguments.
+
+    Raises ItemSetError as `with_indexes` does.
+    """
+    if isinstance(getattr(args, "additional_config", None), dict):
+        from itemset.source_sets import with_indexes
+
+        args.additional_config = with_indexes(args.additional_config, args.tokenizer or args.model)
+
+
 def _add_versions(config: Any) -> None:
     """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes.
 
@@ -131,8 +143,12 @@ def _add_versions(config: Any) -> None:
 
 @hook("vllm.engine.arg_utils:EngineArgs.create_engine_config", always=True)
 def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
-    """The device path's processor and the sets' versions are put where every process reads them."""
+    """Sources become indexes; the device path's processor and the sets' versions are put where every process reads
+    them."""
     apply_environment(self)
+    if _backend(self) == BACKEND:
+        with startup.start_up():
+            _add_indexes(self)
     config = original()
     if not compat.is_ours(config):
         return config

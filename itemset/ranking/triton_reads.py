@@ -38,6 +38,14 @@ def float_of(table, COLUMN: tl.constexpr, size, beam, mask):
 
 
 @triton.jit
+def logit_of(logits, columns, token, inside):
+    """The logit of a token, in its own column if no columns are given."""
+    if columns is not None:
+        token = tl.load(columns + token, mask=inside, other=0)
+    return tl.load(logits + token, mask=inside, other=-float("inf"))
+
+
+@triton.jit
 def child_at(table, offsets, plane, one, width, count, column, start, size, steps, LANES: tl.constexpr):
     """The beam whose child stands at each place, its edge, and whether there is one: `size` places from `start` on."""
     place = start + column

@@ -134,23 +134,17 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     that stand alone after an edge come first, in edge order; after them come those that end at a node, in node order.
     Raises ItemSetError if nodes or edges pass MAX_INDEX, or tail tokens MAX_TAIL_TOKENS, before any table is made.
     """
-    shortest, longest = rows.shortest, rows.longest
+    longest = rows.longest
     per_level = np.zeros((COUNTS, longest + 2), np.int64)
-    longest_tail = _count(*rows.layout, lcp, per_level)
+    longest_tail = count(*rows.layout, lcp, per_level)
     per_level[NODES, 0] = 1
-    levels = int(np.count_nonzero(per_level[EDGES]))
     token_bits = max(1, int(rows.tokens.max()).bit_length())
-    length = longest if shortest == longest else 0
-    target_type = targets.type_of_targets(length, levels, longest_tail)
+    length = longest if rows.shortest == longest else 0
+    target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
     tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, target_type, length, room)
     members = room(len(rows), np.uint32)
-    fill(rows.tokens, *rows.layout, lcp, starts, tables.pointers, members)
-    tables = replace(tables, far_block=int(set_bases(tables.pointers)))
-    for array in tables.sections.values():
-        array.flags.writeable = False
-    nodes, edges = (tuple(per_level[one, :levels].tolist()) for one in (NODES, EDGES))
-    trie = Trie(tables, len(rows), shortest, longest, nodes, edges, tail_tokens=int(per_level[TAIL_TOKENS].sum()))
-    return trie, members
+    fill(rows.tokens, *rows.layout, lcp, starts, tables.pointers, members, 0)
+    return finish(tables, per_level, len(rows), rows.shortest, longest), members
 
 
 NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)
@@ -158,10 +152,15 @@ COUNTS = 5
 """What is counted of each level: [COUNTS, levels + 2 or more]."""
 
 
+def levels_of(per_level: NDArray[np.int64]) -> int:
+    """Return how many levels have edges, of what `count` has counted."""
+    return int(np.count_nonzero(per_level[EDGES]))
+
+
 def allocate(
     per_level: NDArray[np.int64], token_bits: int, label_type: Any, target_type: Any, length: int, room: Room = np.zeros
 ) -> tuple[Tables, NDArray[np.int64]]:
-    """Return tables for what is counted of each level, and where `fill` begins there.
+    """Return tables for what `count` has counted, and for each level where `fill` begins.
 
     target_type: of `type_of_targets`. length: tokens of each item; only counted targets need it.
     Raises ItemSetError as `build_trie`.
@@ -172,7 +171,7 @@ def allocate(
     for name, total, limit in each:
         if total > limit:
             raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
-    target_size, tail_bases = targets.sizes(target_type, edges, int(np.count_nonzero(per_level[EDGES])))
+    target_size, tail_bases = targets.sizes(target_type, edges, levels_of(per_level))
     tables = Tables(
         row_offsets=room(nodes + 1, np.uint32),
         terminal=room(-(-nodes // 32), np.uint32),
@@ -194,8 +193,25 @@ def allocate(
     return tables, starts
 
 
+def finish(tables: Tables, per_level: NDArray[np.int64], items: int, shortest: int, longest: int) -> Trie:
+    """Return the trie of tables that `fill` has filled."""
+    tables = replace(tables, far_block=int(set_bases(tables.pointers)))
+    for array in tables.sections.values():
+        array.flags.writeable = False
+    levels = levels_of(per_level)
+    return Trie(
+        tables,
+        items=items,
+        shortest=shortest,
+        longest=longest,
+        level_nodes=tuple(per_level[NODES, :levels].tolist()),
+        level_edges=tuple(per_level[EDGES, :levels].tolist()),
+        tail_tokens=int(per_level[TAIL_TOKENS].sum()),
+    )
+
+
 @compiled
-def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
+def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
     """Count each level's nodes (but the root), edges, leaves, tail tokens and terminals; return the longest tail."""
     longest_tail = 0
     for i in range(len(lcp) - 1):
@@ -218,10 +234,10 @@ def _count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
+def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # type: ignore[no-untyped-def]
     """Fill the tables, zeros before, in one pass over the items, with one write position for each level.
 
-    `targets` holds afterwards what `set_bases` takes.
+    number: of the first item. `targets` holds afterwards what `set_bases` takes.
     """
     width = tables.token_bits + 1
     last_bit = np.int64(1) << tables.token_bits
@@ -242,12 +258,12 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ign
         if alone == length:
             node = cursor[NODES, length] - 1
             set_bit(tables.terminal, node)
-            members[cursor[TERMINALS, length]] = i
+            members[cursor[TERMINALS, length]] = number + i
             cursor[TERMINALS, length] += 1
             continue
         tail = length - alone - 1
         put_leaf(tables, cursor[EDGES, alone] - 1, tail)
-        members[cursor[LEAVES, alone]] = i
+        members[cursor[LEAVES, alone]] = number + i
         cursor[LEAVES, alone] += 1
         position = cursor[TAIL_TOKENS, alone]
         cursor[TAIL_TOKENS, alone] += tail

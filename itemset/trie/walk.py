@@ -50,18 +50,24 @@ def follow(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def first_from(tables, low, high, token):  # type: ignore[no-untyped-def]
+    """Return the first of these edges of a row, low .. high - 1, whose label is no less than `token`; else `high`."""
+    while low < high:
+        middle = (low + high) >> 1
+        if label(tables, middle) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the edge of node `state` that carries `token`, or -1."""
     if state < 0 or state >= tables.nodes:
         return np.int64(-1)
-    edge, end = first_edge(tables, state), min(first_edge(tables, state + 1), tables.edges)
-    high = end
-    while edge < high:
-        middle = (edge + high) >> 1
-        if label(tables, middle) < token:
-            edge = middle + 1
-        else:
-            high = middle
+    end = min(first_edge(tables, state + 1), tables.edges)
+    edge = first_from(tables, first_edge(tables, state), end, token)
     return edge if edge < end and label(tables, edge) == token and is_alive(tables, edge) else np.int64(-1)
 
 

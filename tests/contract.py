@@ -45,14 +45,21 @@ HASHES = ROOT / "tests" / "data" / "contract"
 LINE = 160  # characters of a difference
 
 TESTS = {
-    "vllm": ["tests/test_vllm_contract.py"],
-    "sglang": ["tests/sglang/test_sglang_contract.py"],
+    "vllm": [f"tests/test_vllm_{name}.py" for name in ("contract", "draft_models", "engine", "server")],
+    "sglang": [
+        f"tests/sglang/test_sglang_{name}.py" for name in ("draft_models", "live", "server", "weights", "wide_lists")
+    ],
 }
 FOR_GPUS = (
     "cuda", "fastsafetensors", "flash", "humming", "instanttensor", "nvidia", "nvtx", "pynv", "quack", "sgl",
     "tilelang", "tokenspeed", "torch",
 )  # fmt: skip
-NOT_ON_A_CPU: dict[str, str] = {}
+NOT_ON_A_CPU = {
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_split_prefill": "--enable-pdmux divides a GPU",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute": (
+        "it replays a CUDA graph"
+    ),
+}
 """Hooked functions that no test on a CPU can call, and why."""
 
 

@@ -11,14 +11,14 @@ from typing import Any
 from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
 from itemset.embedded.vocabulary import Vocabulary
-from itemset.serving.body_constraints import refuse_lost
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, Constraint
-from itemset.serving.draw_options import wants_candidates
 from itemset.serving.front_end import FrontEndBase, Grammar
 from itemset.serving.http_bodies import body, while_connected
 from itemset.serving.list_runner import Lists, OneRequest
+from itemset.serving.lost_fields import refuse_lost
+from itemset.serving.request import wants_candidates
 from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LOGPROBS, wrong_type
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass

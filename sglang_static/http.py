@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import draw_options, http_bodies, lost_fields, request_fields
-from itemset.serving.body_constraints import constraints_of, refuse_loose_tools
+from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.request import check_options
+from itemset.serving.lost_fields import constraints_of, refuse_loose_tools
+from itemset.serving.request import check_options, wants_draws, with_beams
 from itemset.serving.request_fields import (
     BEAMS,
     CHOICE,
@@ -114,13 +114,13 @@ def _rename(path: str, body: dict[str, Any]) -> None:
     for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
         for given in request_fields.at(body, place):
             request_fields.rename_guided(given, given)
-    if draw_options.wants_draws(body) and path in _OPENAI_DRAWS:
-        draw_options.with_beams(body)
+    if wants_draws(body) and path in _OPENAI_DRAWS:
+        with_beams(body)
 
 
 def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a body that SGLang would drop, and an inline list within `structured_outputs`."""
-    of_draws = ("seed", "temperature") if draw_options.wants_draws(body) else ()
+    of_draws = ("seed", "temperature") if wants_draws(body) else ()
     read, structured = (*_OWN, BEAMS, *of_draws), body.get(STRUCTURED)
     own = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
@@ -133,7 +133,7 @@ def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in request_fields.at(body, PARAMS):
-        seed = ("seed",) if draw_options.wants_draws(one) else ()
+        seed = ("seed",) if wants_draws(one) else ()
         ours, custom = [word for word in (*_OWN, *seed) if word in one], one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:
@@ -145,7 +145,7 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
     """Raises RefusedError for what stands beside a set and would have no effect, or take it away."""
     request_fields.refuse_tools(body)
     each = list(request_fields.at(body, PARAMS))
-    drawn = any(map(draw_options.wants_draws, (body, *each)))
+    drawn = any(map(wants_draws, (body, *each)))
     ranked = bool(body.get(BEAMS) or any("beam_width" in one for one in each))
     if "beam_width" in body:
         refusal = "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"

@@ -24,8 +24,8 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.token_scores import TokenScores
 from itemset.serving.answer_fields import FIELDS, item_logprobs
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.draw_options import wants_candidates
 from itemset.serving.http_bodies import body, no_body, while_connected
+from itemset.serving.request import wants_candidates
 from itemset.serving.request_fields import BEAMS, LOGPROBS, REFERENCE
 from itemset.serving.wire import EngineRequest, ListResult, ListTotals, NoList, Tokens
 from sglang_static.request import CARRIED

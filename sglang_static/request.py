@@ -9,11 +9,10 @@ from typing import Any
 
 from itemset import ItemSet
 from itemset.embedded.rewrite import mentions
-from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import Catalogue, RefusedError, receive_set
 from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
-from itemset.serving.draw_options import candidates, refuse_beside, wants_candidates, wants_draws
-from itemset.serving.request import ItemRequest
+from itemset.serving.lost_fields import holds_sets
+from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from engine_words import EOS, PROMPT
@@ -43,7 +44,7 @@ async def rollouts(model: str, other: str, item_set: str) -> dict[str, Any]:
         "draws": told(await ask("A film: ", 3, draws=True, item_logprobs=True)),
     }
     illegal, answered, going = [], 0, True
-    legal = {tuple(item) for item in json.load(open(sys.argv[4]))}
+    legal = {tuple(item) for item in json.loads(Path(sys.argv[4]).read_text())}
 
     async def load() -> None:
         nonlocal answered
@@ -72,7 +73,7 @@ async def rollouts(model: str, other: str, item_set: str) -> dict[str, Any]:
 
 
 def resident_bytes(worker: Any) -> int:
-    return int(open(f"/proc/{os.getpid()}/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.draw_options import DrawOptions, refuse_beside
-from itemset.serving.request import ItemRequest, ListOptions
-from itemset.serving.request_fields import COMPARED
+from itemset.serving.request import ItemRequest, refuse_beside
+from itemset.serving.request_fields import COMPARED, DrawOptions, ListOptions
 
 CONSTRAINTS = ("item_set", "choice", "regex")
 

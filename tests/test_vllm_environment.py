@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_static.engine_config import apply_environment
@@ -20,11 +22,20 @@ def test_it_chooses_the_backend_and_its_options(tmp_path: Path, monkeypatch: pyt
     assert args.additional_config == {**options, "ranked_list_beams": 4}
 
 
-def test_another_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = EngineArgs(model="any", structured_outputs_config={"backend": "xgrammar"})
+@pytest.mark.parametrize("given", [{"backend": "xgrammar"}, StructuredOutputsConfig(backend="xgrammar")])
+def test_another_choice_stays(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(model="any", structured_outputs_config=given)
     monkeypatch.setenv("VLLM_STATIC", "{}")
     apply_environment(args)
-    assert args.structured_outputs_config.backend == "xgrammar"
+    assert args.structured_outputs_config == given
+    assert not args.additional_config
+
+
+def test_it_chooses_the_backend_of_options_in_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(model="any", structured_outputs_config={"disable_any_whitespace": True})
+    monkeypatch.setenv("VLLM_STATIC", "{}")
+    apply_environment(args)
+    assert args.structured_outputs_config == {"disable_any_whitespace": True, "backend": "static"}
 
 
 @pytest.mark.parametrize("text", ["films", "3", "[1]"])

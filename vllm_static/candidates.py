@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from itemset.serving.draw_options import wants_candidates
 from itemset.serving.hooks import IMPORTED
+from itemset.serving.request import wants_candidates
 from vllm_static.compat import hook
 from vllm_static.request_hooks import refusals
 

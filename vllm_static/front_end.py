@@ -14,8 +14,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON, TAG, Constraint
-from itemset.serving.embedded_answer import ExpectedItems
+from itemset.serving.constraint import JSON, TAG, Constraint, ExpectedItems
 from itemset.serving.front_end import FrontEndBase, Grammar, ListJob
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest

@@ -40,7 +40,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
 
 class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
     """The same of draws, for `LLM.beam_search`: extra_args={"item_set": NAME, "draws": N}, and beside them
-    `itemset.serving.draw_options.OPTIONS`."""
+    `itemset.serving.request_fields.DrawOptions`."""
 
     beam_width: int = 1
 

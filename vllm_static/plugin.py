@@ -14,6 +14,7 @@ from vllm_static import (  # noqa: F401 - modules with hooks
     draft_head_requests,
     engine_config,
     legal_mass,
+    narrow_hooks,
     request_hooks,
     speculation,
     step_list_hooks,

@@ -8,10 +8,9 @@ from typing import Any
 
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-from itemset.serving import draw_options
-from itemset.serving.body_constraints import holds_sets
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
-from itemset.serving.request import ItemRequest
+from itemset.serving.lost_fields import holds_sets
+from itemset.serving.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
 from itemset.serving.request_fields import DRAWN, LIST, LOGPROBS, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest
 
@@ -36,10 +35,10 @@ def asked_of_generate(params: SamplingParams) -> ItemRequest | None:
     Raises RefusedError as `ItemRequest.of` does, and for parameters that would be ignored.
     """
     extra = params.extra_args or {}
-    if not draw_options.wants_candidates(extra):
+    if not wants_candidates(extra):
         return None
-    beside = {name: getattr(params, name, None) for name in ("n", *draw_options.BENDING, *draw_options.UNSAID)}
-    fields, k = draw_options.candidates(extra, beside)
+    beside = {name: getattr(params, name, None) for name in ("n", *BENDING, *UNSAID)}
+    fields, k = candidates(extra, beside)
     if k is None:
         fields |= {"seed": params.seed, "temperature": params.temperature}
     return judge(fields, params.structured_outputs, k=k, draws=True)

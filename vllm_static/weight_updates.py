@@ -41,17 +41,20 @@ def asleep(worker: Any) -> bool:
     when=IMPORTED,
 )
 def follow(original: Callable[..., Any], self: Any) -> Any:
-    """The draft head is read again, into the memory where it lies: a trainer saves it before it updates the model."""
+    """What is made of the weights is made again; the draft head is read again, into the memory where it lies: a trainer
+    saves it before it updates the model."""
     result = original()
-    path = StaticConfig.of(self.vllm_config.additional_config).item_set_draft_head
-    if path is not None and compat.on_device_path(self.vllm_config):
-        from itemset.ranking.draft_head import DraftHead
-        from vllm_static.processor import item_sets
+    if not compat.on_device_path(self.vllm_config):
+        return result
+    from itemset.ranking.draft_head import DraftHead
+    from vllm_static.processor import item_sets
 
+    processor = item_sets(compat.runner_of(self))
+    processor.narrow.refresh()
+    path = StaticConfig.of(self.vllm_config.additional_config).item_set_draft_head
+    if path is not None and processor.head is not None:
         try:
-            processor = item_sets(compat.runner_of(self))
-            if processor.head is not None:
-                processor.head.load_state_dict(DraftHead.load(path, processor.arena.device).state_dict())
+            processor.head.load_state_dict(DraftHead.load(path, processor.arena.device).state_dict())
         except Exception:  # a worker that raises ends the engine
             logger.exception("The draft head stays as it was: save one of the same shape to %s, and update again", path)
     return result

@@ -14,8 +14,7 @@ from itemset.serving.admission import Checks
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError, set_ref
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import Constraint
-from itemset.serving.embedded_answer import ExpectedItems
+from itemset.serving.constraint import Constraint, ExpectedItems
 from itemset.serving.embedded_sets import Constraints
 from itemset.serving.list_runner import OneRequest, search_for
 from itemset.serving.request import ItemRequest
@@ -135,7 +134,7 @@ class FrontEndBase:
         catalogue = self.checks.catalogue
         if isinstance(grammar, str):
             return Expected(catalogue[grammar], stop_tokens, content, catalogue.version_fields(grammar), weighed)
-        return ExpectedItems(grammar, self.constraints.vocabulary, catalogue, stop_tokens, content)
+        return ExpectedItems(grammar, self.constraints.vocabulary.get(), catalogue, stop_tokens, content)
 
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:

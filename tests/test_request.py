@@ -28,7 +28,7 @@ def test_what_a_request_asks_for():
     best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9, without_end=False)
     assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).ranked == best
     assert asked("films", k=10).ranked == ListOptions(10)
-    assert asked("films", return_set_weight=True) == ItemRequest("films", weighed=True)
+    assert asked("films", return_set_weight=True) == ItemRequest("films", weighed="return_set_weight")
     assert asked("films", return_set_weight=False) == ItemRequest("films")
 
 

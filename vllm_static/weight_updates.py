@@ -46,15 +46,23 @@ def follow(original: Callable[..., Any], self: Any) -> Any:
     result = original()
     if not compat.on_device_path(self.vllm_config):
         return result
-    from itemset.ranking.draft_head import DraftHead
-    from vllm_static.processor import item_sets
-
-    processor = item_sets(compat.runner_of(self))
-    processor.narrow.refresh()
-    path = StaticConfig.of(self.vllm_config.additional_config).item_set_draft_head
-    if path is not None and processor.head is not None:
-        try:
-            processor.head.load_state_dict(DraftHead.load(path, processor.arena.device).state_dict())
-        except Exception:  # a worker that raises ends the engine
-            logger.exception("The draft head stays as it was: save one of the same shape to %s, and update again", path)
+    try:
+        _follow(self)
+    except Exception:  # a worker that raises ends the engine
+        logger.exception(
+            "What item sets take of the weights stays as it was: check the draft head's file, update again"
+        )
     return result
+
+
+def _follow(worker: Any) -> None:
+    from itemset.ranking.draft_head import DraftHead
+    from vllm_static.processor import ItemSetProcessor
+
+    sampler = getattr(compat.runner_of(worker), "sampler", None)  # none but on a pipeline's last rank
+    path = StaticConfig.of(worker.vllm_config.additional_config).item_set_draft_head
+    for one in getattr(sampler, "logits_processors", ()):
+        if isinstance(one, ItemSetProcessor):
+            one.narrow.refresh()
+            if path is not None and one.head is not None:
+                one.head.load_state_dict(DraftHead.load(path, one.arena.device).state_dict())

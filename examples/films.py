@@ -1,8 +1,8 @@
 """Demo: a server whose model can only answer with one of 1682 film titles.
 
 Run it with `python3 bootstrap.py demo`, or with `--engine sglang` after it. It fetches a small model and the titles,
-builds their index, starts the server, asks it for films over its OpenAI-compatible API and shows that every answer is
-a film of the list, and that every film inside other answers is one.
+starts the server, which builds their index, asks it for films over its OpenAI-compatible API and shows a ranked list,
+that every sampled answer is a film of the list, and that every film inside other answers is one.
 
 With `--forced-drafts` the vLLM server speculates: what a title's first tokens leave no choice about is proposed as a
 draft, and accepted in one step. That needs vLLM's model runner V2, which without a GPU runs through Triton's
@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 import urllib.request
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import inside
 import openai
-from films_data import CACHE, build_index, model_dir, print_ranked, titles, titles_by_key
+from films_data import model_dir, print_ranked, titles, titles_by_key
 from openai.types.chat.chat_completion import Choice
-from serving import MODEL_NAME, DemoError, Launch, post, run, running_server
-
-import itemset
+from serving import ANSWER_PATIENCE, MODEL_NAME, DemoError, Launch, post, run, running_server
 
 TASTES = ["a space adventure", "a scary film", "something for children", "a love story"]
 PROMPT = [
@@ -44,20 +40,24 @@ RANKED_PROMPT = """a comedy with robots: Short Circuit (1986)
 a film about the war in Vietnam: Platoon (1986)
 a space adventure: """
 ITEM_SET = "films"
-INDEX = CACHE / "films.itemset"
+BIGGER = """
+Every answer is a film of the list. Which one it is depends on the model: this one knows few films. One of a few
+billion parameters names films that fit, and one trained on what people watch ranks them by taste
+(python3 bootstrap.py retrieval). The list stays legal with each of them."""
 
 
 @dataclass
 class Answer:
     taste: str
     text: str
-    token_ids: list[int]
+    key: int | None = None
+    tokens: int = 0  # that it has, of one that was not streamed
     pieces: list[str] = field(default_factory=list)  # of a streamed answer
 
 
 async def ask_all(url: str) -> list[Answer]:
     """All questions at once, as the users of a busy server would."""
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=300) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=ANSWER_PATIENCE) as client:
         questions = []
         for seed, taste in enumerate(TASTES * ANSWERS_PER_TASTE):
             last = seed >= len(TASTES) * (ANSWERS_PER_TASTE - 1)
@@ -82,17 +82,23 @@ async def ask(client: openai.AsyncOpenAI, taste: str, seed: int) -> Answer:
     asked["extra_body"]["return_token_ids"] = True
     completion = await client.chat.completions.create(**asked)
     choice = completion.choices[0]
-    return Answer(taste, choice.message.content or "", token_ids_of(choice))
+    return Answer(taste, choice.message.content or "", key_of(choice), len(token_ids_of(choice)))
 
 
 async def ask_streaming(client: openai.AsyncOpenAI, taste: str, seed: int) -> Answer:
-    answer = Answer(taste, "", [])
+    answer = Answer(taste, "")
     async for chunk in await client.chat.completions.create(stream=True, **request(taste, seed)):
         for choice in chunk.choices:
             piece = choice.delta.content or ""
             answer.text += piece
             answer.pieces += [piece] if piece else []
+            answer.key = key_of(choice) or answer.key  # which the last event says
     return answer
+
+
+def key_of(choice: Any) -> int | None:
+    """The key of the film that an answer is, which stands beside the OpenAI format."""
+    return ((choice.model_extra or {}).get("item") or {}).get("key")
 
 
 def token_ids_of(choice: Choice) -> list[int]:
@@ -126,25 +132,17 @@ def report_ranks(films: list[dict[str, Any]], title_of: dict[int, str]) -> bool:
     return len(keys) == RANKED and all(title_of.get(film["key"]) == film["title"] for film in films)
 
 
-def report(answers_given: list[Answer], stop_token: int, index: Path, title_of: dict[int, str]) -> bool:
+def report(answers_given: list[Answer], title_of: dict[int, str]) -> bool:
     """Print a table of the answers with their films' keys; True if every one is a film of the list."""
-    keys_of: dict[str, list[int]] = {}
-    for key, title in title_of.items():
-        keys_of.setdefault(title, []).append(key)
-    items = itemset.load(index)
     row = "{:24}{:<8}{}"
-    print("\n" + row.format("taste", "key", "answer"))
+    print(
+        "\nsampled answers, a film each, by a model of 135 million parameters:\n" + row.format("taste", "key", "answer")
+    )
     strangers = 0
     for answer in answers_given:
-        tokens = answer.token_ids[:-1] if answer.token_ids[-1:] == [stop_token] else answer.token_ids
-        try:
-            # A streamed answer comes without its tokens: its text tells as much.
-            key = int(items.lookup([tokens])[0]) if tokens else keys_of.get(answer.text, [-1])[0]
-        except itemset.ItemSetError:
-            key = -1
-        known = title_of.get(key) == answer.text
+        known = title_of.get(answer.key) == answer.text
         strangers += not known
-        print(row.format(answer.taste, key if known else "none", answer.text))
+        print(row.format(answer.taste, answer.key if known else "none", answer.text))
     streamed = next(answer for answer in answers_given if answer.pieces)
     print(f"\nstreamed: {'|'.join(streamed.pieces)}")
     verdict = f"{strangers} of them NOT in the list" if strangers else "all of them in the list"
@@ -158,36 +156,34 @@ def steps_an_answer(url: str, answers_given: list[Answer]) -> str:
         lines = response.read().decode().splitlines()
     name = "vllm:spec_decode_num_drafts_total"
     verified = sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-    counted = [len(answer.token_ids) for answer in answers_given if answer.token_ids]
+    counted = [answer.tokens for answer in answers_given if answer.tokens]
     mean = sum(counted) / len(counted)
     return f"{1 + verified / len(answers_given):.1f} steps an answer, of {mean:.1f} tokens each"
 
 
-def questions(
-    url: str, engine: str, index: Path, title_of: dict[int, str], stop_token: int, forced_drafts: bool = False
-) -> bool:
-    """Ask a server that has the index as `films`, and report; True if all is as it should be."""
+def questions(url: str, engine: str, title_of: dict[int, str], forced_drafts: bool = False) -> bool:
+    """Ask a server that has these films as `films`, and report; True if all is as it should be."""
+    good = report_ranks(ranked_list(url, engine), title_of)
     started = time.monotonic()
     try:
         answers_given = asyncio.run(ask_all(url))
     except openai.APIError as error:
         raise DemoError(str(error)) from error
-    print(f"{len(answers_given)} answers in {time.monotonic() - started:.1f} s", flush=True)
+    seconds = time.monotonic() - started
+    good &= report(answers_given, title_of)
+    print(f"{len(answers_given)} answers in {seconds:.1f} s", flush=True)
     if forced_drafts:
         print(steps_an_answer(url, answers_given), flush=True)
-    ranks = ranked_list(url, engine)
-    good = inside.show(url, title_of)
-    good &= report(answers_given, stop_token, index, title_of)
-    return report_ranks(ranks, title_of) and good
+    good &= inside.show(url, title_of)
+    print(BIGGER, flush=True)
+    return good
 
 
 def show(engine: str, forced_drafts: bool) -> bool:
-    """Build, serve, ask and report; True if all is as it should be."""
-    model = model_dir()
-    build_index(titles(), "title", model, INDEX)
-    stop_token = json.loads((model / "config.json").read_text())["eos_token_id"]
-    with running_server(Launch(engine, model, f"{ITEM_SET}={INDEX}", forced_drafts)) as url:
-        return questions(url, engine, INDEX, titles_by_key(), stop_token, forced_drafts)
+    """Serve, ask and report; True if all is as it should be."""
+    source = f"{titles()}?column=title&key=movie_id"
+    with running_server(Launch(engine, model_dir(), f"{ITEM_SET}={source}", forced_drafts)) as url:
+        return questions(url, engine, titles_by_key(), forced_drafts)
 
 
 def main() -> int:

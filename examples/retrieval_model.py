@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 MEMORY = 20  # films of a user that the model looks back on
 STEPS, BATCH = 1_500, 48
+TOLD_SECONDS = 5
 
 
 def text_of(code: Sequence[int]) -> str:
@@ -68,6 +70,7 @@ def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tok
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS, pct_start=0.1)
     long_enough = [watched for watched in histories if len(watched) > MEMORY]
+    started = told = time.monotonic()
     for step in range(STEPS):
         windows = []
         for watched in chance.choices(long_enough, weights=list(map(len, long_enough)), k=BATCH):
@@ -79,8 +82,10 @@ def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tok
         loss.backward()
         optimizer.step()
         rate.step()
-        if step % 250 == 249:
-            print(f"  step {step + 1} of {STEPS}: loss {loss.item():.2f}", flush=True)
+        if time.monotonic() - told >= TOLD_SECONDS or step + 1 == STEPS:
+            told = time.monotonic()
+            left = (told - started) * (STEPS / (step + 1) - 1)
+            print(f"  step {step + 1} of {STEPS}: loss {loss.item():.2f}, about {left:.0f} s left", flush=True)
     unfinished = emptied(folder.with_suffix(".unfinished"))
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

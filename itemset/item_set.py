@@ -16,8 +16,7 @@ from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
 from itemset.trie.file import Header
 from itemset.trie.keys import KeyList, Keys, as_keys, changed_places, in_item_order
-from itemset.trie.levels import LevelPlan
-from itemset.trie.ready import ready_masks
+from itemset.trie.levels import LevelPlan, ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
 from itemset.trie.tables import Trie, build_trie
 from itemset.trie.update import change
@@ -124,7 +123,7 @@ class ItemSet:
 
     @functools.cached_property
     def ready(self) -> NDArray[np.uint32]:
-        """Masks of the first levels' nodes (`trie.ready`). Exclusions have their base's, which let more through."""
+        """Masks of the first levels' nodes (`trie.levels`). Exclusions have their base's, which let more through."""
         if self.base is not None and "alive" not in self.own:
             return self.base.ready
         return ready_masks(self.trie)
@@ -227,8 +226,9 @@ class ItemSet:
         """Return the item number of each row, -1 if it is no item."""
         if not len(rows):
             return np.zeros(0, np.int64)
-        numbers = numbering.numbers_of(self.trie.tables, self._terminal_rank, rows)
-        numbers[numbers >= len(self)] = -1  # of a damaged file
+        whole = self.whole
+        numbers = numbering.numbers_of(self.trie.tables, whole.trie.tables, self._terminal_rank, rows)
+        numbers[numbers >= len(whole)] = -1  # of a damaged file
         return numbers
 
     def tokens(self, item_keys: KeyList) -> list[list[int]]:

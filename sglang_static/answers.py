@@ -34,12 +34,12 @@ async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any
     async with aclosing(original()) as parts:
         async for part in parts:
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
-            weight = legal_mass.taken(info, state) if expected is not None and expected.weighed else None
+            logs = legal_mass.taken(info, state) if expected is not None and expected.weighed else ((), ())
             if expected is not None and finish:
                 from sglang_static.metrics import count_answer
 
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
-                told = expected.answer_fields(state.output_ids, cut=cut, weight=weight)
+                told = expected.answer_fields(state.output_ids, cut=cut, logs=logs)
                 stopped, reference = not cut and finish["type"] == "stop", getattr(obj, CALLED, None)
                 if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from itemset.serving import flags, startup
+from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
 from sglang_static import compat
 from sglang_static.compat import hook
 
@@ -43,17 +43,24 @@ def _add_engine_arguments(engine: Any) -> None:
         if given and arguments.get("grammar_backend") != BACKEND:
             raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
         if given:
-            compat.set_options(given)
+            compat.set_options(_with_indexes(given, arguments.get("tokenizer_path") or arguments["model_path"]))
         return make(**arguments)
 
     engine.server_args_class = staticmethod(server_args)
+
+
+def _with_indexes(given: dict[str, Any], tokenizer: str) -> dict[str, Any]:
+    """The options with an index in place of each source. Raises ItemSetError as `with_indexes` does."""
+    from itemset.source_sets import with_indexes
+
+    return with_indexes(given, tokenizer)
 
 
 @hook("sglang.srt.server_args:ServerArgs.add_cli_args", always=True)
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     """The flags --item-set, --item-set-path and --guided-decoding-backend."""
     original()
-    flags.add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
+    add_flags(parser, device_where="wherever SGLang's sampler can be reached", alias_of="--grammar-backend")
 
 
 @hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean", always=True)
@@ -68,13 +75,13 @@ def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where every process finds it."""
     if getattr(args, "guided_decoding_backend", None):
         args.grammar_backend = BACKEND
-    named = {option: getattr(args, flag, None) for flag, option in flags.NAMED.items()}
-    single = {option: given for option in flags.OPTIONS if (given := getattr(args, option, None))}
+    named = {option: getattr(args, flag, None) for flag, option in NAMING_FLAGS.items()}
+    single = {option: given for option in FLAGS if (given := getattr(args, option, None))}
     if (any(named.values()) or single) and args.grammar_backend != BACKEND:
         raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
     for option, given in named.items():
         if given:
-            compat.set_options(flags.with_named(compat.options(), option, given))
+            compat.set_options(with_named(compat.options(), option, given))
     if single:
         compat.set_options(single)
 
@@ -91,5 +98,6 @@ def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
                 raise ValueError("item_set_draft_head works in vLLM only, on its model runner V2: leave it out")
             if config.item_set_path == "device" and reason is not None:
                 raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
-            compat.set_options(with_versions(given))
+            parsed = compat.resolved(self)
+            compat.set_options(with_versions(_with_indexes(given, parsed.tokenizer_path or parsed.model_path)))
     return original()

@@ -11,14 +11,15 @@ from typing import Any
 from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
 from itemset.embedded.vocabulary import Vocabulary
-from itemset.serving.body_constraints import refuse_lost
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, Constraint
 from itemset.serving.front_end import FrontEndBase, Grammar
 from itemset.serving.http_bodies import body, while_connected
 from itemset.serving.list_runner import Lists, OneRequest
-from itemset.serving.request_fields import BEAMS, wrong_type
+from itemset.serving.lost_fields import refuse_lost
+from itemset.serving.request import wants_candidates
+from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LOGPROBS, wrong_type
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass
 from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list
@@ -57,6 +58,7 @@ class FrontEnd(FrontEndBase):
             json_options=compat.json_options(),
         )
         self.lists = Lists(seats, lambda: compat.unfinished(manager))
+        self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
         reason = "as configured" if config.item_set_path == "host" else self._why_no_weights
         self.host_path = reason is not None
@@ -75,6 +77,8 @@ class FrontEnd(FrontEndBase):
         if not all(params is None or isinstance(params, dict) for params in each):
             raise wrong_type("sampling_params of one prompt must be an object: send no list of them")
         ranked = bool(each) and wants_list(each[0] or {}, fields)
+        if any(wants_candidates(params) != wants_candidates(each[0]) for params in each):
+            raise RefusedError("beam search", f"{LIST}, or {DRAWS}: true, is for all prompts of a batch or for none")
         with_defaults = [{**self._defaults, **(params or {})} for params in each]
         requests = [asked(params, fields, ranked=ranked) for params in with_defaults]
         inside = [
@@ -109,8 +113,8 @@ class FrontEnd(FrontEndBase):
                 assert constraint is not None
                 judged.append(in_place(params or {}, constraint))
                 continue
-            if one.weighed:
-                self._check_weighed(request, i, params or {})
+            if one.weighed and not ranked:
+                self._check_weighed(one.weighed, request, i, params or {})
             if (texts := one.choice) is not None and id(texts) in made:
                 one = replace(one, choice=made[id(texts)])
             elif texts is not None or one.chooses:
@@ -133,13 +137,14 @@ class FrontEnd(FrontEndBase):
             raise RefusedError("two constraints", f"of {', '.join(OTHERS)} only one can hold: omit the others")
         return made
 
-    def _check_weighed(self, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
+    def _check_weighed(self, weighed: str, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
         """Raises RefusedError where the answers to one of a request's prompts can have no weights."""
         logprobs = getattr(request, "return_logprob", None)
         if isinstance(logprobs, list):
             logprobs = prompt < len(logprobs) and logprobs[prompt]
         instead_of = "log-probabilities" if logprobs and not hasattr(request, legal_mass.ASKED) else None
-        self.check_weight(self._why_no_weights, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
+        reason = "with speculation" if self._speculates and weighed == LOGPROBS else self._why_no_weights
+        self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 
     def attach(self, grammar: Grammar, request: Any, params: Any, prompt_tokens: int) -> None:
         """Make a request's `SamplingParams` carry its grammar to the scheduler, and note what is expected of its
@@ -147,7 +152,7 @@ class FrontEnd(FrontEndBase):
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        stops, weighed = set(params.stop_token_ids or ()), hasattr(request, legal_mass.ASKED)
+        stops, weighed = set(params.stop_token_ids or ()), getattr(request, legal_mass.ASKED, "")
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
         ends, most = stops | self._ends, params.max_new_tokens
         carried = self.engine_request(grammar, stop_tokens=ends, max_tokens=most, weighed=weighed, **least)

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import draw_options, http_bodies, lost_fields, request_fields
-from itemset.serving.body_constraints import constraints_of, refuse_loose_tools
+from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.request import check_options
+from itemset.serving.lost_fields import constraints_of, refuse_loose_tools
+from itemset.serving.request import check_options, wants_draws, with_beams
 from itemset.serving.request_fields import (
     BEAMS,
     CHOICE,
     CUSTOM,
     DRAWS,
+    LOGPROBS,
     PARAMS,
     REFERENCE,
     SELECTION,
@@ -29,13 +30,14 @@ from sglang_static.request import KINDS, constraint_of, disguised
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
-_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, DRAWS)
+_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, LOGPROBS, DRAWS)
 _OWN = tuple(dict.fromkeys((*_ASKING, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
 SERVED = dict.fromkeys(_OPENAI_DRAWS, _OPENAI) | {
     # No custom_params are read.
-    "/v1/responses": _BODY | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT))},
+    "/v1/responses": _BODY
+    | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT, LOGPROBS))},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 _DRAWING = "/v1/completions, /v1/chat/completions or /generate"
@@ -43,7 +45,7 @@ SURFACE = lost_fields.Surface(
     served=SERVED,
     dropped=("format",),  # Ollama's
     mends=lost_fields.mends(f"{CHOICE}, beside the other fields", _DRAWING)
-    | {WEIGHT: f"send {WEIGHT} beside item_set to {_DRAWING}"},
+    | {word: f"send {word} beside item_set to {_DRAWING}" for word in (WEIGHT, LOGPROBS)},
     inside="name a set in item_set, beside the other fields; state a schema in response_format (/generate: "
     "json_schema, /v1/responses: text.format), a grammar in ebnf (not on /v1/responses)",
 )
@@ -112,13 +114,13 @@ def _rename(path: str, body: dict[str, Any]) -> None:
     for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
         for given in request_fields.at(body, place):
             request_fields.rename_guided(given, given)
-    if draw_options.wants_draws(body) and path in _OPENAI_DRAWS:
-        draw_options.with_beams(body)
+    if wants_draws(body) and path in _OPENAI_DRAWS:
+        with_beams(body)
 
 
 def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a body that SGLang would drop, and an inline list within `structured_outputs`."""
-    of_draws = ("seed", "temperature") if draw_options.wants_draws(body) else ()
+    of_draws = ("seed", "temperature") if wants_draws(body) else ()
     read, structured = (*_OWN, BEAMS, *of_draws), body.get(STRUCTURED)
     own = {word: body[word] for word in read if body.get(word) is not None}
     if isinstance(structured, dict) and structured.get(CHOICE) is not None:
@@ -131,7 +133,7 @@ def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 def _move_within_the_contract(body: dict[str, Any]) -> None:
     """`/generate` refuses words it does not know in `sampling_params`, but lets everything pass in `custom_params`."""
     for one in request_fields.at(body, PARAMS):
-        seed = ("seed",) if draw_options.wants_draws(one) else ()
+        seed = ("seed",) if wants_draws(one) else ()
         ours, custom = [word for word in (*_OWN, *seed) if word in one], one.get(CUSTOM)
         if ours and (custom is None or isinstance(custom, dict)):
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:
@@ -143,7 +145,7 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
     """Raises RefusedError for what stands beside a set and would have no effect, or take it away."""
     request_fields.refuse_tools(body)
     each = list(request_fields.at(body, PARAMS))
-    drawn = any(map(draw_options.wants_draws, (body, *each)))
+    drawn = any(map(wants_draws, (body, *each)))
     ranked = bool(body.get(BEAMS) or any("beam_width" in one for one in each))
     if "beam_width" in body:
         refusal = "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"

@@ -1,8 +1,9 @@
-"""The weights of answers: at each token the logarithm of the legal mass, the model's probability of all legal tokens.
+"""What answers say of their tokens: log p, the model's, and log q, that among the legal tokens; or their difference,
+the weight: the logarithm of the legal mass, the model's probability of all legal tokens.
 
-They leave the scheduler in the place of each sampled token's log-probability, and so they take part in all that SGLang
-does with these: asynchronous copies, accepted and rejected drafts, tokens cut after an end. The front end asks for
-log-probabilities where a request asks for its weight, and takes them out of its answer.
+They leave the scheduler in the place of each sampled token's log-probability, log q in that of the most likely one. So
+they take part in all that SGLang does with these: asynchronous copies, accepted and rejected drafts, tokens cut after
+an end. The front end asks for log-probabilities where a request asks for these, and takes them out of its answer.
 """
 
 from __future__ import annotations
@@ -14,26 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from itemset.masking.log_probs import log_probs_of
+from itemset.serving.answer_fields import Logs
+from itemset.serving.request_fields import LOGPROBS
 from itemset.serving.wire import read
 from sglang_static.compat import hook
 
 ASKED = "item_set_weight"
-"""Attribute of a `GenerateReqInput` for which `ask` has asked."""
+"""Attribute of a `GenerateReqInput` for which `ask` has asked: the request's field for that."""
 _ROWS, _WEIGHTS = "weighed_rows", "item_set_weights"
-"""Attributes of a batch's sampling info: the rows that are weighed, and their weights until they are handed on."""
+"""Attributes of a batch's sampling info: the rows that ask, and whether for log p and log q; and what `_weighed` gives
+until that is handed on."""
 
 
-def ask(request: Any) -> None:
+def ask(request: Any, weighed: str) -> None:
     """Let a `GenerateReqInput` of one prompt get log-probabilities."""
-    request.return_logprob = True
-    setattr(request, ASKED, True)
+    request.return_logprob, request.top_logprobs_num = True, int(weighed == LOGPROBS)
+    setattr(request, ASKED, weighed)
 
 
-def taken(info: dict[str, Any], state: Any) -> float:
-    """Take out of an output's `meta_info` what nobody has asked for; return the weight of all tokens so far."""
+def taken(info: dict[str, Any], state: Any) -> Logs:
+    """Take out of an output's `meta_info` what nobody has asked for; return log p and log q of all tokens so far, or
+    weights and zeros."""
     for name in [name for name in info if "logprobs" in name]:
         del info[name]
-    return float(sum(state.output_token_logprobs_val))
+    first = list(state.output_token_logprobs_val)
+    return first, [value for (value,) in state.output_top_logprobs_val] or [0.0] * len(first)
 
 
 def note(batch: Any) -> None:
@@ -49,17 +56,23 @@ def apply_logits_bias(original: Callable[..., Any], self: Any, logits: Tensor) -
     if not rows:
         original()
         return
-    with _weighed(logits, rows) as weighed:
+    logged = _on(logits, list(rows.values()))
+    temperatures = torch.where(logged > 0, self.temperatures[_on(logits, list(rows)), 0], 1.0)
+    with _weighed(logits, list(rows), temperatures) as weighed:
         original()
-    setattr(self, _WEIGHTS, weighed)
+    setattr(self, _WEIGHTS, (rows, logged, *weighed))
 
 
-@hook("sglang.srt.layers.sampler:Sampler.forward", why="an answer's weight")
+@hook("sglang.srt.layers.sampler:Sampler.forward", why="an answer's weight, or log p and log q of its tokens")
 def sample(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
     result = original()
     if (weighed := vars(sampling_info).pop(_WEIGHTS, None)) is not None:
-        rows, weights = weighed
-        logits_output.next_token_logprobs[rows] = weights
+        requests, logged, rows, legal, whole = weighed
+        log_p, log_q = log_probs_of(legal, whole, result[rows]).unbind(1)
+        logits_output.next_token_logprobs[rows] = torch.where(logged > 0, log_p, log_p - log_q)
+        for i, (request, asks) in enumerate(requests.items()):
+            if asks:
+                logits_output.next_token_top_logprobs_val[request] = log_q[i : i + 1]
     return result
 
 
@@ -73,9 +86,9 @@ def verified(batch: Any, logits: Tensor) -> Iterator[None]:
     each = len(logits) // len(batch.reqs)
     with _weighed(logits, [request * each + i for request in requests for i in range(each)]) as weighed:
         yield
-    rows, weights = weighed
-    table = weights.new_zeros(len(logits)).index_copy_(0, rows, weights)
-    setattr(batch.sampling_info, _WEIGHTS, (_on(logits, requests), table))
+    rows, legal, whole = weighed
+    table = whole.new_zeros(len(logits)).index_copy_(0, rows, legal.logsumexp(-1) - whole)
+    setattr(batch.sampling_info, _WEIGHTS, (_on(logits, list(requests)), table))
 
 
 @hook(
@@ -91,23 +104,26 @@ def accepted(original: Callable[..., Any], batch: Any, logits_output: Any, accep
 
 
 @contextlib.contextmanager
-def _weighed(logits: Tensor, rows: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Mask logits meanwhile. Afterwards the result is the rows, [n] int64, and their weights, [n] float32: whatever
-    else was done to the logits, the weights are of those before, and of the tokens that are possible now."""
+def _weighed(logits: Tensor, rows: Sequence[int], temperatures: Tensor | None = None) -> Iterator[list[Tensor]]:
+    """Mask logits meanwhile. Afterwards the result is the rows, [n] int64, their masked logits, [n, vocabulary]
+    float32, and the log-sum-exp of all, [n]: whatever else was done to the logits, as they were before, and of the
+    tokens that are possible now."""
     result: list[Tensor] = []
     index = _on(logits, rows)
     before = logits[index].float()
+    if temperatures is not None:
+        before /= temperatures[:, None]
     yield result
     whole = before.logsumexp(-1)
-    legal = before.masked_fill_(logits[index].isneginf(), -torch.inf)
-    result += [index, legal.logsumexp(-1) - whole]
+    result += [index, before.masked_fill_(logits[index].isneginf(), -torch.inf), whole]
 
 
-def _asking(batch: Any) -> list[int]:
+def _asking(batch: Any) -> dict[int, bool]:
+    """The requests of a batch that ask, and whether for log p and log q."""
     if not batch.return_logprob:  # nobody asks, see `ask`
-        return []
+        return {}
     carried = [read(one.sampling_params.custom_params) for one in batch.reqs or ()]
-    return [i for i, one in enumerate(carried) if one is not None and one.weighed]
+    return {i: one.weighed == LOGPROBS for i, one in enumerate(carried) if one is not None and one.weighed}
 
 
 def _on(logits: Tensor, rows: Sequence[int]) -> Tensor:

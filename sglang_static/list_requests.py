@@ -21,10 +21,12 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.serving.answer_fields import FIELDS
+from itemset.ranking.token_scores import TokenScores
+from itemset.serving.answer_fields import FIELDS, item_logprobs
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected
-from itemset.serving.request_fields import BEAMS, REFERENCE
+from itemset.serving.request import wants_candidates
+from itemset.serving.request_fields import BEAMS, LOGPROBS, REFERENCE
 from itemset.serving.wire import EngineRequest, ListResult, ListTotals, NoList, Tokens
 from sglang_static.request import CARRIED
 
@@ -56,8 +58,13 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
 
     # SGLang looks for the client only every four seconds of a request that was tokenized (_wait_one_response).
     answers = await while_connected(each(), http_request)
-    if (body().fields or {}).get(BEAMS):  # an OpenAI endpoint, which wants an answer a choice
-        return [one for answer in answers for one in answer["meta_info"]["beam_results"]]
+    given = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[0]
+    if (body().fields or {}).get(BEAMS) or wants_candidates(given):  # an OpenAI endpoint wants an answer a choice
+        items = [one for answer in answers for one in answer["meta_info"]["beam_results"]]
+        for info in (one["meta_info"] for one in items):
+            score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
+            info["item"] = score | {name: info[name] for name in IN_ITEM if name in info}
+        return items
     return answers[0] if single else answers
 
 
@@ -65,15 +72,11 @@ def with_items(response: Any, results: Sequence[Any]) -> Any:
     """An OpenAI response with each answer's item in its choice: its key, in a ranked list also all its keys, its rank
     and score, and what the list took. Responses to requests without a set stay as they are."""
     infos = [result["meta_info"] for result in results or ()]
-    if not any(info.keys() & {*FIELDS, "rank", "draw"} for info in infos) or not hasattr(response, "choices"):
+    if not any(info.keys() & {*FIELDS} for info in infos) or not hasattr(response, "choices"):
         return response
     body = response.model_dump(mode="json")
     for choice, info in zip(body["choices"], infos, strict=True):
-        if "rank" in info or "draw" in info:
-            score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
-            choice["item"] = score | {name: info[name] for name in IN_ITEM if name in info}
-        else:
-            choice.update({name: info[name] for name in FIELDS if name in info})
+        choice.update({name: info[name] for name in FIELDS if name in info})
     return ORJSONResponse(body)
 
 
@@ -103,6 +106,9 @@ async def _one(
         best = front_end.one_request.outcome(job.carried, result, job.search)
     if best is None:
         best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
+    logs = TokenScores(job.item_set, [item.tokens for item in best.items] if asked.weighed else [], end)
+    if logs.passes:
+        await front_end.lists.run(logs, partial(_ask, generate, manager, lora, prompt), read)
     results: list[dict[str, Any]] = []
     async for part in front_end.lists.entries(best, job.item_set, job.of_set):
         for item, entry in part:
@@ -116,6 +122,8 @@ async def _one(
                 "sequence_score": item.score,
                 **{name: value for name, value in entry.items() if name not in ("score", "logprob")},
             }
+            if logs.items:
+                said_of_item[LOGPROBS] = item_logprobs(*logs.items[len(results)])
             text = texts.get(item.tokens) or tokenizer.decode(item.tokens, skip_special_tokens=skip)
             results.append({"output_ids": ids, "text": text, "meta_info": said_of_item})
     first = results[0]

@@ -86,7 +86,7 @@ class ItemSetSampler:
         spare = config.inline_set_memory + self.catalogue.headroom()
         self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device, kernels=self.kernels)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
-        for opened in self.catalogue.versions.serving:
+        for opened in self.catalogue.serving:
             pieces = self.holdings.hold(opened.name, opened.sets)
             self.holdings.settle(opened.name)
             for item_set in opened.sets.values():

@@ -9,19 +9,18 @@ from typing import Any
 
 from itemset import ItemSet
 from itemset.embedded.rewrite import mentions
-from itemset.serving.body_constraints import holds_sets
 from itemset.serving.catalogue import Catalogue, RefusedError, receive_set
 from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
-from itemset.serving.draw_options import refuse_beside, wants_draws
-from itemset.serving.request import ItemRequest
-from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SELECTION, SLATE, WEIGHT
+from itemset.serving.lost_fields import holds_sets
+from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
+from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 
 CONSTRAINT = "item_set_constraint"
 """Where a prompt's sampling parameters have its Constraint, as an ItemRequest stands at `item_set`."""
 CARRIED = "item_set_list"
 """Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
-_WORDS = (REFERENCE, CHOICE, CONSTRAINT, SLATE, WEIGHT, *SELECTION)
+_WORDS = (REFERENCE, CHOICE, CONSTRAINT, SLATE, WEIGHT, LOGPROBS, *SELECTION)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -38,7 +37,7 @@ def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping
 
 def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
     """Whether the parameters of a prompt ask for a beam search, or for draws."""
-    if any(map(wants_draws, places(params, fields))):
+    if any(map(wants_draws, places(params, fields))) or wants_candidates(params):
         return True
     return bool(fields.get(BEAMS)) or params.get("beam_width") not in (None, 0, 1)
 
@@ -57,7 +56,11 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
     given = {key: value for place in each for key, value in place.items()}
     others = [key for key in OTHERS if params.get(key)]
     k, twice = None, False
-    if drawn := wants_draws(given):
+    if wants_candidates(params):
+        given, k = candidates(given, params)
+        given |= _of_draws({**params, "n": None}, fields) if k is None else {}
+        drawn = k is None
+    elif drawn := wants_draws(given):
         given |= _of_draws(params, fields)
     elif ranked:
         k = params.get("n") or 1

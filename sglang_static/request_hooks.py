@@ -19,7 +19,7 @@ def _add_middleware(app: Any) -> None:
     """The middleware that brings a body's fields to its request, innermost; the routes of /v1/item_sets."""
     from starlette.middleware import Middleware
 
-    from itemset.serving.http_routes import add_routes
+    from itemset.serving.http_bodies import add_routes
     from sglang_static.http import ItemSetFields
 
     if not any(one.cls is ItemSetFields for one in app.user_middleware):
@@ -87,8 +87,8 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     grammar = given.get(REFERENCE) or given.get(CONSTRAINT)
-    if getattr(grammar, "weighed", False):
-        legal_mass.ask(obj)
+    if weighed := getattr(grammar, "weighed", ""):
+        legal_mass.ask(obj, weighed)
     try:
         tokenized = original()
     finally:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.arena import ArenaFullError, check_tables
-from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
 from itemset.serving.versions import Opened
+from itemset.serving.wire import Prepare, Stage
 from sglang_static import compat
 from sglang_static.compat import hook
 

@@ -179,12 +179,19 @@ def offline_sglang(engine: Any, words: Mapping[str, Any]) -> list[Got]:
 
 def options(folder: Path, tokenizer: Any) -> dict[str, dict[str, str]]:
     """The plugin's options that register the sets that are asked for: files, a published set and a view."""
-    from demo_checks import built
+    from demo_checks import source
 
     files = files_of(folder, tokenizer)
     published.publish(files["titles"], folder / "live")
-    others = {"live": str(folder / "live"), "films": str(built(folder, tokenizer))}
+    others = {"live": str(folder / "live"), "films": source(folder)}
     return {"item_sets": files | others, "item_views": {"new": VIEW}}
+
+
+def in_process(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The same for an engine in this process, where a set may be a list: the films, whose keys are their places."""
+    from demo_checks import TITLE_OF
+
+    return {**given, "item_sets": {**given["item_sets"], "films": [*TITLE_OF.values()]}}
 
 
 def flags(given: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -122,11 +122,14 @@ def compared(
     impossible: float = 0.1,
     lockstep: bool = False,
     races: bool = False,
+    narrow: bool = False,
     **options: Any,
 ) -> Compared:
     """Search these sets, a list each, with random logits, of which some are -inf and many are equal.
 
-    padding: columns that lie beside the logits in memory. lockstep, races: of these beams. options: of `Beams`.
+    padding: columns that lie beside the logits in memory. lockstep, races: of these beams. narrow: whether they get the
+    logits of the sets' own tokens only, and the sums of all in two parts; the items must be those of all logits.
+    options: of `Beams`.
     """
     built = [made(items) for items in sets]
     arena = Arena(sum(map(room_for, built)), device)
@@ -134,7 +137,11 @@ def compared(
     if races:
         options["keys"] = torch.arange(3, 3 + len(sets), device=device) << 40
     kind = Lockstep if lockstep else Beams
-    beams = kind(arena, numbers, covering([s.level_plan for s in built]), **options)
+    beams, other = (kind(arena, numbers, covering([s.level_plan for s in built]), **options) for _ in range(2))
+    own = np.unique(np.concatenate([[options["end_token"] or 0], *(s.token_ids for s in built)]))
+    own = torch.from_numpy(own[own < vocabulary]).to(device)
+    columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)
+    columns[own] = torch.arange(len(own), dtype=torch.int32, device=device)
     beams._kernels = kernels = Compared()  # type: ignore[assignment]
     draw, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     while beams.passes_left:
@@ -146,7 +153,19 @@ def compared(
         shape = (rows, beams.queries, vocabulary + padding)
         logits = torch.randn(shape, generator=generator, device=device).mul(4).round_(decimals=1)
         logits[torch.rand(shape, generator=generator, device=device) < impossible] = -torch.inf
-        beams.round(logits.to(dtype)[:, 0 if lockstep else slice(None), padding:])
+        logits = logits.to(dtype)[:, 0 if lockstep else slice(None), padding:]
+        if narrow:
+            other.round(logits)
+            halves = (logits[..., : vocabulary // 2], logits[..., vocabulary // 2 :])
+            renormalised = options.get("renormalised")
+            sums = None if renormalised else torch.logaddexp(*map(beams.log_sums, halves))
+            beams.round(logits[..., own], columns=columns, sums=sums)
+        else:
+            beams.round(logits)
         if not lockstep and draw.random() < 0.5:
             beams.narrow()
+            other.narrow()
+    if narrow:
+        assert torch.equal(beams.found.tokens, other.found.tokens)
+        torch.testing.assert_close(beams.found.scores, other.found.scores, rtol=0, atol=1e-5)
     return kernels

@@ -32,6 +32,7 @@ LISTS = {
     "logits": "*bf16",
     "sums": "*fp32",
     "words": "*i32",
+    "columns": "*i32",
     "power": "i64",
     **dict.fromkeys(["bars", "ends", "item_scores", "item_logs", "new_scores", "new_logs"], "*fp64"),
     **dict.fromkeys(["sets", "table", "tokens", "offsets", "keys", "places", "new", "new_tokens"], "*i64"),
@@ -50,11 +51,13 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "grow_tree": (kernels._grow_kernel, {"LAYOUT": TREE}),
     "lists_candidates": (beams.candidates_kernel, {"ITEMS": OPEN}),
     "lists_candidates_alone": (beams.candidates_kernel, {"ITEMS": ALONE}),
+    "lists_candidates_narrow": (beams.candidates_kernel, {"ITEMS": OPEN, "columns": GIVEN}),
     "lists_candidates_steps": (beams.candidates_kernel, {"ITEMS": ENDED, "WHOLE": False}),
     "lists_ended": (beams.ended_kernel, {}),
     "lists_follow": (beams.follow_kernel, {"LANES": beams.LANES}),
     "lists_follow_steps": (beams.follow_kernel, {"WHOLE": False, "LANES": beams.LANES}),
     "lists_legal_sums": (beams.legal_sums_kernel, {}),
+    "lists_legal_sums_narrow": (beams.legal_sums_kernel, {"columns": GIVEN}),
     "lists_log_sums": (beams.log_sums_kernel, {"LANES": beams.SUM_LANES}),
     "lists_merge": (beams.merge_kernel, {"done": None, "done_tokens": None, "ITEMS": beams.ITEMS}),
     "lists_merge_done": (beams.merge_kernel, {"ITEMS": beams.ITEMS}),
@@ -73,7 +76,14 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "walk_tree": (kernels._walk_kernel, {"LAYOUT": TREE, "logits": None} | MASK),
 }
 COMMON = {"rows_each": None, "positions": None, "STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
-LISTS_COMMON = {"ALIGNED": True, "EACH": beams.SUM_EACH, "OTHERS": beams.OTHERS, "TOKENS": beams.TOKENS, "WHOLE": True}
+LISTS_COMMON = {
+    "columns": None,
+    "ALIGNED": True,
+    "EACH": beams.SUM_EACH,
+    "OTHERS": beams.OTHERS,
+    "TOKENS": beams.TOKENS,
+    "WHOLE": True,
+}
 
 
 class Form(NamedTuple):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from demo_checks import TITLE_OF
 from engine_words import Answer
 from inside_cases import ALONE, BAD, BAD_SLATES, CASES, SCHEMAS, TITLES
 from models import tiny_tokenizer
@@ -37,7 +38,8 @@ def test_beside_sets_and_other_grammars(engine):
     """In one batch, on the device path as well: each as if it were alone."""
     item = {"item_set": "titles", "max_tokens": 40, "temperature": 1}
     words = [holding("object"), {"regex": "[a-c]{4}", "max_tokens": 20}, item, holding("slate")] * 4
-    answers = engine.ask([f"q {i}" for i in range(16)], words)
+    *answers, film = engine.ask([f"q {i}" for i in range(17)], [*words, item | {"item_set": "films"}])
+    assert [*TITLE_OF.values()][film.said["item"]["key"]] == film.text  # of a list that the engine was given
     check(["object", "slate"] * 4, [answer for i, answer in enumerate(answers) if i % 4 in (0, 3)])
     for answer in answers[1::4]:
         assert set(answer.text) <= set("abc")

@@ -16,6 +16,7 @@ from typing import Any
 import changes
 import hostile
 import lost_words
+import numpy as np
 import playground_checks
 import pytest
 from request_fields import BAD_SELECTIONS
@@ -54,9 +55,14 @@ class Dialect:
 
 @contextmanager
 def flags_with_a_uri(named_sets: dict[str, NamedSet]) -> Iterator[list[str]]:
-    """Flags for all sets, one of which is an index under a URI."""
-    with web_server(Path(named_sets["one"].path).parent) as (address, _):
-        yield named_flags(named_sets | {"one": replace(named_sets["one"], path=f"{address}/one.itemset")})
+    """Flags for all sets, of which one is an index under a URI, and one a matrix of token ids that has none yet."""
+    folder = Path(named_sets["one"].path).parent
+    np.save(folder / "labels.npy", np.array(sorted(named_sets["labels"].items)))
+    labels = replace(named_sets["labels"], path=str(folder / "labels.npy"))
+    with web_server(folder) as (address, _):
+        yield named_flags(
+            named_sets | {"labels": labels, "one": replace(named_sets["one"], path=f"{address}/one.itemset")}
+        )
 
 
 def post(server: HttpServer, path: str, **body: Any) -> dict[str, Any]:

@@ -392,3 +392,31 @@ def test_closed_pipe(tmp_path):
     assert process.wait(timeout=120) == 0
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_serve_composes_the_engines_command(engine, monkeypatch):
+    from itemset.cli import serve
+
+    monkeypatch.setattr(serve, "find_spec", lambda name: name == engine or None)
+    args = cli.parse(["serve", "data/my films.csv?key=id", "--model", "m", "--port", "81"])
+    command, _, url, name = serve.command_of(args, ["--seed", "3"])
+    assert (url, name) == ("http://localhost:81/v1", "my_films")
+    assert command[-2:] == ["--seed", "3"]
+    assert "my_films=data/my films.csv?key=id" in command
+    args = cli.parse(["serve", "a-b=x/y=z.csv", "--model", "m"])
+    assert serve.command_of(args, [])[2:] == (f"http://localhost:{8000 if engine == 'vllm' else 30000}/v1", "a-b")
+    other = "sglang" if engine == "vllm" else "vllm"
+    with pytest.raises(itemset.ItemSetError, match=rf"{other} is not installed here: pip install .*\[{other}\]"):
+        serve.command_of(cli.parse(["serve", "a.csv", "--model", "m", "--engine", other]), [])
+
+
+def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys):
+    (tmp_path / "users.jsonl").write_text('{"prompt": "p"}\n\n{"prompts": 7}\n')
+    words = ["bench", "--url", "http://localhost:9/v1", "--set", sids, "--tokenizer", tokenizers[0]]
+    message = refused(capsys, *words, "--users", str(tmp_path / "users.jsonl"))
+    assert 'users.jsonl, line 2: write {"prompt": "...", "truth": [keys]}' in message
+    assert "localhost:9/v1 does not answer" in refused(capsys, *words)
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--body", "open"])
+    assert "is not LABEL=JSON" in capsys.readouterr().err

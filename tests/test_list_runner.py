@@ -14,8 +14,8 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Best, Search
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.list_runner import Lists, Pace, Refusals, run_together, search_for
-from itemset.serving.request import ListOptions
+from itemset.serving.list_runner import Lists, OneRequest, Pace, run_together, search_for
+from itemset.serving.request_fields import ListOptions
 
 END = 50
 ITEMS = itemset.build(np.random.default_rng(0).integers(0, END, (4_000, 3)))
@@ -185,7 +185,7 @@ def test_searches_run_together_as_each_alone():
 
 def test_refusals_are_remembered_and_logged_once():
     logged: list[str] = []
-    refusals = Refusals(lambda text, reason: logged.append(reason))
+    refusals = OneRequest(lambda text, reason: logged.append(reason), beams=1, widest=None, too_many="")
     refusals.refused("no room now")
     assert refusals.why("films", 8) is None
     for width in range(8, 300):

@@ -29,6 +29,7 @@ KERNELS = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
 SMALL = {"SUM_LANES": 8, "SUM_EACH": 2, "CHILDREN": 8, "LANES": 4, "ITEMS": 2, "OTHERS": 8, "TOKENS": 4}
 WIDE = [[[t] for t in range(58)] + [[3, t] for t in range(20)] + [[3, 5, 1, 2, 6], [9, 1]]]
 SEARCHES: list[dict[str, Any]] = [{}, {"renormalised": True}, {"stepwise": True}, {"lockstep": True}]
+NARROW: list[dict[str, Any]] = [{"narrow": True} | kind for kind in SEARCHES]
 RACES: list[dict[str, Any]] = [{"races": True, "temperature": 0.7} | kind for kind in ({}, *SEARCHES[2:])]
 
 VIEWS = ("view", "select", "slice", "unbind", "detach", "alias", "_unsafe_view", "expand", "transpose")
@@ -53,7 +54,7 @@ def random_sets(seed: int) -> list[list[list[int]]]:
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), end=st.sampled_from([None, END]), data=st.data())
 def test_both_agree(small_constants: None, items: list[list[int]], end: int | None, data: Any) -> None:
-    options = data.draw(st.sampled_from(SEARCHES + RACES))
+    options = data.draw(st.sampled_from(SEARCHES + RACES + NARROW))
     size = {"width": data.draw(st.integers(1, 6)), "k": data.draw(st.integers(1, 6))}
     end = END if "races" in options else end
     compared([items], DEVICE, seed=1, vocabulary=VOCABULARY, end_token=end, **size, **options)
@@ -68,7 +69,7 @@ def test_lists_of_different_sets_and_logits_of_any_type(dtype: torch.dtype, opti
     assert run.compared > 10
 
 
-@pytest.mark.parametrize("options", SEARCHES + RACES, ids=str)
+@pytest.mark.parametrize("options", SEARCHES + RACES + NARROW, ids=str)
 @pytest.mark.usefixtures("small_constants")
 def test_programs_run_in_any_order_and_in_turns(options: dict[str, Any]) -> None:
     with interleaved(seed=5):

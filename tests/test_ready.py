@@ -18,7 +18,7 @@ from itemset.masking.batch import Batch
 from itemset.masking.device_slate import Slate
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import Slots
-from itemset.trie import ready
+from itemset.trie import levels as ready
 
 STOPS = [17, 4_500]
 

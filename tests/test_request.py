@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.draw_options import DrawOptions, refuse_beside
-from itemset.serving.request import ItemRequest, ListOptions
-from itemset.serving.request_fields import COMPARED
+from itemset.serving.request import ItemRequest, refuse_beside
+from itemset.serving.request_fields import COMPARED, DrawOptions, ListOptions
 
 CONSTRAINTS = ("item_set", "choice", "regex")
 
@@ -29,7 +28,7 @@ def test_what_a_request_asks_for():
     best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9, without_end=False)
     assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).ranked == best
     assert asked("films", k=10).ranked == ListOptions(10)
-    assert asked("films", return_set_weight=True) == ItemRequest("films", weighed=True)
+    assert asked("films", return_set_weight=True) == ItemRequest("films", weighed="return_set_weight")
     assert asked("films", return_set_weight=False) == ItemRequest("films")
 
 

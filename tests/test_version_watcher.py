@@ -26,9 +26,9 @@ from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.request import ItemRequest
-from itemset.serving.rollout_messages import Stage
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.version_watcher import Follower
+from itemset.serving.wire import Stage
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
 
@@ -226,7 +226,7 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
     assert len(processes.engines[0]["more"]) == more.versions[0].items
     more.folder.rename(films.folder.parent.parent / "away")
     processes.follower.look()
-    assert [len(one.versions.open_sets()) for one in processes.engines] == [1]
+    assert [len(one.open_sets()) for one in processes.engines] == [1]
     with pytest.raises(RefusedError, match="no item set is called 'more'"):
         processes.checks[0].reference(ItemRequest(item_set="more"))
     with pytest.raises(RefusedError, match="no item set is called 'more'"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import cell_asking
+import client_checks
 import demo_checks
+import pages
 import pytest
 from inside_cases import ALONE, BAD, BAD_SLATES, CHAT, SLATE, TITLES, check_refused_beside_slates
 from inside_tests import *  # noqa: F403 - its tests, with the engine and the server of this module
@@ -25,7 +27,8 @@ def options(tmp_path_factory):
 
 @pytest.fixture
 def engine(runner, engines, tiny_model, options):
-    return engines(runner, tiny_model, structured_outputs_config=COMPACT, additional_config=options)
+    given = cell_asking.in_process(options)
+    return engines(runner, tiny_model, structured_outputs_config=COMPACT, additional_config=given)
 
 
 @pytest.fixture
@@ -69,13 +72,23 @@ def test_without_our_backend_an_item_set_is_no_string(engines, tiny_model):
         engines("v1", tiny_model).ask(["p"], holding("object"))
 
 
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    """A folder for the pages of the docs, with one of published sets that the server follows."""
+    folder = tmp_path_factory.mktemp("shop")
+    (folder / "sets").mkdir()
+    return folder
+
+
 @pytest.fixture
-def server(servers, tiny_model, options):
+def server(servers, tiny_model, options, shop):
     config = "--structured-outputs-config"
     backend = (f"{config}.backend", "static", f"{config}.disable_any_whitespace", "true")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     # As much context as the demo's questions need.
-    return servers("v2", tiny_model, arguments=(*backend, *tools, *cell_asking.flags(options)), max_model_len=1024)
+    more = ("--item-set-dir", str(shop / "sets"), "--additional-config", '{"item_set_headroom": 64000000}')
+    arguments = (*backend, *tools, *cell_asking.flags(options), *more)
+    return servers("v2", tiny_model, arguments=arguments, max_model_len=1024)
 
 
 @pytest.mark.parametrize("name", cell_asking.asks("vllm"))
@@ -83,8 +96,20 @@ def test_every_cell_of_the_docs_over_http(server, name):
     cell_asking.check(server, "vllm", name)
 
 
-def test_the_demos_questions(server, options, monkeypatch):
-    demo_checks.check(server, "vllm", options["item_sets"]["films"], monkeypatch)
+def test_the_demos_questions(server, monkeypatch):
+    demo_checks.check(server, "vllm", monkeypatch)
+
+
+@pytest.mark.parametrize("page", ["index", "tutorials/recommender", "tutorials/json_field", "tutorials/labels"])
+def test_pages_as_a_reader_follows_them(page, server, shop, tiny_model):
+    printed = pages.follow(f"{page}.md", shop, tiny_model, server)
+    assert printed[-1]
+
+
+def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path, capsys):
+    client_checks.check(server)
+    client_checks.check_printed(server, tmp_path)
+    client_checks.check_bench(server, tiny_model, tmp_path, capsys)
 
 
 def test_items_inside_are_counted(server):

@@ -189,6 +189,8 @@ def test_metrics(server, runner):
     after = server.figures()
     gained = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
     path = "device" if runner == "v2" else "host"
+    steps = [gained.pop(name) for name in list(gained) if name.startswith("item_set:sampled_steps")]
+    assert (sum(steps) > 2) == (path == "device")
     assert gained == {
         'item_set:requests_total{item_set="labels"}': 1,
         'item_set:requests_total{item_set="inline"}': 1,

@@ -8,6 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from candidate_tests import *  # noqa: F403 - its trainer
+from candidate_tests import check_candidates, check_refusals, check_samples
 from engine_words import PROMPT
 from models import cached_tiny_llama
 from sets import FIRST
@@ -132,9 +134,32 @@ def test_on_v1_the_host_waits_for_no_copy():
 
     from vllm_static import legal_mass, v1_token_logprobs
 
-    logits = torch.zeros(4, 9, device="meta")
+    logits, rows = torch.zeros(4, 9, device="meta"), [(0, 0, 1), (1, 0, 3)]
     with PageableCopies() as copies:
-        assert legal_mass._mass(logits, [(0, 0, 1), (1, 0, 3)]).shape == (2,)
+        assert legal_mass._scaled(logits, rows, legal_mass.to_device([1, 1], logits.device)[:, None]).shape == (2, 9)
         ids, scores = v1_token_logprobs._scores(Sampler(), logits, [0, 2], [[1, 2, 3], [4]])
     assert ids.shape == scores.shape == (2, 3)
     assert copies.found == []
+
+
+@pytest.mark.parametrize("way", [WAYS["v1"], WAYS["v2"], WAYS["v2-drafted"]], ids=["v1", "v2", "v2-drafted"])
+def test_candidates_have_the_log_probabilities_of_the_trainer(engines, tiny_model, static, named_sets, trainer, way):
+    runner, path, speculative = way
+    more = {"speculative_config": speculative | {"model": str(cached_tiny_llama(seed=1))}} if speculative else {}
+    engine = engines(runner, tiny_model, **on_path(static, path, "numba"), **more)
+    check_samples(engine, named_sets, trainer)
+    if not speculative:
+        check_candidates(engine, named_sets, trainer)
+
+
+def test_candidates_beside_samples_of_one_call(engines, tiny_model, static, named_sets):
+    """In the order of the prompts."""
+    engine = engines("v2", tiny_model, **on_path(static, "device", "numba"))
+    words = [{"item_set": "tagged", "list": True, "n": 2}, {"max_tokens": 3, "n": 2, "ignore_eos": True}]
+    *listed, first, second = engine.ask([PROMPT, "A film"], words)
+    assert all(answer.item in named_sets["tagged"].items for answer in listed)
+    assert len(first.tokens) == len(second.tokens) == 3
+
+
+def test_what_makes_no_candidates_is_refused(engines, tiny_model, static):
+    check_refusals(engines("v2", tiny_model, **on_path(static, "device", "numba")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections import Counter
@@ -522,3 +523,117 @@ def test_lists_over_http(servers, tiny_model, named_sets):
     assert 6 <= counted["one request"] <= 7
     assert passes["full"] == passes["piecewise"] == 0
     assert passes["none"] >= 4  # of a list, or of several together
+
+
+def off(llm: Any) -> Any:
+    """In the engine's process, while this is entered: logits of all tokens are computed."""
+    return mock.patch.object(runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow, "why_not", "turned off")
+
+
+def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[Item], int, int]:
+    """In the engine's process: a list with logits of its set's tokens, the same with those of all, and the most logits
+    that a row had in the first; and how many the vocabulary has."""
+    from vllm_static import narrow_head
+
+    def wide() -> list[Item]:
+        (found,) = inside(llm, name, 9, 6, renormalised, [21])
+        return found
+
+    model, widths = runner_of(llm).model, [0]
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        widths.append(logits.shape[1])
+        return logits
+
+    compute = model.compute_logits
+    small = mock.patch.multiple(narrow_head, PART=1, FEWEST=300)
+    head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
+    with small, mock.patch.object(head, "parts", True), mock.patch.object(model, "compute_logits", counted):
+        narrow = wide()
+    with off(llm):
+        return narrow, wide(), max(widths), runner_of(llm).vocab_size
+
+
+@pytest.mark.parametrize("name", ["fixed", "prefixes", "ragged"])
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_lists_from_logits_of_their_own_tokens(engine, name, renormalised):
+    """No row has logits of the whole vocabulary, but for the prompt's if scores are raw."""
+    narrow, wide, most, vocabulary = engine.call(narrowly, name, renormalised)
+    same(narrow, wide)
+    assert most < vocabulary or not renormalised
+    assert len(narrow) > 1
+
+
+def answered(llm: Any, requests: list[tuple[str | None, dict[str, Any]]], narrow: bool) -> tuple[Any, dict[str, int]]:
+    """In the engine's process: tokens of answers asked for together, and how their steps were sampled."""
+    head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
+    params = [
+        SamplingParams(max_tokens=12, detokenize=False, extra_args=name and {"item_set": name}, **words)
+        for name, words in requests
+    ]
+    prompts = [{"prompt_token_ids": prompt_of(9)}] * len(params)
+    before = Counter(head.steps)
+    with contextlib.nullcontext() if narrow else off(llm):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs], dict(head.steps - before)
+
+
+GREEDY: dict[str, Any] = {"temperature": 0}
+SEEDED: dict[str, Any] = {"temperature": 1.3, "seed": 7}
+KINDS = [
+    GREEDY,
+    SEEDED,
+    {**SEEDED, "top_k": 3},
+    {**SEEDED, "top_p": 0.8, "min_p": 0.1},
+    {**SEEDED, "logit_bias": {5: 2}},
+]
+KINDS += [{**GREEDY, "repetition_penalty": 1.5}]
+
+
+def test_answers_from_logits_of_their_own_tokens(engine):
+    """Those of the full head, also with all that changes single logits, whoever is in the batch."""
+    requests = [("fixed", one) for one in KINDS]
+    narrow, steps = engine.call(answered, requests, True)
+    assert set(steps) == {"narrow"}
+    assert narrow == engine.call(answered, requests, False)[0]
+    for request, alone in zip(requests[:2], narrow, strict=False):
+        assert engine.call(answered, [request], True)[0] == [alone]
+
+
+FULL: dict[str, list[tuple[str | None, dict[str, Any]]]] = {
+    "requests without a set": [("fixed", GREEDY), (None, GREEDY)],
+    "sets with other tokens": [("fixed", GREEDY), ("ragged", GREEDY)],
+    "logprobs or weights": [("fixed", {**GREEDY, "logprobs": 1})],
+}
+
+
+@pytest.mark.parametrize("reason", FULL)
+def test_steps_that_need_all_logits(engine, reason):
+    found, steps = engine.call(answered, FULL[reason], True)
+    assert reason in steps
+    assert found == engine.call(answered, FULL[reason], False)[0]
+
+
+def other_weights(llm: Any) -> tuple[bool, bool]:
+    """In the engine's process: whether an alphabet's logits are those of the head, once this has changed; and whether
+    one without room is omitted."""
+    head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
+    key = np.arange(3, 300, 7).tobytes()
+    hidden = torch.ones(2, runner_of(llm).model_config.get_hidden_size())
+    weight = head._head.weight
+    with torch.inference_mode():
+        before = weight.clone()
+        head.logits(hidden, head.alphabet(key))
+        weight.mul_(2)
+        head.refresh()
+        alphabet = head.alphabet(key)
+        same = torch.allclose(head.logits(hidden, alphabet), hidden @ weight[alphabet.tokens].T, atol=1e-5)
+        weight.copy_(before)
+        head.refresh()
+    with mock.patch.object(head, "_memory", head._memory[:64]):
+        return same, head.alphabet(key) is None
+
+
+def test_rows_of_the_head_follow_its_weights(engine):
+    assert engine.call(other_weights) == (True, True)

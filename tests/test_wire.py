@@ -19,8 +19,8 @@ from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, arena_bytes, room_for
 from itemset.serving.catalogue import Catalogue, InlineSet, open_set, receive, receive_set, set_ref
 from itemset.serving.config import StaticConfig, Words
+from itemset.serving.inline import Chosen
 from itemset.serving.request import ItemRequest
-from itemset.serving.selections import Chosen
 from itemset.serving.wire import EngineRequest, HolesSpec, ListResult, ListSpec, NoList, SetRef, name_of, read
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]
@@ -98,7 +98,7 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
             held = below is not None and below.digest == kept.item_set.base.digest  # type: ignore[union-attr]
             own_filter = kept.own_filter.index if kept.own_filter else None
             sent = SetRef(sent_here.reference, sent_here.index, None if held else own_filter)
-            at_worker = open_set(engine.versions, sent, below)
+            at_worker = open_set(engine, sent, below)
             arena.place(at_worker, resident.number, resident.start, resident.below)
             assert arena.holds(made.digest, resident.number, resident.start)
             assert all(arena.view(number) is not None for number, _ in resident.below[1:])
@@ -167,7 +167,7 @@ def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:
 
 
 CARRIED = [
-    EngineRequest(SetRef("inline:ab", b"\x00index", b"bits"), weighed=True),
+    EngineRequest(SetRef("inline:ab", b"\x00index", b"bits"), weighed="return_set_weight"),
     EngineRequest(SetRef("films"), ListSpec(3, 8, 2, without_end=True, races=(-(2**63), 7), temperature=0.5)),
     EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")], (3, -1))),
     EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),)), slate=(4, 9)),
@@ -189,7 +189,7 @@ def test_what_a_request_carries_survives_the_engines_own_messages(carried: Engin
 
 def test_a_version_that_is_gone_is_named(config: StaticConfig) -> None:
     with pytest.raises(ItemSetError, match="version 4f3a of item set 'films' is no longer loaded: retry the request"):
-        open_set(Catalogue(config).versions, SetRef("version:4f3a@films"), None)
+        open_set(Catalogue(config), SetRef("version:4f3a@films"), None)
 
 
 def test_a_refused_list_is_read_back() -> None:

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from itemset.serving import metrics
 from itemset.serving.answer_fields import told_of
 from itemset.serving.hooks import IMPORTED
+from itemset.serving.request_fields import LOGPROBS
 from vllm_static.compat import hook
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -36,16 +37,18 @@ def add_request(original: Callable[..., Any], self: Any, request: Any, parent_re
 @hook("vllm.v1.engine.output_processor:RequestState._new_completion_output", why="which item a finished answer is")
 def new_completion_output(original: Callable[..., Any], self: Any, finish_reason: Any, stop_reason: Any) -> Any:
     """The one place where all tokens of a finished answer are known."""
-    output, weight = original(), None
+    output, logs = original(), ((), ())
     if (expected := getattr(self, EXPECTED, None)) is None:
         return output
-    if expected.weighed:  # nobody has asked for the columns in which the weights came
-        weight, output.logprobs, output.cumulative_logprob = output.cumulative_logprob, None, None
+    if expected.weighed:  # nobody has asked for the columns in which log p and log q came
+        columns = self.logprobs_processor.logprobs.logprobs
+        logs, output.logprobs = (columns[::2], columns[1::2]), None
+        output.cumulative_logprob = output.cumulative_logprob if expected.weighed == LOGPROBS else None
     if finish_reason is not None:
         # By a stop string, or aborted.
         cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
         tokens, stopped = self.detokenizer.output_token_ids, not cut and str(finish_reason) == "stop"
-        told = expected.answer_fields(tokens, cut=cut, weight=weight)
+        told = expected.answer_fields(tokens, cut=cut, logs=logs)
         if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)
         _say(output, told)

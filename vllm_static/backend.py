@@ -25,7 +25,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
-from itemset.serving.catalogue import Catalogue, InlineSet, inline_ref, receive
+from itemset.serving.catalogue import Catalogue, InlineSet, receive
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import ENVELOPE, Grammars, SharedGrammar
 from itemset.serving.metrics import label
@@ -125,7 +125,7 @@ class StaticBackend(StructuredOutputBackend):
         ref = carried.item_set
         assert ref is not None
         if (kept := receive(self._catalogue, ref)) is not None:
-            ref = inline_ref(kept)  # requests that run with the same set share its bytes
+            ref = kept.ref  # requests that run with the same set share its bytes
         carried = carried.but(item_set=ref)
         item_set = self._catalogue[ref.reference]
         on_device = self._device is not None and self._device.claim(manager, request, item_set, carried)
@@ -144,10 +144,22 @@ class StaticBackend(StructuredOutputBackend):
         on_device = False
         if holes.slate is not None and self._device is not None:
             (ref,), (kept,) = holes.sets, held
-            own = EngineRequest(inline_ref(kept) if isinstance(kept, InlineSet) else ref, slate=holes.slate)
+            own = EngineRequest(kept.ref if isinstance(kept, InlineSet) else ref, slate=holes.slate)
             on_device = self._device.claim(manager, request, self._catalogue[ref.reference], own)
         self._figures.by_path["device" if on_device else "host"] += 1
         return on_device
+
+    @classmethod
+    def validate_request(cls, params: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any) -> None:
+        """Constraints without a set are xgrammar's. vLLM calls this if it has a registry (docs/upstream.md)."""
+        structured = params.structured_outputs
+        if structured.choice is None and isinstance(structured.grammar, str | None):
+            judged = copy.copy(params)
+            judged.structured_outputs = copy.copy(structured)
+            judged.structured_outputs._backend = None
+            judged._validate_structured_outputs(
+                model_config, compat.xgrammar_config(structured_outputs_config), tokenizer
+            )
 
     def threads(self, grammar: str | None) -> Executor | None:
         """Return where a request's grammar is compiled; None where vLLM compiles it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -135,11 +135,15 @@ def run_logits(runner: Any, tokens: int) -> Tensor:
     return logits
 
 
-def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) -> Tensor:
+def logits_after(
+    runner: Any, branches: Branches, tokens: Tensor, known: int, head: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Run the model over the next tokens of all rows, after `known` that they have: [rows, more, vocabulary].
 
-    tokens: [rows, more] integers, prompt by prompt. As many rows go into one pass as the runner's buffers hold.
+    tokens: [rows, more] integers, prompt by prompt. As many rows go into one pass as the runner's buffers hold. head:
+    what makes logits, or anything else, of hidden states, in place of the model's.
     """
+    head = head or runner.model.compute_logits
     buffers, (rows, more) = runner.input_buffers, tokens.shape
     each = rows // len(branches.prompts)
     places = branches.at(each, known, more)
@@ -155,10 +159,10 @@ def logits_after(runner: Any, branches: Branches, tokens: Tensor, known: int) ->
         shared = shared_prefix.shared_prefix(branches, each, part, here) if branches.apart else None
         output = _run(runner, tokens[part], here, shared, requests)
         if adapted:
-            output = runner.model.compute_logits(output)
+            output = head(output)
         outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    logits: Tensor = output if adapted else runner.model.compute_logits(output)
+    logits = output if adapted else head(output)
     return logits.view(rows, more, -1)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.metrics import ENGINE_METHOD, ROLLOUT
+from vllm_static.narrow_hooks import sampled_steps
 
 _BACKEND = "static_backend"
 """Attribute of a StructuredOutputManager that has our backend: whoever looks for it need not import the class."""
@@ -64,7 +65,13 @@ def _add_methods(engine_core: type) -> None:
     def answer(self: Any, message: Any) -> Any:
         return self.structured_output_manager.backend.preparer.answer(message, self.model_executor)
 
-    setattr(engine_core, ENGINE_METHOD, lambda self: self.structured_output_manager.backend.figures())
+    def figures(self: Any) -> Any:
+        steps: list[dict[str, int]] = [{}]
+        if compat.on_device_path(self.vllm_config):
+            steps = self.model_executor.collective_rpc(sampled_steps)
+        return self.structured_output_manager.backend.figures() | {"sampled_steps": max(steps, key=len)}
+
+    setattr(engine_core, ENGINE_METHOD, figures)
     setattr(engine_core, ROLLOUT, answer)
 
 

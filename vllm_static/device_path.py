@@ -20,11 +20,11 @@ from itemset.masking.device_slate import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
 from itemset.serving.versions import Opened
-from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
+from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
+from vllm_static.weight_updates import asleep
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -47,7 +47,7 @@ class DevicePath(Devices):
         spare = config.inline_set_memory + catalogue.headroom()
         self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
         self.holdings = Holdings(self.plan)
-        for opened in catalogue.versions.serving:
+        for opened in catalogue.serving:
             self.holdings.hold(opened.name, opened.sets)
             self.holdings.settle(opened.name)
 
@@ -151,6 +151,8 @@ def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str
     """
 
     def prepare() -> Stage:
+        if asleep(worker):
+            return Stage.COPYING
         processor = _item_sets(worker)
         return Stage.DEVICE if processor is None else processor.prepare(message, pieces)
 

@@ -10,7 +10,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
-from itemset.serving.request import ListOptions
+from itemset.serving.request_fields import ListOptions
 from itemset.serving.wire import INLINE, read
 from vllm_static import compat
 from vllm_static.compat import hook

@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 
 import wrapt
 
-from itemset.serving import flags, startup
+from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
 from vllm_static import compat
 from vllm_static.compat import hook
 
@@ -30,7 +30,7 @@ def _add_backend_name(structured: Any) -> None:
     from pydantic.dataclasses import rebuild_dataclass
 
     known = get_args(structured.__annotations__["backend"])
-    if BACKEND in known:
+    if BACKEND in known or str in known:  # str: vLLM has a registry of backends
         return
     names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
     structured.__annotations__["backend"] = names
@@ -58,9 +58,7 @@ def add_backend_name_at_import() -> None:
 def _add_cli_args(original: Callable[..., Any]) -> Any:
     """The flags --item-set and --guided-decoding-backend."""
     parser = original()
-    flags.add_flags(
-        parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend"
-    )
+    add_flags(parser, device_where="where vLLM uses model runner V2", alias_of="--structured-outputs-config.backend")
     return parser
 
 
@@ -70,6 +68,7 @@ def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
     with startup.start_up():
         apply_flags(args)
         if _backend(args) == BACKEND:
+            _add_indexes(args)
             _add_versions(args)
     return original()
 
@@ -80,14 +79,14 @@ def apply_flags(args: argparse.Namespace) -> None:
         args.middleware = [*args.middleware, MIDDLEWARE]
     if getattr(args, "guided_decoding_backend", None):
         _choose_backend(args)
-    for option in flags.OPTIONS:
+    for option in FLAGS:
         if given := getattr(args, option, None):
             args.additional_config = {**(args.additional_config or {}), option: given}
-    for flag, option in flags.NAMED.items():
+    for flag, option in NAMING_FLAGS.items():
         if named := getattr(args, flag, None):
             if _backend(args) != BACKEND:
                 raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
-            args.additional_config = flags.with_named(getattr(args, "additional_config", None) or {}, option, named)
+            args.additional_config = with_named(getattr(args, "additional_config", None) or {}, option, named)
             setattr(args, flag, None)  # with several API servers, each reads the same flags again
 
 
@@ -122,6 +121,17 @@ def _choose_backend(args: Any) -> None:
         args.structured_outputs_config = dataclasses.replace(current, backend=BACKEND)
 
 
+def _add_indexes(args: Any) -> None:
+    """Put an index in place of each source in `additional_config`, built with the tokenizer of these engine arguments.
+
+    Raises ItemSetError as `with_indexes` does.
+    """
+    if isinstance(getattr(args, "additional_config", None), dict):
+        from itemset.source_sets import with_indexes
+
+        args.additional_config = with_indexes(args.additional_config, args.tokenizer or args.model)
+
+
 def _add_versions(config: Any) -> None:
     """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes.
 
@@ -133,8 +143,12 @@ def _add_versions(config: Any) -> None:
 
 @hook("vllm.engine.arg_utils:EngineArgs.create_engine_config", always=True)
 def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
-    """The device path's processor and the sets' versions are put where every process reads them."""
+    """Sources become indexes; the device path's processor and the sets' versions are put where every process reads
+    them."""
     apply_environment(self)
+    if _backend(self) == BACKEND:
+        with startup.start_up():
+            _add_indexes(self)
     config = original()
     if not compat.is_ours(config):
         return config

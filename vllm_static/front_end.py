@@ -14,8 +14,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON, TAG, Constraint
-from itemset.serving.embedded_answer import ExpectedItems
+from itemset.serving.constraint import JSON, TAG, Constraint, ExpectedItems
 from itemset.serving.front_end import FrontEndBase, Grammar, ListJob
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
@@ -87,7 +86,7 @@ class FrontEnd(FrontEndBase):
         return None if given is None else self.constraints.get(*given)
 
     def attach(
-        self, grammar: Grammar, params: SamplingParams, prompt_tokens: int, *, weighed: bool = False
+        self, grammar: Grammar, params: SamplingParams, prompt_tokens: int, *, weighed: str = ""
     ) -> Callable[[Any], Expected | ExpectedItems]:
         """Make `params`, the request's own, carry its grammar to the engine. weighed: see ItemRequest.
 
@@ -111,11 +110,11 @@ class FrontEnd(FrontEndBase):
                 f"with a repetition_penalty of {params.repetition_penalty} tokens have no scores: give one near 1",
                 "repetition_penalty",
             )
-        if weighed:  # in the place of the sampled tokens' log-probabilities: see `weights`
+        if weighed:  # in the place of the sampled tokens' log-probabilities: see `legal_mass`
             instead_of = "logprobs" if params.logprobs is not None or params.logprob_token_ids else None
             reason = compat.why_no_weights(self.vllm_config)
-            self.check_weight(reason, instead_of=instead_of, ignore_eos=params.ignore_eos)
-            params.logprobs = 0
+            self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.ignore_eos)
+            params.logprobs, params.flat_logprobs = 1, True
         others = {key: value for key, value in (params.extra_args or {}).items() if key != REFERENCE}
         params.extra_args = {**others, WIRE: carried}
         own = {"choice": [grammar]} if isinstance(grammar, str) else {"grammar": grammar.spec()}

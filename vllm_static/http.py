@@ -9,17 +9,17 @@ from vllm.sampling_params import SamplingParams
 
 from itemset.embedded.rewrite import mentions
 from itemset.errors import ItemSetError, shown
-from itemset.serving import draw_options, http_bodies, lost_fields, request_fields
-from itemset.serving.body_constraints import constraints_of, holds_sets, refuse_loose_tools, refuse_lost
+from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, TAG
-from itemset.serving.request import ItemRequest
+from itemset.serving.lost_fields import constraints_of, holds_sets, refuse_loose_tools, refuse_lost
+from itemset.serving.request import ItemRequest, wants_draws, with_beams
 from itemset.serving.request_fields import BEAMS, CHOICE, DRAWS, GUIDED, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS
 from vllm_static import compat
 from vllm_static.metrics import PATH, refresh
 from vllm_static.request import constraint_of, judge, put
 
-_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT)
+_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
@@ -51,8 +51,8 @@ class ItemSetWords(http_bodies.BodyMiddleware):
         body.stated = constraints_of(given, fields)
         if ours and isinstance(given, dict):
             _take_choice(given)
-            if draw_options.wants_draws(given) and body.path in _DRAWING:
-                draw_options.with_beams(given)
+            if wants_draws(given) and body.path in _DRAWING:
+                with_beams(given)
 
     async def make(self, request: Any, given: Any) -> None:
         """What is wrong with a set is said as vLLM makes the request's parameters: its answer has not begun either."""
@@ -89,7 +89,7 @@ def _take_choice(given: dict[str, Any]) -> None:
     named = any(one.get(REFERENCE) is not None for one in (given, *request_fields.objects(given.get(XARGS))))
     brings = lost_fields.chooses(given.get(STRUCTURED))
     has_set = named or brings or given.get(SLATE) is not None
-    if draw_options.wants_draws(given) and not has_set:
+    if wants_draws(given) and not has_set:
         raise request_fields.wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
     http_bodies.body().brings_choice = brings
     if has_set:
@@ -151,7 +151,7 @@ def _judged(
     request: Any, extra_args: dict[str, Any] | None, structured: Any, *, k: int | None, draws: bool = False
 ) -> ItemRequest | None:
     own, fields, body = getattr(request, STRUCTURED, None), request.model_extra or {}, http_bodies.body()
-    if draws and draw_options.wants_draws(fields):  # fields that vLLM knows, and that mean something for draws
+    if draws and wants_draws(fields):  # fields that vLLM knows, and that mean something for draws
         fields = fields | {name: getattr(request, name) for name in ("seed", "temperature")}
     brings = compat.hook.chosen and own is not None and own.choice is not None  # else it is for another backend
     if body.brings_choice and not brings:
@@ -161,7 +161,7 @@ def _judged(
             "its place; leave the tools out, or send it to /v1/chat/completions",
             STRUCTURED,
         )
-    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT)
+    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
     judged = judge(extra_args, structured, fields, k=k, draws=draws)

@@ -154,6 +154,6 @@ def shows_tokens(runner: Any, caches: Sequence[Tensor]) -> bool:
     return names <= TOKENS_APART and all(cache.ndim == 5 and cache.shape[1:4:2] == (1, block) for cache in caches)
 
 
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """Copy integers of the host to the device, as int64, without waiting for it."""
-    return torch_utils.async_tensor_h2d(np.asarray(values, np.int64), device=device)
+def to_device(values: Any, device: torch.device, dtype: Any = np.int64) -> Tensor:
+    """Copy numbers of the host to the device without waiting for it."""
+    return torch_utils.async_tensor_h2d(np.asarray(values, dtype), device=device)

@@ -1,12 +1,12 @@
-"""Masked logits on the device path, and the weights of answers: at each token the logarithm of the legal mass, the
-model's probability of all legal tokens.
+"""Masked logits on the device path, and what answers say of their tokens: log p, the model's, and log q, that among the
+legal tokens. Their difference is the logarithm of the legal mass, the model's probability of all legal tokens.
 
 A processor that asks to change one request's logits makes model runner V2 copy those of the whole batch to float32, so
 ours does not ask. If a request asks for something else, vLLM makes its copy and calls `ItemSetProcessor.apply` on that.
 
-Weights leave the engine in the place of each sampled token's log-probability, and take part in all that vLLM does with
-these: asynchronous copies, accepted and rejected drafts, tokens cut after an end. The front end asks for no columns but
-this one, and their sum is the answer's `cumulative_logprob` (`answers`).
+They leave the engine in the places of the log-probabilities of each sampled token and of the most likely one, and take
+part in all that vLLM does with these: asynchronous copies, accepted and rejected drafts, tokens cut after an end. The
+front end asks for no columns but these two, and reads them there (`answers`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from itemset.masking.log_probs import log_probs_of
 from itemset.serving.hooks import IMPORTED
+from itemset.serving.request_fields import LOGPROBS
 from itemset.serving.wire import read
 from vllm_static.compat import hook
 from vllm_static.kv_branches import to_device
 
 _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WEIGHED = "static_weighed"
-"""Attribute of model runner V1 within a step: which requests' rows are weighed, and the mass of all tokens there."""
+"""Attribute of model runner V1 within a step: the rows that ask, their temperatures, and the mass of all tokens."""
 
 
 @hook(f"{_V1}.sample_tokens", why="V1: an answer's weight needs its logits as they were before the mask", when=IMPORTED)
@@ -39,11 +42,14 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
         rows = [
             (i, place, first[i] + place)
             for i, request in enumerate(self.input_batch.req_ids)
-            if request in constrained and asks(self.requests[request].sampling_params)
+            if request in constrained and temperature(self.requests[request].sampling_params)
             for place in range(counts[i])
         ]
         if rows:
-            setattr(self, _WEIGHED, (rows, _mass(state.logits, rows)))
+            names = self.input_batch.req_ids
+            each = [temperature(self.requests[names[i]].sampling_params) for i, *_ in rows]
+            temperatures = to_device(each, state.logits.device, np.float32)[:, None]
+            setattr(self, _WEIGHED, (rows, temperatures, _scaled(state.logits, rows, temperatures).logsumexp(-1)))
     return original()
 
 
@@ -53,12 +59,12 @@ def sample(original: Callable[..., Any], self: Any, logits: Any) -> Any:
     weighed = vars(self).pop(_WEIGHED, None)
     if weighed is None:
         return original()
-    rows, whole = weighed
-    weights = _mass(logits, rows) - whole
+    rows, temperatures, whole = weighed
+    legal = _scaled(logits, rows, temperatures)
     output = original()
-    width = output.sampled_token_ids.shape[1]  # a column a draft, and one more
-    places = to_device([request * width + place for request, place, _ in rows], weights.device)
-    output.logprobs_tensors.logprobs[places, 0] = weights
+    width, tensors = output.sampled_token_ids.shape[1], output.logprobs_tensors  # a column a draft, and one more
+    places = to_device([request * width + place for request, place, _ in rows], legal.device)
+    tensors.logprobs[places, :2] = log_probs_of(legal, whole, tensors.logprob_token_ids[places, 0])
     return output
 
 
@@ -91,12 +97,17 @@ def apply_sampling_params(
     return original(logits=logits)
 
 
-def asks(sampling_params: Any) -> bool:
-    """Whether a request in the engine wants its answer's weight."""
+def temperature(sampling_params: Any) -> float:
+    """The temperature at which a request in the engine wants log p and log q; 0 if it wants none.
+
+    Its own, and 1 for weights and for greedy answers.
+    """
     carried = read(getattr(sampling_params, "extra_args", None))
-    return carried is not None and carried.weighed
+    if carried is None or not carried.weighed:
+        return 0.0
+    return float(carried.weighed == LOGPROBS and sampling_params.temperature) or 1.0
 
 
-def _mass(logits: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
-    """The logarithm of the sum of each row's exponentials: [rows] float32."""
-    return logits[to_device([row for *_, row in rows], logits.device)].float().logsumexp(-1)
+def _scaled(logits: Tensor, rows: list[tuple[int, int, int]], temperatures: Tensor) -> Tensor:
+    """The logits of these rows, by their temperatures: [rows, vocabulary] float32."""
+    return logits[to_device([row for *_, row in rows], logits.device)].float() / temperatures

@@ -8,7 +8,8 @@ be, or leaves draws undecided, each round is a batch of ordinary requests that s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,8 @@ from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, described
+from itemset.ranking.token_scores import TokenScores
+from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.list_runner import run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat
@@ -37,7 +40,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
 
 class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
     """The same of draws, for `LLM.beam_search`: extra_args={"item_set": NAME, "draws": N}, and beside them
-    `itemset.serving.draw_options.OPTIONS`."""
+    `itemset.serving.request_fields.DrawOptions`."""
 
     beam_width: int = 1
 
@@ -60,7 +63,24 @@ class RankedList:
         limits = {"prompt_tokens": len(prompt), "max_tokens": params.max_tokens}
         self.job, placeholders = front_end.list_job(asked, end_token, **limits)
         self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
-        self._end, self._v2 = end_token, front_end.v2
+        self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
+
+    def token_scores(self, best: Found) -> TokenScores:
+        """What scores the tokens of the list's items; without passes if nobody asks."""
+        items = [item.tokens for item in best.items] if self._logged else []
+        return TokenScores(self.job.item_set, items, self._end)
+
+    def outputs(self, items: Iterable[tuple[Any, Any, str]], logs: TokenScores) -> list[CompletionOutput]:
+        """An output of each item, with what an answer says of it, and its text. logs: their tokens' scores, taken."""
+        outputs = []
+        for i, (item, entry, text) in enumerate(items):
+            tokens, reason = [*item.tokens, self._end], {"finish_reason": "stop"}
+            output = CompletionOutput(i, text, tokens, item.score, logprobs=None, stop_reason=self._end, **reason)
+            output.item = entry
+            if logs.items:
+                output.item_logprobs = item_logprobs(*logs.items[i])
+            outputs.append(output)
+        return outputs
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
@@ -128,14 +148,14 @@ def offline(
     end_token, front_end = tokenizer.eos_token_id, llm.llm_engine.input_processor.static_front_end
     asked = front_end.checks.pinned(asked)  # all lists are of one version
     lists = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
-    results = _results(llm, front_end, lists, lora_requests, priorities)
+    results, logs = _results(llm, front_end, lists, lora_requests, priorities)
     # All that is written out goes through the tokenizer and the set together.
     after = [[[*item.tokens, end_token] for item in best.items] for best in results]
     texts = _texts(tokenizer, [one.prompt for one in lists], after, skip_special_tokens=params.skip_special_tokens)
     entries = described(results, lists[0].job.item_set, lists[0].job.of_set) if lists else []
     outputs = []
     for i, best in enumerate(results):
-        sequences = []
+        sequences: list[Any] = []
         for item, tokens, text, entry in zip(best.items, after[i], texts[i], entries[i], strict=True):
             sequence = BeamSearchSequence(
                 inputs[i],
@@ -150,12 +170,39 @@ def offline(
             for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
                 setattr(sequence, name, entry[name])
             sequence.item_set_version = entry.get("item_set_version")
+            if logs[i].items:
+                sequence.item_logprobs = item_logprobs(*logs[i].items[len(sequences)])
             sequences.append(sequence)
         output = BeamSearchOutput(sequences=sequences)
         for name, value in best.took.items():
             setattr(output, name, value)
         outputs.append(output)
     return outputs
+
+
+def candidates(
+    llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], params: Sequence[SamplingParams], **options: Any
+) -> list[RequestOutput]:
+    """What `LLM.generate` answers to requests for lists or draws. options: of `_results`."""
+    tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
+    pinned = [front_end.checks.pinned(one) for one in asked]
+    prompts = [list(one["prompt_token_ids"]) for one in inputs]
+    end_token = tokenizer.eos_token_id
+    given = zip(pinned, params, prompts, strict=True)
+    lists = [RankedList(front_end, request, own, prompt, end_token) for request, own, prompt in given]
+    outputs = []
+    for i, (best, logs) in enumerate(zip(*_results(llm, front_end, lists, **options), strict=True)):
+        (entries,) = described([best], lists[i].job.item_set, lists[i].job.of_set)
+        rows, skip = [item.tokens for item in best.items], params[i].skip_special_tokens
+        texts = _decoded(tokenizer, rows, skip_special_tokens=skip)
+        made = lists[i].outputs(zip(best.items, entries, texts, strict=True), logs)
+        outputs.append(_output(str(next(llm.request_counter)), inputs[i], made))
+    return outputs
+
+
+def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> RequestOutput:
+    tokens = list(prompt["prompt_token_ids"])
+    return RequestOutput(request_id, prompt.get("prompt"), tokens, None, outputs, finished=True)
 
 
 def _texts(
@@ -191,8 +238,8 @@ def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> l
 
 def _results(
     llm: Any, front_end: Any, lists: Sequence[RankedList], loras: Sequence[Any], priorities: Sequence[int] | None
-) -> list[Found]:
-    """Make the lists: each in one request if it can be, the others round by round together."""
+) -> tuple[list[Found], list[TokenScores]]:
+    """Make the lists, each in one request if it can be, the others round by round together; then score their tokens."""
 
     def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
         """The outputs of requests, each with the index of its list."""
@@ -212,7 +259,7 @@ def _results(
         results[i] = front_end.one_request.read(one, output.prompt_token_id_logprobs, lists[i].search)
     others = [i for i in range(len(lists)) if results.get(i) is None]
 
-    def score(passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
+    def score(passes: Sequence[tuple[int, Pass]], others: Sequence[int]) -> list[Answer]:
         answers: dict[int, Answer] = {}
         for cached in (True, False):
             left = [(n, others[i], one) for n, (i, one) in enumerate(passes) if n not in answers]
@@ -223,15 +270,23 @@ def _results(
         return [answers[n] for n in range(len(passes))]
 
     if others:
-        results |= zip(others, run_together([lists[i].search for i in others], score), strict=True)
-    return [best for _, best in sorted(results.items()) if best is not None]
+        found = run_together([lists[i].search for i in others], partial(score, others=others))
+        results |= zip(others, found, strict=True)
+    made = [best for _, best in sorted(results.items()) if best is not None]
+    logs = [one.token_scores(best) for one, best in zip(lists, made, strict=True)]
+    if asking := [i for i, one in enumerate(logs) if one.passes]:
+        run_together([logs[i] for i in asking], partial(score, others=asking))
+    return made, logs
 
 
 async def online(
-    asked: ItemRequest, serving: Any, prompt: Any, request_id: str, params: Any, **options: Any
+    asked: ItemRequest, client: Any, prompt: Any, request_id: str, params: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The beam search of vLLM's server. When the client goes, all its requests are aborted. options: of requests."""
-    tokenizer, client = serving.renderer.get_tokenizer(), serving.engine_client
+    """The beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
+
+    When the client goes, all its requests are aborted.
+    """
+    tokenizer = client.renderer.get_tokenizer()
     front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
     asked = await front_end.checks.prepare(asked)
     made = RankedList(front_end, asked, params, tokens, tokenizer.eos_token_id)
@@ -258,26 +313,11 @@ async def online(
         best = front_end.one_request.read(carried, output.prompt_token_id_logprobs, made.search)
     if best is None:
         best = await lists.run(made.search, ask, made.answer)
-    outputs: list[CompletionOutput] = []
+    if (logs := made.token_scores(best)).passes:
+        await lists.run(logs, ask, made.answer)
+    items: list[tuple[Any, Any, str]] = []
     async for part in lists.entries(best, made.job.item_set, made.job.of_set):
         rows = [item.tokens for item, _ in part]
         texts = _decoded(tokenizer, rows, skip_special_tokens=params.skip_special_tokens)
-        for (item, entry), text in zip(part, texts, strict=True):
-            output = CompletionOutput(
-                index=len(outputs),
-                text=text,
-                token_ids=[*item.tokens, tokenizer.eos_token_id],
-                cumulative_logprob=item.score,
-                logprobs=None,
-                finish_reason="stop",
-            )
-            output.item = entry
-            outputs.append(output)
-    yield RequestOutput(
-        request_id=request_id,
-        prompt=prompt.get("prompt"),
-        outputs=outputs,
-        finished=True,
-        prompt_token_ids=tokens,
-        prompt_logprobs=None,
-    )
+        items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]
+    yield _output(request_id, prompt, made.outputs(items, logs))

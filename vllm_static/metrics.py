@@ -7,6 +7,8 @@ import contextlib
 from collections import Counter as Tally
 from typing import Any
 
+from prometheus_client import Gauge
+
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.metrics import EngineFigures
 
@@ -14,6 +16,12 @@ PATH = "/metrics"
 PATIENCE = 2.0  # seconds that a scrape waits for the engine core; it may be in a long step
 
 SHOWN = EngineFigures("max", used="mostrecent")
+STEPS = Gauge(
+    "item_set:sampled_steps",
+    "Steps with answers of sets: sampled from the logits of a set's own tokens (narrow), or why from those of all.",
+    ["logits"],
+    multiprocess_mode="max",
+)
 
 ENGINE_METHOD, ROLLOUT = "item_set_figures", "item_set_rollout"
 """Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `serving.preparing.Preparer.answer`."""
@@ -40,5 +48,7 @@ async def refresh(app: Any) -> None:
         for name in ("answered", "forced", "by_path"):
             for label, count in figures[name].items():
                 getattr(SHOWN, name).labels(label).set(count)
+        for label, count in figures["sampled_steps"].items():
+            STEPS.labels(label).set(count)
         for gauge, nbytes in zip((SHOWN.arena, SHOWN.arena_used), figures["arena"], strict=True):
             gauge.set(nbytes)

@@ -8,15 +8,18 @@ from typing import Any
 from itemset.serving.hooks import IMPORTED, START
 from vllm_static import (  # noqa: F401 - modules with hooks
     answers,
+    candidates,
     compat,
     core_hooks,
     draft_head_requests,
     engine_config,
     legal_mass,
+    narrow_hooks,
     request_hooks,
     speculation,
     step_list_hooks,
     v1_token_logprobs,
+    weight_updates,
 )
 from vllm_static.compat import hook
 

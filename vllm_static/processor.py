@@ -21,15 +21,17 @@ from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, che
 from itemset.masking.arena_reservations import Arrivals, Pieces
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.device_slate import Slate
+from itemset.masking.log_probs import log_probs_of
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.draft_head import DraftHead
 from itemset.serving.catalogue import Catalogue, open_set
 from itemset.serving.config import StaticConfig
-from itemset.serving.rollout_messages import Prepare, Stage
-from itemset.serving.wire import EngineRequest, read
+from itemset.serving.wire import EngineRequest, Prepare, Stage, read
 from itemset.trie.walk import FREE
-from vllm_static import speculation
+from vllm_static import legal_mass, speculation
 from vllm_static.kv_branches import to_device
+from vllm_static.narrow_head import NarrowHead
+from vllm_static.weight_updates import kept_through_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +48,9 @@ def item_sets(runner: Any) -> ItemSetProcessor:
     return next(one for one in runner.sampler.logits_processors if isinstance(one, ItemSetProcessor))
 
 
+_NO_SET = "requests without a set"
+
+
 class ItemSetProcessor(LogitsProcessor):
     """Model runner V2's interface (v1/worker/gpu/sample/logits_processor/interface.py) over `itemset.masking.slots`.
 
@@ -55,15 +60,20 @@ class ItemSetProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._req_states = req_states
-        # [max_num_reqs] the set of the slot's request, whether it is a slate, and whether its answer is weighed.
+        # [max_num_reqs] the set of the slot's request, whether it is a slate, the temperature at which its
+        # answer's tokens have log-probabilities, 0 if nobody asks for them, and whether it is a list.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
-        self._weighed = np.zeros(req_states.max_num_reqs, np.bool_)
+        self._temperatures = np.zeros(req_states.max_num_reqs, np.float32)
+        self._lists = np.zeros(req_states.max_num_reqs, np.bool_)
+        # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
+        self._alphabets: list[bytes | str] = [_NO_SET] * req_states.max_num_reqs
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
         speculative, self._dtype = vllm_config.speculative_config, vllm_config.model_config.dtype
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if get_pp_group().is_last_rank:
-            self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
+            with kept_through_sleep(vllm_config):
+                self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         self._catalogue = catalogue = Catalogue(config)
@@ -72,8 +82,9 @@ class ItemSetProcessor(LogitsProcessor):
         nbytes = arena_bytes(catalogue.registered.values(), spare)
         self.arena = Arena(nbytes, self._req_states.device, kernels=self.kernels)
         self._arrivals = Arrivals(self.arena)
+        self.narrow = NarrowHead(config, self._req_states.device)
         for item_set in catalogue.registered.values():
-            check_tables(item_set)
+            self._check(item_set)
             self.arena.acquire(item_set)
         slots, rows = self._req_states.max_num_reqs, vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
         self._slots = Slots(self.arena, slots, max_rows=rows, max_stop_tokens=MAX_STOP_TOKENS)
@@ -87,15 +98,40 @@ class ItemSetProcessor(LogitsProcessor):
         sizes = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
         logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", self.arena.device, *sizes)
 
+    def _check(self, item_set: itemset.ItemSet) -> None:
+        """Do ahead of steps what reads all of a set. Raises ItemSetError if its tables are no trie."""
+        check_tables(item_set)
+        if self.narrow.why_not is None:
+            _ = item_set.token_ids
+
     @property
     def registered(self) -> list[itemset.ItemSet]:
         return list(self._catalogue.registered.values())
+
+    def only_lists(self, slots: np.ndarray) -> bool:
+        """Return whether all of these requests are for lists, whose own tokens do not matter."""
+        return bool(self._lists[slots].all())
+
+    def any_lists(self, slots: np.ndarray) -> bool:
+        """Return whether any of them is."""
+        return bool(self._lists[slots].any())
+
+    def constrained(self, slots: np.ndarray) -> bool:
+        """Return whether any of these requests has a set."""
+        return bool((self._lists[slots] | (self._numbers[slots] != NO_SET)).any())
+
+    def alphabet_of(self, slots: np.ndarray) -> bytes | str:
+        """Return the one alphabet of these requests, but for lists; or why there is none."""
+        given = [self._alphabets[slot] for slot in slots[~self._lists[slots]]]
+        other = next((one for one in given if one is not given[0] and one != given[0]), None)
+        why = next((one for one in given if isinstance(one, str)), None)
+        return why or (given[0] if other is None else "sets with other tokens")
 
     def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
         """Do `device_path.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):
             return Stage.DEVICE
-        opened = self._catalogue.versions.begin(message, check_tables)
+        opened = self._catalogue.begin(message, self._check)
         if opened is None or pieces is None:
             return Stage.OPENING
         places = [(number, start) for number, start in pieces]
@@ -107,7 +143,7 @@ class ItemSetProcessor(LogitsProcessor):
             return
         if version is None:
             self._catalogue.drop(name)
-        elif (opened := self._catalogue.versions.begun(name, version)) is not None:
+        elif (opened := self._catalogue.begun(name, version)) is not None:
             self._catalogue.serve(opened)
         self.arena.forget_views(open_sets)
 
@@ -117,15 +153,17 @@ class ItemSetProcessor(LogitsProcessor):
         Returns False: `legal_mass.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
-        self._weighed[req_idx] = carried.weighed
+        self._temperatures[req_idx] = legal_mass.temperature(sampling_params)
+        self._lists[req_idx] = carried.ranked is not None
         if carried.place is not None and carried.item_set is not None:
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                item_set = open_set(self._catalogue.versions, carried.item_set, below)
+                item_set = open_set(self._catalogue, carried.item_set, below)
                 if carried.slate is not None:
                     item_set = Slate(item_set, place.digest, *carried.slate)
                 self.arena.place(item_set, place.number, place.start, place.below)
+        self._alphabets[req_idx] = self._alphabet(carried, sampling_params)
         if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
@@ -135,6 +173,18 @@ class ItemSetProcessor(LogitsProcessor):
         self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
         self._numbers[req_idx], self._slates[req_idx] = place.number, carried.slate is not None
         return False
+
+    def _alphabet(self, carried: EngineRequest, sampling_params: SamplingParams) -> bytes | str:
+        if carried.place is None or carried.ranked is not None:
+            return _NO_SET
+        if self.narrow.why_not is not None:
+            return self.narrow.why_not
+        place = Place(*carried.place)
+        if carried.slate is not None:
+            return "slates"
+        if place.begins_after != -1:
+            return "constraints that begin later"
+        return self.arena.alphabet(place.number, tuple(sorted(sampling_params.all_stop_token_ids)))
 
     def apply_staged_writes(self) -> None:
         if not self._staged:
@@ -164,30 +214,29 @@ class ItemSetProcessor(LogitsProcessor):
             return logits
         self.arena.use(numbers)
         batch = self._batch(slots, slates=bool(self._slates[requests].any()), **layout)
-        logits = logits.clone() if raw or self._weighed[requests].any() else logits
+        logits = logits.clone() if raw or self._temperatures[requests].any() else logits
         self._slots.step(batch, logits)
         return logits
 
     def weigh(self, logits: torch.Tensor, input_batch: Any, logprobs: Any) -> None:
-        """Write the weights that requests ask for into the first of their columns, after the sampling.
+        """Write the log p and log q that requests ask for into the first of their columns, after the sampling.
 
         logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each; NaN for a request on
         the host path, whose logits were masked before.
         """
-        asking = self._weighed[input_batch.idx_mapping_np]
-        if not asking.any():
+        each = self._temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
+        if not each.any():
             return
-        counts = np.diff(input_batch.cu_num_logits_np)
-        rows = to_device(np.flatnonzero(asking.repeat(counts)), logits.device)
+        rows = to_device(np.flatnonzero(each), logits.device)
         at, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
         tokens, positions = input_batch.input_ids[at], input_batch.positions[at]
         batch = self._batch(slots, above=input_batch.expanded_local_pos, tokens=tokens, positions=positions)
         states = self._slots.walk(batch)[rows]  # again: long batches of drafts are masked in several pieces
-        legal = logits[rows].float()
+        legal = logits[rows].float() / to_device(each[each > 0], logits.device, np.float32)[:, None]
         whole = legal.logsumexp(-1)
         self._slots.mask(states, slots[rows], legal)
-        inside = legal.logsumexp(-1) - whole
-        logprobs.logprobs[rows, 0] = inside.masked_fill_(states & LOCAL == FREE, torch.nan)
+        logs = log_probs_of(legal, whole, logprobs.logprob_token_ids[rows, 0])
+        logprobs.logprobs[rows, :2] = logs.masked_fill_((states & LOCAL == FREE)[:, None], torch.nan)
 
     def mask_drafts(
         self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor

@@ -8,13 +8,13 @@ from typing import Any
 
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-from itemset.serving.body_constraints import holds_sets
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
-from itemset.serving.request import ItemRequest
-from itemset.serving.request_fields import DRAWN, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
+from itemset.serving.lost_fields import holds_sets
+from itemset.serving.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
+from itemset.serving.request_fields import DRAWN, LIST, LOGPROBS, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest
 
-_READ = {*SELECTION, *OPTIONS, *DRAWN, WEIGHT}
+_READ = {*SELECTION, *OPTIONS, *DRAWN, WEIGHT, LOGPROBS, LIST}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
@@ -27,6 +27,21 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
         return None
     judged = extra.get(REFERENCE)
     return judged if isinstance(judged, ItemRequest) else judge(extra, params.structured_outputs, k=k, draws=bool(k))
+
+
+def asked_of_generate(params: SamplingParams) -> ItemRequest | None:
+    """The list, or the draws, that `generate` is to make in place of `n` samples; None if it is to sample.
+
+    Raises RefusedError as `ItemRequest.of` does, and for parameters that would be ignored.
+    """
+    extra = params.extra_args or {}
+    if not wants_candidates(extra):
+        return None
+    beside = {name: getattr(params, name, None) for name in ("n", *BENDING, *UNSAID)}
+    fields, k = candidates(extra, beside)
+    if k is None:
+        fields |= {"seed": params.seed, "temperature": params.temperature}
+    return judge(fields, params.structured_outputs, k=k, draws=True)
 
 
 def judge(

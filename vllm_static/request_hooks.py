@@ -31,7 +31,7 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
 
 
 @contextlib.contextmanager
-def _refusals(params: Any = None) -> Iterator[None]:
+def refusals(params: Any = None) -> Iterator[None]:
     """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted. params: the
     request's, or the request; its slate or its structured outputs are at fault if no other field is."""
     try:
@@ -54,9 +54,9 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
 
     from vllm_static.request import asked, names_sets, put, with_constraint
 
-    front_end, grammar, weighed = self.static_front_end, None, False
+    front_end, grammar, weighed = self.static_front_end, None, ""
     if isinstance(params, SamplingParams):
-        with _refusals(params):
+        with refusals(params):
             if not front_end and names_sets(params):  # it would be ignored
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
@@ -69,7 +69,7 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     request = original(params=params)
     if grammar is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
-        with _refusals(params):
+        with refusals(params):
             expecting = front_end.attach(grammar, request.sampling_params, prompt_tokens, weighed=weighed)
             setattr(request.sampling_params, answers.EXPECTED, expecting)
     return request
@@ -78,8 +78,8 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
 @hook("vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar", when=IMPORTED, always=True)
 def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: Any) -> None:
     """VLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked."""
-    from itemset.serving.body_constraints import holds_sets
     from itemset.serving.constraint import TAG
+    from itemset.serving.lost_fields import holds_sets
     from vllm_static.request import constraint_of
 
     given = constraint_of(sampling_params)
@@ -114,7 +114,7 @@ async def _add_request(original: Callable[..., Any], self: Any, params: Any) -> 
 
         follow(self)  # where there was no event loop before
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
-        with _refusals(params):
+        with refusals(params):
             if (item_request := asked(params)) is not None:
                 params = put(params, await front_end.checks.prepare(item_request))
             elif (given := constraint_of(params)) is not None:
@@ -129,7 +129,7 @@ def _validate_structured_outputs(
 ) -> None:
     """Knows the built-in backends only: other constraints are validated as xgrammar's."""
     config, structured = structured_outputs_config, self.structured_outputs
-    if config is None or structured is None or config.backend != BACKEND:
+    if config is None or structured is None or config.backend != BACKEND or compat.has_registry():
         original()
     elif structured.choice is None and isinstance(structured.grammar, str | None):
         original(structured_outputs_config=compat.xgrammar_config(config))
@@ -153,7 +153,7 @@ def _to_params(original: Callable[..., Any], self: Any) -> Any:
 
     params = original()
     add = http.rank_item_set if hasattr(params, "beam_width") else http.add_item_set
-    return _refusals(self)(add)(self, params)
+    return refusals(self)(add)(self, params)
 
 
 @hook("vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search", when=IMPORTED)
@@ -166,7 +166,7 @@ def _beam_search(
 
     if self.llm_engine.input_processor.static_front_end is None:
         return original()
-    with _refusals(params):
+    with refusals(params):
         if (item_request := asked(params)) is None:
             return original(params=compat.beams_by_xgrammar(params))
         inputs = self._preprocess_cmpl(prompts)
@@ -178,18 +178,18 @@ def _beam_search(
 @hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
 async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
-    trace_headers: Any, session_id: Any = None, priority: int = 0,
-) -> AsyncGenerator[Any, None]:  # fmt: skip # session_id: since vLLM 0.32, priority: since 0.33
+    trace_headers: Any, session_id: Any, priority: int = 0,
+) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
     from vllm_static import list_requests
     from vllm_static.request import asked
 
     way: Any = original
-    with _refusals(params):
+    with refusals(params):
         if self.engine_client.input_processor.static_front_end and (item_request := asked(params)) is not None:
             options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
             options["lora_request"] = lora_request
-            way = partial(list_requests.online, item_request, self, prompt, request_id, params, **options)
+            way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, params, **options)
         async for output in way():
             yield output
 

@@ -20,6 +20,7 @@ from itemset.serving.wire import GRAPHS, HEAD, REASONS, NoList, read
 from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
 from vllm_static.draft_head_lists import Asked, DraftedLists, grouped
 from vllm_static.kv_branches import Branches, Prompt, scratch_needed, to_device
+from vllm_static.narrow_head import Alphabet
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
 
@@ -54,6 +55,10 @@ class WideLists:
         most = min(self._room.tokens, 2 * self._room.beams) if self.narrow else self._room.tokens
         logits = run_logits(self._runner, most)[:1, None]
         warm_up(self._sets.arena, logits, kernels=self._sets.kernels)
+        self._sets.narrow.attach(self._runner)
+        if self._sets.narrow.why_not is None:
+            columns = torch.zeros(logits.shape[2], dtype=torch.int32, device=logits.device)
+            warm_up(self._sets.arena, logits, kernels=self._sets.kernels, columns=columns)
 
     def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
         """Note that a request asks for a list. On the host path it has no place in the arena, and gets none."""
@@ -99,12 +104,16 @@ class WideLists:
         at = batch.logits_indices[to_device([i for i, _ in kept], hidden_states.device)]
         lists = [one for _, one in kept]
         use_adapters(self._runner, [one.prompt.request for one in lists], np.array([one.prompt.slot for one in lists]))
-        logits = self._runner.model.compute_logits(hidden_states[at])
+        hidden = hidden_states[at][:, None]
+        logits = None
+        if any(self._alphabet(one) is None or not one.spec.renormalised for one in lists):
+            logits = self._runner.model.compute_logits(hidden[:, 0])[:, None]
         parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
         with borrowed(self._runner):
             for group in grouped([(row, each) for row, one in enumerate(lists) for each in one.apart], self._fit):
-                first = logits[to_device([row for row, _ in group], logits.device)]
-                for (_, one), table in zip(group, self._make([one for _, one in group], first), strict=True):
+                at = to_device([row for row, _ in group], hidden.device)
+                made = self._make([one for _, one in group], hidden[at], None if logits is None else logits[at])
+                for (_, one), table in zip(group, made, strict=True):
                     parts[one.prompt.request].append(table)
         return tables | {request: _joined(some) for request, some in parts.items()}
 
@@ -164,15 +173,28 @@ class WideLists:
         kind = Lockstep if self._stepwise(plan, one) else Beams
         return kind(arena, [one.number] * len(group), plan, renormalised=one.spec.renormalised, **options)
 
-    def _make(self, group: list[Asked], logits: Tensor) -> Tensor:
-        """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest or more]."""
+    def _alphabet(self, one: Asked) -> Alphabet | None:
+        """The set's own tokens, if logits of these will do."""
+        end = one.spec.scored_end
+        key = self._sets.arena.alphabet(one.number, () if end is None else (end,))
+        return self._sets.narrow.of_list(key, renormalised=one.spec.renormalised)
+
+    def _make(self, group: list[Asked], hidden: Tensor, logits: Tensor | None) -> Tensor:
+        """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest or more].
+
+        hidden, logits: of their prompts, [lists, 1, any]; the logits of all tokens, unless the set's own will do.
+        """
         one, runner, before = group[0], self._runner, Counter(ran)
         plan = self._sets.arena.level_plan(one.number)
         beams = self._beams(group, plan)
         rows = max(rows for rows, _ in self._shapes(plan, one))
         prompts = [other.prompt for other in group]
         branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._room.apart)
-        beams.round(logits[:, None])
+        alphabet, narrow, renormalised = self._alphabet(one), self._sets.narrow, one.spec.renormalised
+        if logits is not None:
+            beams.round(logits)
+        elif alphabet is not None:
+            narrow.round(beams, hidden, alphabet, renormalised=renormalised)
         while True:
             if self.narrow:
                 beams.narrow()
@@ -184,7 +206,11 @@ class WideLists:
             else:
                 branches.fork(beams.parents.view(len(group), -1)[:, :count], known)
             tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count]
-            beams.round(logits_after(runner, branches, tokens.flatten(0, 1), known))
+            if alphabet is None:
+                beams.round(logits_after(runner, branches, tokens.flatten(0, 1), known))
+            else:
+                states = logits_after(runner, branches, tokens.flatten(0, 1), known, head=lambda states: states)
+                narrow.round(beams, states, alphabet, renormalised=renormalised)
         result = table_of(beams.decided)
         result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
         head = torch.zeros_like(result[:, :1])

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from itemset.errors import ItemSetError
-from itemset.serving.http_routes import add_routes
+from itemset.serving.http_bodies import add_routes
 from itemset.serving.version_watcher import Follower, Send
 from vllm_static import compat
 from vllm_static.metrics import ROLLOUT

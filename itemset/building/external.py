@@ -98,7 +98,7 @@ def build_external(
                 read = ray_shards.write_shards(path, ordered, named, encoding)
                 stored = _store(ordered, read, sources.Encoding(vocab_size=encoding.limit), scratch, progress)
             if in_order or engine is not None:
-                merged = _merge(stored, _in_order(stored, progress), scratch)
+                merged = _merge(stored, _as_stored(stored, progress), scratch, promised=True)
             else:
                 merged = _sorted(stored, memory, scratch, progress)
             stored.check_unchanged()
@@ -178,23 +178,12 @@ def _store(
     return stored
 
 
-def _in_order(stored: Stored, progress: Progress) -> Iterator[Batch]:
-    """Yield the items as they are stored. Raises ItemSetError for the first that is out of order."""
-    last: Rows | None = None
+def _as_stored(stored: Stored, progress: Progress) -> Iterator[Batch]:
+    """Yield the items in the order of the source."""
     done = 0
     for rows, values in stored.take():
         tokens = rows.tokens.astype(token_dtype(stored.highest), copy=False)
-        rows = Rows(tokens, width=stored.width) if stored.width else Rows(tokens, rows.offsets)
-        joined = rows if last is None else _after(last, rows)
-        if (row := out_of_order(joined)) is not None:
-            row += done + 1 - (last is not None)
-            raise ItemSetError(
-                f"{stored.path}: row {row:,} is lower than the one before it: sort the items by "
-                "their token ids, an item before those that it begins, over all files in the order of their names; or "
-                "let the build sort them"
-            )
-        last = joined.take(np.array([len(joined) - 1]))
-        yield rows, values
+        yield Rows(tokens, width=stored.width) if stored.width else Rows(tokens, rows.offsets), values
         done += len(rows)
         progress("merging", done / stored.items)
 
@@ -250,8 +239,8 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
             progress("merging", done / stored.items)
 
 
-def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
-    """Return the distinct rows of sorted batches."""
+def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: bool = False) -> _Merged:
+    """Return the distinct rows of sorted batches. Raises ItemSetError for the first row out of a promised order."""
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)
     values = [ArraySpool(folder, kind, missing=i > 0) for i, kind in enumerate(stored.types)]
@@ -259,8 +248,14 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
     items = keys_so_far = tokens_so_far = 0
     last: Rows | None = None  # the last row so far: the next batch goes on from it
     for ordered, columns in batches:
-        rows, _, begins_of_keys, lcp = sort_unique(ordered if last is None else _after(last, ordered))
-        known = 0 if last is None else 1
+        joined, known = (ordered, 0) if last is None else (_after(last, ordered), 1)
+        if promised and (row := out_of_order(joined)) is not None:
+            raise ItemSetError(
+                f"{stored.path}: row {keys_so_far + row + 1 - known:,} is lower than the one before it: sort the items "
+                "by their token ids, an item before those that it begins, over all files in the order of their names; "
+                "or let the build sort them"
+            )
+        rows, _, begins_of_keys, lcp = sort_unique(joined)
         if begins_of_keys is not None and starts is None:  # the first equal items
             starts = Spool(folder, np.uint32)
             for first in range(0, items, _BATCH_KEYS):

@@ -1,10 +1,12 @@
 """Items as columns that sort as the items do."""
 
+from functools import partial
+
 import numpy as np
 import pyarrow as pa
 
 from itemset.trie.jit import compiled
-from itemset.trie.rows import Rows, bounds, token_dtype
+from itemset.trie.rows import Rows, pack_keys, token_dtype
 
 _MAX_WORDS = 64  # columns of an item; longer items are sorted as bytes
 
@@ -19,9 +21,9 @@ class _Words:
         self.fields = [(f"word{i}", pa.uint64()) for i in range(-(-longest // self._tokens))]
 
     def encode(self, rows: Rows) -> list[pa.Array]:
-        words = np.empty((len(self.fields), len(rows)), np.uint64)
-        _pack(rows.tokens, *rows.layout, self._tokens, self._bits, words)
-        return [pa.array(word) for word in words]
+        members, starts = np.arange(len(rows), dtype=np.uint32), range(0, self._longest, self._tokens)
+        pack = partial(pack_keys, rows.tokens, *rows.layout, members)
+        return [pa.array(pack(start, self._tokens, self._bits, 0)) for start in starts]
 
     def decode(self, batch: pa.RecordBatch) -> Rows:
         words = np.stack([batch.column(name).to_numpy() for name, _ in self.fields])
@@ -61,23 +63,8 @@ def codec_of(highest: int, longest: int, width: int) -> Codec:
 
 
 @compiled
-def _pack(tokens, offsets, width, count, bits, words):  # type: ignore[no-untyped-def]
-    """Fill words [words, rows] with `count` tokens each, see `_Words`."""
-    for i in range(words.shape[1]):
-        at, end = bounds(offsets, width, i)
-        for word in range(words.shape[0]):
-            packed = np.uint64(0)
-            for _ in range(count):
-                packed <<= np.uint64(bits)
-                if at < end:
-                    packed |= np.uint64(tokens[at]) + np.uint64(1)
-                    at += 1
-            words[word, i] = packed
-
-
-@compiled
 def _unpack(words, count, bits, tokens, offsets):  # type: ignore[no-untyped-def]
-    """Fill tokens and offsets (from 1 on) with what `_pack` has packed."""
+    """Fill tokens and offsets (from 1 on) with what `pack_keys` has packed: words [words, rows]."""
     mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
     at = 0
     for i in range(words.shape[1]):

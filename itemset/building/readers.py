@@ -126,9 +126,7 @@ def read_jsonl(source: SourceFile, column: str | None, key: str | None, attribut
     Attributes have the type that all their values have; strings that are all dates or times are these. To know that,
     the file is read once before. Other fields are ignored.
     """
-    with source.open() as file:
-        start = next((line for line in file if line.strip()), b"")
-    first = _json_object(source, start.removeprefix(codecs.BOM_UTF8), 1)
+    first = _json_object(source, _first_line(source), 1)
     # An attribute may be missing in some rows, the first among them.
     column, key = _choose(source, list(dict.fromkeys([*first, *attributes])), column, key, attributes)
     # The first row decides the types: inference would turn texts that look like dates into timestamps.
@@ -148,6 +146,11 @@ def read_jsonl(source: SourceFile, column: str | None, key: str | None, attribut
             raise
         known = table.select(list(types)).cast(pa.schema(types))
         yield Columns(table.column(column), column, None if key is None else table.column(key), key, known, done)
+
+
+def _first_line(source: SourceFile) -> bytes:
+    with source.open() as file:
+        return next((line for line in file if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
 
 
 def line_blocks(source: SourceFile) -> Iterator[tuple[bytes, float]]:
@@ -248,6 +251,18 @@ def read_parquet(
             read += len(table)
             keys = None if key is None else table.column(key)
             yield Columns(table.column(column), column, keys, key, table.select(attributes), read / rows)
+
+
+def column_names(source: SourceFile) -> list[str]:
+    """Return the columns of a file, none if it has items alone. Raises OSError or pa.ArrowException for a bad one."""
+    with source.open() as file:
+        if source.suffix == ".parquet":
+            return list(pa_parquet.read_schema(file).names)
+        if source.suffix in (".csv", ".tsv"):
+            return list(pa_csv.open_csv(file, **_csv_options(source)).schema.names)
+        if source.suffix not in (".jsonl", ".ndjson"):
+            return []
+        return list(_json_object(source, _first_line(source), 1))
 
 
 def _choose(

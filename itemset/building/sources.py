@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.building.readers import Columns, line_blocks, read_csv, read_jsonl, read_parquet
+from itemset.building.readers import Columns, column_names, line_blocks, read_csv, read_jsonl, read_parquet
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
 from itemset.text import Escape, encode
@@ -151,6 +151,12 @@ def files_of(path: str | os.PathLike[str]) -> list[SourceFile]:
         if file.suffix != files[0].suffix:
             raise ItemSetError(f"{path} holds files of several kinds, {files[0]} and {file}: keep one kind there")
     return files
+
+
+def columns_of(file: SourceFile) -> list[str]:
+    """Return the names of a file's columns, none if it has items alone. Raises ItemSetError as `read` does."""
+    with _opened(file, None, None, ()):
+        return column_names(file)
 
 
 def batches_of(
@@ -326,3 +332,5 @@ _TABLES: dict[str, Callable[[SourceFile, str | None, str | None, Sequence[str]],
     ".ndjson": read_jsonl,
     ".parquet": read_parquet,
 }
+SUFFIXES = (*_PLAIN, *_TABLES)
+"""Of the files that are read."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from itemset.cli import build, inspect, publish, report_page
+from itemset.cli import bench, build, inspect, publish, report_page, serve
 from itemset.errors import ItemSetError, ItemSetWarning
 
 
@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, more = parser.parse_known_args(argv)
     writes = args.run in (build.build, build.update)
-    if more:
+    args.more = more
+    if more and args.run is not serve.serve:
         parts = writes and not any(word.startswith("-") for word in more)
         advice = "; for all files of a pattern put it in quotes, as in 'parts/*.parquet'" if parts else ""
         parser.error(f"unrecognized arguments: {' '.join(more)}{advice}")
@@ -42,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output (head, less) has seen enough; Python must not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what a command's words say, for who runs it in this process. Bad usage exits with 2."""
+    return _parser().parse_args(argv)
 
 
 def _file_at(output: str) -> tuple[int, int] | None:
@@ -77,6 +83,6 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run, error=parser.error)
         return sub
 
-    for group in (build, inspect, report_page, publish):
+    for group in (build, inspect, report_page, publish, serve, bench):
         group.add_to(command)
     return parser

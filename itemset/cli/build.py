@@ -78,6 +78,12 @@ def build(args: argparse.Namespace) -> None:
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start = time.perf_counter()
+    s, how = write_index(args, output)
+    _print_written(s, output, start, ("sorted", how))
+
+
+def write_index(args: argparse.Namespace, output: Path) -> tuple[ItemSet, str]:
+    """Write the index that the arguments ask for. Return its set, and how it was sorted."""
     allowed = available_memory() // 2 if args.memory is None else args.memory
     on_disk, how = True, "in order already (--sorted)" if args.sorted else "on a Ray cluster (--engine ray)"
     if not args.sorted and args.engine is None:
@@ -87,8 +93,7 @@ def build(args: argparse.Namespace) -> None:
         how = f"{'on disk' if on_disk else 'in memory'}: {reason}"
         if on_disk:
             print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
-    s = _build_on_disk(args, output, allowed) if on_disk else _build_in_memory(args, output)
-    _print_written(s, output, start, ("sorted", how))
+    return (_build_on_disk(args, output, allowed) if on_disk else _build_in_memory(args, output)), how
 
 
 def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemSet:

@@ -64,13 +64,14 @@ class Items(Walk):
 
     def __init__(self, item_set: ItemSet) -> None:
         super().__init__(item_set)
-        self.item_set, self._all = item_set, self
+        self.item_set = item_set
+        self._all: Items | None = None  # itself; a reference to it would keep the set until Python looks for circles
         self._closing: dict[tuple[int, Bridges], _OfState] = {}
 
     def without(self, tokens: tuple[int, ...]) -> "Items":
         """Return what is left after this item."""
         left = object.__new__(Items)
-        left.item_set, left._all = self.item_set, self._all
+        left.item_set, left._all = self.item_set, self._all or self
         left._begin_without(self, tokens)
         return left
 
@@ -79,10 +80,10 @@ class Items(Walk):
 
         That their last token may follow is for the state's mask to say.
         """
-        if (of_all := self._all._closing_of_all(state, bridges)) is None:
+        if (of_all := (self._all or self)._closing_of_all(state, bridges)) is None:
             return None
         closing, longer = of_all
-        if self is self._all or not longer:
+        if self._all is None or not longer:
             return closing
         given = {t for t in longer if (after := self.step(state, t)) == DEAD or not self.ends(after)}
         return closing.without(given, bridges.alone) if given else closing

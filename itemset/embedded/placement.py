@@ -1,10 +1,13 @@
-"""A place of an item set in a constraint, and a grammar with marks in such places."""
+"""Where item sets stand in a constraint: our words in it, its limits, a survey of it, and a grammar with marks."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from itemset.errors import ItemSetError
+from itemset.select.filters import digits
 
 WORD = "item_set"
 """The keyword of a JSON schema, the type of a structural tag's content, and of it the set."""
@@ -19,6 +22,18 @@ EBNF_SET = re.compile(r"(?<![\w.-])[Ii]tem_?[Ss]ets?\s*\(")
 NO_SPACE = (
     "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
 )
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+PLACES = 1_000
+"""Places of one constraint, each reference counted as one; each takes its time."""
+TEXT = 1 << 20
+"""Characters of one constraint, lists of texts and keys among them."""
+SETS, REFERRING, ANY = 1, 2, 3
+"""What may stand in a part of a constraint: item sets, references, either."""
+_DEEPEST = 128
+"""Levels of a constraint with item sets: what is deeper would end in a stack that overflows, xgrammar's or Python's."""
+_ESCAPED = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}  # in literals of xgrammar's, where any character may be escaped
+_CLOSERS = 16
+"""Bytes after a hole over which bridges are looked for: each takes a pass over the vocabulary, and more is no JSON."""
 _WRITTEN = re.compile(r"items?[-_ ]?sets?")
 
 
@@ -33,9 +48,76 @@ def says_set(text: str) -> bool:
     return _WRITTEN.search(text) is not None or any(word in text for word in SELECTION)
 
 
-_ESCAPED = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}  # in literals of xgrammar's, where any character may be escaped
-_CLOSERS = 16
-"""Bytes after a hole over which bridges are looked for: each takes a pass over the vocabulary, and more is no JSON."""
+class Survey:
+    """What stands in the objects and lists of a constraint, whatever it means there."""
+
+    def __init__(self) -> None:
+        self._characters = self.references = 0
+        self._holding = dict[int, int]()  # by the id of an object or list
+
+    def add(self, node: Any, depth: int = 1) -> int:
+        """Survey a parsed constraint; return what stands in it. Raises ItemSetError: too long or too deep."""
+        self._characters += 1 + (len(node) if isinstance(node, str) else digits(node))
+        if not isinstance(node, dict | list):
+            return 0
+        if depth > _DEEPEST:
+            raise _too_deep()
+        holding = 0
+        for value in node if isinstance(node, list) else ():
+            holding |= self.add(value, depth + 1)
+        for key, value in node.items() if isinstance(node, dict) else ():
+            self._characters += len(str(key))
+            below = self.add(value, depth + 1)
+            holding |= 0 if key in NO_SCHEMAS else below
+        check_characters(self._characters)
+        if isinstance(node, dict):
+            references = sum(word in node for word in REFERENCES)
+            self.references += references
+            holding |= SETS * (WORD in node) | REFERRING * (references > 0)
+        self._holding[id(node)] = holding
+        return holding
+
+    def holds(self, node: Any, what: int) -> bool:
+        """Whether sets or references stand anywhere in a part of the constraint. what: SETS, REFERRING or ANY."""
+        return bool(self._holding.get(id(node), 0) & what)
+
+
+def parse(given: Any) -> Any:
+    """Return a constraint, an object or its JSON text, as an object. Raises ItemSetError: no JSON, or too deep."""
+    try:
+        check_characters(len(given) if isinstance(given, str) else 0)
+        parsed = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ItemSetError(f"the constraint is no JSON: {error}") from error
+    except RecursionError:
+        parsed = None
+    if parsed is None:
+        raise _too_deep()
+    return parsed
+
+
+def objects(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object in a constraint with its path, whatever it means there, but for constants."""
+    if isinstance(given, dict):
+        yield path, given
+        for key, value in given.items():
+            if key not in NO_SCHEMAS:
+                yield from objects(value, f"{path}.{key}")
+    elif isinstance(given, list):
+        for i, value in enumerate(given):
+            yield from objects(value, f"{path}[{i}]")
+
+
+def check_characters(count: int) -> None:
+    """Raises ItemSetError for a constraint of more characters than TEXT."""
+    if count > TEXT:
+        raise ItemSetError(
+            f"the constraint has more than {TEXT:,} characters: register long lists as item sets, and state less"
+        )
+
+
+def _too_deep() -> ItemSetError:
+    return ItemSetError(f"the constraint is nested more than {_DEEPEST} levels deep: make it flatter")
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,32 @@ inside a JSON string, and its items must be escaped as such.
 import json
 import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import xgrammar
 
-from itemset.embedded import slates
-from itemset.embedded.placement import NAMED, NO_SPACE, SELECTION, WORD, Marked, Place, means_set, says_set
-from itemset.embedded.survey import ANY, PLACES, REFERENCES, REFERRING, SETS, Survey, check_characters, objects, parse
+from itemset.embedded.placement import (
+    ANY,
+    NAMED,
+    NO_SPACE,
+    PLACES,
+    REFERENCES,
+    REFERRING,
+    SELECTION,
+    SETS,
+    WORD,
+    Marked,
+    Place,
+    Survey,
+    check_characters,
+    means_set,
+    objects,
+    parse,
+    says_set,
+)
 from itemset.embedded.vocabulary import HOLES
 from itemset.errors import ItemSetError, shown
 
@@ -36,6 +53,7 @@ _UNREAD = (
 )
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
+_SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
 _SPACES = re.compile(r"\s*")
 GRAMMAR = 1 << 18
 """Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
@@ -105,9 +123,9 @@ class Marker:
         return self._placed(marked, lambda: parse(marked), None)
 
     def slate(self, given: Any) -> Marked:
-        """Mark a slate, an object or its text: see `slates.read`."""
+        """Mark a slate, an object or its text: see `read_slate`."""
         is_json = not isinstance(given, str) or given.lstrip().startswith("{")
-        slate, n, separator = slates.read(self._parsed(given) if is_json else given)
+        slate, n, separator = read_slate(self._parsed(given) if is_json else given)
         place = replace(self._place(slate, "slate"), closers=separator[:1], group=0)
         if n > (size := self._size_of(place)):
             raise ItemSetError(f"slate.n is {n:,}, but there are {size:,} distinct items: ask for fewer")
@@ -338,3 +356,31 @@ def _counts(node: Mapping[str, Any], path: str) -> tuple[int, int | None]:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
     return least, most
+
+
+def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:
+    """Return a slate, how many items it has, and the text between two. Raises ItemSetError.
+
+    A slate is an object of item_set, n and separator; what chooses among the items may stand in it, too.
+    """
+    if not isinstance(slate, dict):
+        raise ItemSetError(f"slate must be an object of {WORD}, n and separator, {_SLATE}, not {shown(slate)}")
+    if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):
+        raise ItemSetError(f"slate: there is no {shown(others[0])}, only {WORD}, n, separator, {', '.join(SELECTION)}")
+    for word, meaning in ((WORD, "the set's name"), ("n", "how many items")):
+        if slate.get(word) is None:
+            raise ItemSetError(f"slate has no {word}, which is {meaning}: state it, {_SLATE}")
+    n, separator = slate["n"], slate.get("separator", "\n")
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= PLACES:
+        raise ItemSetError(f"slate.n must be a number of items, 1 to {PLACES:,}, not {shown(n)}")
+    if not isinstance(separator, str):
+        raise ItemSetError(f"slate.separator must be a text, not {shown(separator)}")
+    for character in separator:
+        if unicodedata.category(character).startswith("C") and character not in "\n\r\t":
+            raise ItemSetError(
+                f"slate.separator has the character U+{ord(character):04X}, which is invisible and no space: of "
+                "such, only the line feed, the carriage return and the tab may stand in it"
+            )
+    if separator.endswith(" "):
+        raise ItemSetError(f"slate.separator {NO_SPACE}")
+    return slate, n, separator

@@ -9,10 +9,13 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import xgrammar
 from numpy.typing import NDArray
+
+Made = TypeVar("Made")
 
 HOLES = 31
 """Holes of one grammar. One id more is the decoy, which no grammar names."""
@@ -100,16 +103,16 @@ class Vocabulary:
         return found
 
 
-class OverVocabulary:
-    """What stands on a model's vocabulary, which is made once it is asked for. Safe for threads."""
+class Once(Generic[Made]):
+    """What is made when it is first asked for. Safe for threads: one makes it, and the others wait."""
 
-    def __init__(self, make: Callable[[], Vocabulary]) -> None:
+    def __init__(self, make: Callable[[], Made]) -> None:
         self._make, self._lock = make, threading.Lock()
-        self._vocabulary: Vocabulary | None = None
+        self._made: Made | None = None
 
-    @property
-    def vocabulary(self) -> Vocabulary:
+    def get(self) -> Made:
+        """Return it. Raises as its making does, which another call then tries again."""
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._make()
-            return self._vocabulary
+            if self._made is None:
+                self._made = self._make()
+            return self._made

@@ -5,7 +5,7 @@ where. A state on the device is a set's number and the state within that set, so
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD
 SEPARATOR, LEFT = WIDTHS + 1, WIDTHS + 2
 # What only `grow` reads: LEFT and DEAD_COUNT as they are at first, and what would leave out the item so far.
 MORE, FIRST_DEAD, ENTRY = range(LEFT + 1, LEFT + 4)
-READY = ENTRY + 1  # the word at which ready masks begin (trie.ready), NO_BITS if there are none: for wide rows alone
+READY = ENTRY + 1  # the word at which ready masks begin (trie.levels), NO_BITS if there are none: for wide rows alone
 ROOT_CHILDREN = READY + 1
 COLUMNS = ROOT_CHILDREN + 1
 NO_BITS = -1
@@ -49,9 +49,9 @@ FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets
 class _Placed:
     """A set whose tables are in an arena, or, until they are `there`, on their way to it.
 
-    row: of `Arena.sets`. levels: the level plan, or the set until that is asked for: to read it off takes longer than
-    all else that a small set needs, and only searches want it. view: the set, if it is a view on which others may
-    stand.
+    row: of `Arena.sets`. levels, tokens: the level plan and the distinct tokens, or the set until they are asked for:
+    to read them off takes longer than all else that a small set needs, and not everyone wants them. view: the set, if
+    it is a view on which others may stand. alphabets: see `Arena.alphabet`.
     """
 
     digest: str
@@ -59,8 +59,10 @@ class _Placed:
     end: int
     row: NDArray[np.int64]
     levels: LevelPlan | ItemSet
+    tokens: NDArray[np.int64] | ItemSet
     view: ItemSet | None = None
     there: bool = False
+    alphabets: dict[tuple[int, ...], bytes] = field(default_factory=dict)
 
 
 class Arena:
@@ -146,6 +148,16 @@ class Arena:
             placed.levels = placed.levels.level_plan
         return placed.levels
 
+    def alphabet(self, number: int, more: tuple[int, ...] = ()) -> bytes:
+        """Return the distinct tokens of a set's items, or of those that a view is a part of, and of `more`: ascending
+        int64, as bytes. Raises KeyError if no such set is here."""
+        placed = self._placed[number]
+        if more not in placed.alphabets:
+            if isinstance(placed.tokens, ItemSet):
+                placed.tokens = placed.tokens.token_ids
+            placed.alphabets[more] = np.union1d(placed.tokens, np.array(more, np.int64)).tobytes()
+        return placed.alphabets[more]
+
     def view(self, number: int) -> ItemSet | None:
         """Return the view that was placed as this set, for others to stand on; None if there is none."""
         return self._placed[number].view if number in self._placed else None
@@ -182,8 +194,10 @@ class Arena:
         if base is None:
             _refuse_disorder(item_set)
         row, parts = self._parts(item_set, number, start, base)
-        levels = item_set.level_plan if "level_plan" in vars(item_set.whole) else item_set
-        placed = _Placed(item_set.digest, start, start + piece_of(item_set), row, levels)
+        known = vars(item_set.whole)
+        levels = item_set.level_plan if "level_plan" in known else item_set
+        tokens = item_set.token_ids if "token_ids" in known else item_set
+        placed = _Placed(item_set.digest, start, start + piece_of(item_set), row, levels, tokens)
         overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
         for n in {*overwritten, number}:
             self._placed.pop(n, None)

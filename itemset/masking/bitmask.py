@@ -11,8 +11,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from itemset.trie.jit import compiled
+from itemset.trie.levels import HEADER
 from itemset.trie.pointers import array_at, count_ones, first_edge, label, load32
-from itemset.trie.ready import HEADER
 from itemset.trie.walk import FREE, TAIL, WAITING, first_dead, is_terminal, tail_token
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -34,7 +34,7 @@ def fill_bitmask_of(tables: Any, state: int, stops: Any, ready: int, row: Any) -
     """Set bit t of `row` [words] uint32 if token t may follow, stop tokens after an item among them, else clear it.
 
     All tokens may follow in FREE. Labels and stop tokens that the row has no bit for are left out. Reads no targets.
-    ready: address of the ready masks (`trie.ready`), 0 if there are none. A list of exclusions leaves out more.
+    ready: address of the ready masks (`trie.levels`), 0 if there are none. A list of exclusions leaves out more.
     """
     row[:] = 0xFFFFFFFF if state == FREE else 0
     if state >= TAIL:

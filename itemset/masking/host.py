@@ -26,8 +26,8 @@ from itemset.masking.cpu_kernels import (
     table_row,
 )
 from itemset.trie.jit import compiled
+from itemset.trie.levels import WIDE
 from itemset.trie.pointers import array_at, load64, pointers_at
-from itemset.trie.ready import WIDE
 from itemset.trie.tables import TERMINAL
 from itemset.trie.view import leave_out
 from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, TAIL, WAITING, advance, find_edge, follow, is_terminal

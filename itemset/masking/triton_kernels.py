@@ -23,16 +23,11 @@ WHOLE = 4096  # a row of no more logits than this is walked and masked in one la
 CHUNK, CHUNKS = 1024, 32  # logits that are masked at once, and how many times that by one program
 WALK_WARPS, MASK_WARPS = 1, 8  # a walk waits for memory, and one warp for no other
 
-# What may differ from step to step: a kernel compiled for its value or alignment would have to be compiled again.
-# So a batch's tensors are single arguments: Triton 3.7 specializes all elements of a tuple, in spite of these lists.
-_ANY_VALUE = ["marks_stride", "history_stride", "tokens_stride", "out_stride", "logits_stride", "columns", "rows_each"]
-_ANY_ADDRESS = ["cells", "states", "tokens", "marks", "slots", "history", "begins", "ends", "above", "positions", "out"]
-_ANY_ADDRESS += ["logits"]  # `_is_aligned` says what there is to know of them
-
 _STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS = tables.constants(
     batch_module, "STATE CONSUMED ANY_CONSUMED CONSUMED_MASK COUNT_MASK TREE COLUMNS"
 )
-_jit = tables.jit(_ANY_VALUE, _ANY_ADDRESS)
+# A batch's tensors are single arguments: Triton 3.7 specializes all elements of a tuple, whatever `jit` says.
+_jit = tables.jit("vocabulary")
 
 
 def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:

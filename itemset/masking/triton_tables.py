@@ -5,7 +5,7 @@ tokens: int64.
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from itemset.masking import arena, batch
-from itemset.trie import ready as ready_masks
+from itemset.trie import levels, targets, walk
 from itemset.trie import tables as trie_tables
-from itemset.trie import targets, walk
 
 
 def constants(module: ModuleType, names: str) -> list[tl.constexpr]:
@@ -37,20 +36,19 @@ NARROW_LABELS, NARROW_TARGETS, COUNTED, FAR_BLOCK, NO_BITS = constants(
 FAR, FIRST_EDGE, START, START_HIGH, LENGTH, OF_A_LEVEL = constants(
     targets, "FAR FIRST_EDGE START START_HIGH LENGTH OF_A_LEVEL"
 )
-LOCAL, HEADER = tl.constexpr(batch.LOCAL), tl.constexpr(ready_masks.HEADER)
+LOCAL, HEADER = tl.constexpr(batch.LOCAL), tl.constexpr(levels.HEADER)
 DEAD_NODE = tl.constexpr(trie_tables.TERMINAL)
 
 
-def jit(values: Collection[str], addresses: Collection[str]) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator of kernels, which are not compiled for the value of some arguments, nor for the alignment of
-    others: both differ from step to step. A name that a kernel has no argument for does nothing."""
+def jit(*fixed: str) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator of kernels, which are compiled for the values and alignment of the arena's tensors and of the
+    `fixed` arguments alone: all others differ from step to step, and a kernel would have to be compiled again."""
 
     def compiled(kernel: Callable[..., None]) -> Any:
-        names = list(inspect.signature(kernel).parameters)
-        return triton.jit(
-            do_not_specialize=[name for name in values if name in names],
-            do_not_specialize_on_alignment=[name for name in addresses if name in names],
-        )(kernel)
+        given = inspect.signature(kernel).parameters.items()
+        others = {name for name, one in given if one.annotation is not tl.constexpr}
+        names = sorted(others - {"words", "sets", *fixed})
+        return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(kernel)
 
     return compiled
 

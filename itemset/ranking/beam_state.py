@@ -113,6 +113,8 @@ class Pass(NamedTuple):
     logits: [L, R, q, vocabulary], of any floating dtype, a stride of 1 in the last dimension.
     taken: how many tokens stand before a beam's tail.
     offsets: [L, W] int64. The children of a list stand one beam after another: where those of each beam end.
+    columns: [vocabulary] int32, contiguous: the column of each token that may follow; None if each has its own. The
+        logits are then [L, R, q, columns], and `log_sums` is not for them.
     """
 
     arena: Arena
@@ -122,6 +124,7 @@ class Pass(NamedTuple):
     offsets: Tensor
     taken: int
     rules: Rules
+    columns: Tensor | None = None
 
 
 def score_of(keys: Tensor) -> Tensor:

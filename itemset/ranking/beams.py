@@ -229,29 +229,46 @@ class Beams:
     def _best_left(self) -> Tensor:
         return score_of(torch.stack(self._left).amax(0))
 
-    def round(self, logits: Tensor) -> None:
+    def round(self, logits: Tensor, *, columns: Tensor | None = None, sums: Tensor | None = None) -> None:
         """Take the logits of a pass: items are found, and the next beams chosen.
 
         logits: [lists * R, queries, vocabulary], of any floating dtype, on the arena's device, a stride of 1 in the
         last dimension; R is at least `rows`, those that stand first in each list, and 1 at first. They are not changed.
-        Raises ValueError for another shape, or if no pass is left.
+        columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless renormalised, what
+        `log_sums` says of all tokens. Raises ValueError for another shape, or if no pass is left.
         """
+        if not self.passes_left:
+            raise ValueError("the search is over: no pass is left")
+        self._take(self._by_list(logits), columns, sums)
+
+    def log_sums(self, logits: Tensor) -> Tensor:
+        """Return the log-sum-exp of each row's logits, those of some tokens: [lists, R, queries] float32; infinite for
+        beams that lead to nothing better. Those of several parts together: `torch.logaddexp`. logits: as for `round`.
+        """
+        now = self._now(self._by_list(logits))
+        sums: Tensor = self._kernels.log_sums(now)
+        return sums
+
+    def _by_list(self, logits: Tensor) -> Tensor:
+        """Return the logits of a pass as [lists, R, queries, vocabulary]. Raises ValueError for another shape."""
         count, extra = divmod(len(logits), self.lists)
         if logits.dim() != 3 or extra or not self.rows <= count <= self.width or logits.shape[1] != self.queries:
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)}: {self.lists} lists of {self.rows} to {self.width} rows with "
                 f"{self.queries} query tokens are next"
             )
-        if not self.passes_left:
-            raise ValueError("the search is over: no pass is left")
-        self._take(logits.unflatten(0, (self.lists, count)))
+        return logits.unflatten(0, (self.lists, count))
 
-    def _take(self, logits: Tensor) -> None:
+    def _now(self, logits: Tensor, columns: Tensor | None = None) -> Pass:
+        offsets = self._rows.table[DEGREE].cumsum(1)
+        return Pass(self.arena, logits, self._rows, self._items, offsets, self.taken, self._rules, columns)
+
+    def _take(self, logits: Tensor, columns: Tensor | None = None, sums: Tensor | None = None) -> None:
         """Do a round. logits: [lists, R, queries, vocabulary], of any strides but the last."""
-        kernels, rules, rows = self._kernels, self._rules, self._rows
+        kernels, rules = self._kernels, self._rules
         riding, size = self.riding, self._children()
-        now = Pass(self.arena, logits, rows, self._items, rows.table[DEGREE].cumsum(1), self.taken, rules)
-        sums = self._sums(now)
+        now = self._now(logits, columns)
+        sums = self._sums(now) if sums is None else sums
         ends = kernels.ended(now, sums)
         keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
         done = None
@@ -312,6 +329,8 @@ class Beams:
 
     def _sums(self, now: Pass) -> Tensor:
         """The logarithm of what divides each row's exponentials: [lists, R, queries] float32."""
+        if now.columns is not None and not self._renormalised:
+            raise ValueError("columns without sums: the logits are not those of all tokens")
         if self._normalised and not self._renormalised:
             return torch.zeros(now.logits.shape[:3], device=now.logits.device)
         sums: Tensor = (self._kernels.legal_sums if self._renormalised else self._kernels.log_sums)(now)
@@ -351,11 +370,13 @@ def _log_exponential(keys: Tensor) -> Tensor:
 _ONE_NODE = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # of a set of one item of one token
 
 
-def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto") -> None:
+def warm_up(
+    arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto", columns: Tensor | None = None
+) -> None:
     """Compile what lists and races launch, all that would else be compiled while the first list waits.
 
-    logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. The arena may be
-    empty.
+    logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. columns: as of
+    `Pass`, for logits that come with such. The arena may be empty.
     """
     size = logits.shape[2]
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)
@@ -366,4 +387,5 @@ def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Ke
         for first in (0, 1):  # rows that begin at a multiple of 16 bytes, and others
             beams = Beams(arena, [0, 0], _ONE_NODE, **options)
             beams._items.scores.fill_(torch.inf)  # a bar that nothing passes: there may be no set to follow an edge in
-            beams.round(rows[:, :, first : first + size])
+            now = rows[:, :, first : first + size]
+            beams.round(now, columns=columns, sums=None if columns is None else beams.log_sums(now))

@@ -4,10 +4,12 @@ Logits are read once, those of living beams alone, and then at the children. A h
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from itemset.masking import arena
@@ -92,23 +94,30 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
 
 def _arguments(now: Pass) -> tuple[Any, ...]:
     """What all loops take first: where the arena begins, where its sets lie in it, the logits from the first to the
-    last, how far apart those of two lists, rows and query tokens lie, the vocabulary, the beams, and the items'
+    last, how far apart those of two lists, rows and query tokens lie, each token's column, the beams, and the items'
     scores."""
     logits = now.logits
     if logits.dtype == torch.bfloat16:
         logits = logits.view(torch.int16)  # which NumPy knows; `as_float` reads it
     elif logits.dtype != torch.float32:
         logits = logits.float()
+    columns = _own_columns(logits.shape[3]) if now.columns is None else now.columns.numpy()
     *strides, _ = logits.stride()
     size = sum((count - 1) * stride for count, stride in zip(logits.shape, logits.stride(), strict=True)) + 1
     flat = logits.as_strided((size,), (1,)).numpy()
     table, tokens, scores = (tensor.numpy() for tensor in (*now.rows, now.items.scores))
     place = now.arena.words.data_ptr(), now.arena.sets.numpy()
-    return *place, flat, tuple(strides), logits.shape[3], table, tokens, scores
+    return *place, flat, tuple(strides), columns, table, tokens, scores
+
+
+@lru_cache(8)
+def _own_columns(vocabulary: int) -> NDArray[np.int32]:
+    """Every token in its own column."""
+    return np.arange(vocabulary, dtype=np.int32)
 
 
 @compiled
-def _log_sums(words, sets, logits, strides, vocabulary, table, tokens, bars, sums):  # type: ignore[no-untyped-def]
+def _log_sums(words, sets, logits, strides, columns, table, tokens, bars, sums):  # type: ignore[no-untyped-def]
     lists, count, queries = sums.shape
     scores = table[SCORE].view(np.float64)
     for one in range(lists):
@@ -118,12 +127,12 @@ def _log_sums(words, sets, logits, strides, vocabulary, table, tokens, bars, sum
                 sums[one, beam, query] = np.inf  # so that nothing of this beam passes the bar
                 if above and query <= table[TAIL, one, beam]:
                     at = one * strides[0] + beam * strides[1] + query * strides[2]
-                    sums[one, beam, query] = log_sum(logits[at : at + vocabulary])
+                    sums[one, beam, query] = log_sum(logits[at : at + len(columns)])
 
 
 @compiled
 def _legal_sums(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, vocabulary, table, tokens, bars, end_token, sums
+    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums
 ):
     lists, count, _ = sums.shape
     for one in range(lists):
@@ -131,24 +140,24 @@ def _legal_sums(  # type: ignore[no-untyped-def]
         for beam in range(count):
             at = one * strides[0] + beam * strides[1]
             begin, degree = table[FIRST, one, beam], table[DEGREE, one, beam]
-            may_end = 0 <= end_token < vocabulary and is_terminal(tables, table[STATE, one, beam] & LOCAL)
-            most = np.float64(as_float(logits[at + end_token])) if may_end else -np.inf
+            may_end = 0 <= end_token < len(columns) and is_terminal(tables, table[STATE, one, beam] & LOCAL)
+            most = np.float64(as_float(logits[at + columns[end_token]])) if may_end else -np.inf
             for edge in range(begin, begin + degree):
                 token = label(tables, edge)
-                if token < vocabulary and is_alive(tables, edge):
-                    most = max(most, np.float64(as_float(logits[at + token])))
+                if token < len(columns) and is_alive(tables, edge):
+                    most = max(most, np.float64(as_float(logits[at + columns[token]])))
             base = most if most > -np.inf else 0.0
-            total = np.exp(as_float(logits[at + end_token]) - base) if may_end else 0.0
+            total = np.exp(as_float(logits[at + columns[end_token]]) - base) if may_end else 0.0
             for edge in range(begin, begin + degree):
                 token = label(tables, edge)
-                if token < vocabulary and is_alive(tables, edge):
-                    total += np.exp(as_float(logits[at + token]) - base)
+                if token < len(columns) and is_alive(tables, edge):
+                    total += np.exp(as_float(logits[at + columns[token]]) - base)
             sums[one, beam, 0] = np.log(total) + base
 
 
 @compiled
 def _ended(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, vocabulary, table, tokens, bars, end_token, sums, taken, power, ends
+    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, power, ends
 ):
     lists, count, queries = sums.shape
     scores, logs = table[SCORE].view(np.float64), table[LOG].view(np.float64)
@@ -167,7 +176,7 @@ def _ended(  # type: ignore[no-untyped-def]
             for edge in range(begin, begin + table[DEGREE, one, beam] if power else begin):
                 if _lives(tables, edge):
                     token = _token(tables, edge)
-                    share = power * (_logit(logits, at, token, vocabulary) - sums[one, beam, 0])
+                    share = power * (_logit(logits, at, token, columns) - sums[one, beam, 0])
                     if share > -math.inf:
                         total += math.exp(share)
                         nearest = min(nearest, log_exponential(mixed(key, TOKEN + token)) - share)
@@ -175,7 +184,7 @@ def _ended(  # type: ignore[no-untyped-def]
                 ends[EARLIEST, one, beam] = min(nearest, _nobody(key, total))
             for column in range(steps):
                 token = tokens[one, beam, taken + column] if column < tail else end_token
-                cost = _logit(logits, at + column * strides[2], token, vocabulary) - sums[one, beam, column]
+                cost = _logit(logits, at + column * strides[2], token, columns) - sums[one, beam, column]
                 if power:
                     after, share = mixed(key, TOKEN + token), power * cost
                     time = log_exponential(after) - share if share > -math.inf else math.inf
@@ -192,7 +201,7 @@ def _ended(  # type: ignore[no-untyped-def]
 
 @compiled
 def _best(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, vocabulary, table, tokens, bars, sums, ends, items, power, keys, places
+    words, sets, logits, strides, columns, table, tokens, bars, sums, ends, items, power, keys, places
 ):
     """The best of each kind stand in a heap, the worst of them first."""
     lists, count, _ = sums.shape
@@ -206,9 +215,9 @@ def _best(  # type: ignore[no-untyped-def]
             for child in range(degree if score_here > bar else 0):
                 edge = begin + child
                 token = _token(tables, edge)
-                score = base + _logit(logits, at, token, vocabulary)
+                score = base + _logit(logits, at, token, columns)
                 if power:
-                    share = power * (_logit(logits, at, token, vocabulary) - sum_here)
+                    share = power * (_logit(logits, at, token, columns) - sum_here)
                     if not share > -math.inf:
                         continue
                     time = log_exponential(mixed(random, TOKEN + token)) - share
@@ -253,7 +262,7 @@ def _clear(table, new, new_tokens):  # type: ignore[no-untyped-def]
 
 @compiled
 def _ride(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, vocabulary, table, tokens, bars, end_token, sums, taken, riding, new, new_tokens
+    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, riding, new, new_tokens
 ):
     """Score the next token of each beam's tail, of which others are left for later passes."""
     lists, count, queries = sums.shape
@@ -269,7 +278,7 @@ def _ride(  # type: ignore[no-untyped-def]
             if n == riding or not score > bars[one, -1] or tail + (end_token >= 0) <= queries:
                 continue
             at, token = one * strides[0] + beam * strides[1], tokens[one, beam, taken]
-            new_scores[one, n] = score + (_logit(logits, at, token, vocabulary) - sums[one, beam, 0])
+            new_scores[one, n] = score + (_logit(logits, at, token, columns) - sums[one, beam, 0])
             new_logs[one, n], new_tokens[one, n] = new_scores[one, n], tokens[one, beam]
             new[STATE, one, n], new[TAIL, one, n], new[PARENT, one, n] = table[STATE, one, beam], tail - 1, beam
             n += 1
@@ -277,7 +286,7 @@ def _ride(  # type: ignore[no-untyped-def]
 
 @compiled
 def _follow(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, vocabulary, table, tokens, bars, end_token, sums, ends, keys, places, offsets, taken,
+    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums, ends, keys, places, offsets, taken,
     whole, power, riding, new, new_tokens,
 ):  # fmt: skip
     lists, count, _ = sums.shape
@@ -293,7 +302,7 @@ def _follow(  # type: ignore[no-untyped-def]
             at = min(np.searchsorted(offsets[one], place, side="right"), count - 1)
             edge = table[FIRST, one, at] + place - (offsets[one, at] - table[DEGREE, one, at])
             token, state = _token(tables, edge), state_after(tables, edge)
-            cost = _logit(logits, one * strides[0] + at * strides[1], token, vocabulary) - sums[one, at, 0]
+            cost = _logit(logits, one * strides[0] + at * strides[1], token, columns) - sums[one, at, 0]
             new_logs[one, n] = new_scores[one, n] = logs[one, at] + cost
             if power:
                 key = mixed(np.uint64(table[KEY, one, at]), TOKEN + token)
@@ -344,8 +353,8 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _logit(logits, at, token, vocabulary):  # type: ignore[no-untyped-def]
-    return np.float64(as_float(logits[at + token])) if token < vocabulary else -np.inf
+def _logit(logits, at, token, columns):  # type: ignore[no-untyped-def]
+    return np.float64(as_float(logits[at + columns[token]])) if token < len(columns) else -np.inf
 
 
 @compiled

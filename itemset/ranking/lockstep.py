@@ -93,25 +93,29 @@ class Lockstep(Beams):
         column = column[:, : self.riding + self.rows]
         return (column.T if self._races else column).flatten()
 
-    def round(self, logits: Tensor) -> None:
+    def round(self, logits: Tensor, *, columns: Tensor | None = None, sums: Tensor | None = None) -> None:
         """Take the logits of a pass, [rows, vocabulary] or [rows, 1, vocabulary], or of those rows that `rows_after`
         says; of races, the prompt's are one row. Else as `Beams.round`."""
-        if not self.passes_left:
-            raise ValueError("the search is over: no pass is left")
-        shared = self._races and not self.taken
-        count = 1 if shared else len(logits) // self.lists
-        if not self.row_count or not count:  # an engine has a row at least, and there is nothing to learn from it
+        if self.passes_left and (not self.row_count or not self._count(logits)):
+            # An engine has a row at least, and there is nothing to learn from it.
             self.taken, self.passes_left = self.taken + 1, self.passes_left - 1
             return
+        super().round(logits, columns=columns, sums=sums)
+
+    def _count(self, logits: Tensor) -> int:
+        """How many rows of each list have logits."""
+        return 1 if self._races and not self.taken else len(logits) // self.lists
+
+    def _by_list(self, logits: Tensor) -> Tensor:
+        count = self._count(logits)
         self.rows = min(self.rows, count - self.riding)
         logits = logits.view(len(logits), 1, -1)
-        if shared:
+        if self._races and not self.taken:
             logits = logits.expand(self.lists, -1, -1)
         by_list = logits[: count * self.lists]
         if self._races:
-            self._take(by_list.unflatten(0, (count, self.lists)).transpose(0, 1))
-        else:
-            self._take(by_list.unflatten(0, (self.lists, count)))
+            return by_list.unflatten(0, (count, self.lists)).transpose(0, 1)
+        return by_list.unflatten(0, (self.lists, count))
 
     def _plan_pass(self, size: int) -> int:
         plan, items = self._plan, self._rules.items

@@ -111,11 +111,13 @@ def _arguments(now: Pass) -> dict[str, Any]:
     """What kernels that read tables or logits take."""
     logits, items, power = now.logits, now.items, struct.unpack("<q", struct.pack("<d", now.rules.power))[0]
     names = ("list_stride", "row_stride", "query_stride", "vocabulary", "lists", "count", "queries", "width", "k")
-    sizes = (*logits.stride()[:3], logits.shape[3], *logits.shape[:3], now.rows.tokens.shape[1], items.tokens.shape[1])
+    vocabulary = logits.shape[3] if now.columns is None else len(now.columns)
+    sizes = (*logits.stride()[:3], vocabulary, *logits.shape[:3], now.rows.tokens.shape[1], items.tokens.shape[1])
     return {
-        "words": now.arena.words, "sets": now.arena.sets, "logits": logits, "table": now.rows.table,
-        "tokens": now.rows.tokens, "bars": items.scores, **dict(zip(names, sizes, strict=True)),
-        "longest": now.rows.tokens.shape[2], "taken": now.taken, "end_token": now.rules.end_token, "power": power,
+        "words": now.arena.words, "sets": now.arena.sets, "logits": logits, "columns": now.columns,
+        "table": now.rows.table, "tokens": now.rows.tokens, "bars": items.scores,
+        **dict(zip(names, sizes, strict=True)), "longest": now.rows.tokens.shape[2], "taken": now.taken,
+        "end_token": now.rules.end_token, "power": power,
     }  # fmt: skip
 
 
@@ -127,7 +129,7 @@ def _aligned(logits: Tensor) -> bool:
 
 @reads.kernel
 def log_sums_kernel(
-    words, sets, logits, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
+    words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
     lists, width, count, queries, k, longest, taken, end_token, power, sums,
     ALIGNED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):
@@ -156,7 +158,7 @@ def log_sums_kernel(
 
 @reads.kernel
 def legal_sums_kernel(
-    words, sets, logits, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
+    words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
     lists, width, count, queries, k, longest, taken, end_token, power, sums,
     LANES: tl.constexpr,
 ):
@@ -179,14 +181,14 @@ def legal_sums_kernel(
         token = tl.where(child < degree, token, end_token)
         alive = reads.edge_lives(words, fields, begin + child, child < degree, True)
         inside = (alive & (token < vocabulary)) | ((child == degree) & may_end)
-        logit = tl.load(mine + token, mask=inside, other=-float("inf")).to(tl.float32)
+        logit = reads.logit_of(mine, columns, token, inside).to(tl.float32)
         most, part = reads.add_exponentials(most, part, logit[:, None])
     tl.store(sums + row, reads.log_of_sums(most, part))
 
 
 @reads.kernel
 def ended_kernel(
-    words, sets, logits, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
+    words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
     lists, width, count, queries, k, longest, taken, end_token, power, sums, ends,
     RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):
@@ -215,7 +217,7 @@ def ended_kernel(
             child = low + tl.arange(0, LANES)
             token = reads.edge_token(words, fields, begin + child, child < degree, WHOLE)
             inside = reads.edge_lives(words, fields, begin + child, child < degree, WHOLE) & (token < vocabulary)
-            logit = tl.load(mine + token, mask=inside, other=-float("inf"))
+            logit = reads.logit_of(mine, columns, token, inside)
             share = power * (logit.to(tl.float64) - sum_here)
             part += tl.where(inside, tl.exp(share), 0.0)
             time = reads.time_of(reads.token_bits(key, token), share)
@@ -226,7 +228,7 @@ def ended_kernel(
     for column in range(0, steps):
         token = tl.load(tokens + beam * longest + taken + column, mask=column < tail, other=0)
         token = tl.where(column < tail, token, end_token)
-        logit = tl.load(mine + column * query_stride + token, mask=token < vocabulary, other=-float("inf"))
+        logit = reads.logit_of(mine + column * query_stride, columns, token, token < vocabulary)
         cost = logit.to(tl.float64) - tl.load(sums + row * queries + column)
         if RACES:
             share = power * cost
@@ -251,7 +253,7 @@ def ended_kernel(
 
 @reads.kernel
 def candidates_kernel(
-    words, sets, logits, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
+    words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
     lists, width, count, queries, k, longest, taken, end_token, power, sums, ends, offsets, keys, start, size, steps,
     ITEMS: tl.constexpr, RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):
@@ -265,7 +267,7 @@ def candidates_kernel(
     token = reads.edge_token(words, fields, edge, inside, WHOLE)
     inside = reads.edge_lives(words, fields, edge, inside, WHOLE) & (token < vocabulary)
     mine = logits + one * list_stride + at.to(tl.int64) * row_stride
-    logit = tl.load(mine + token, mask=inside, other=-float("inf"))
+    logit = reads.logit_of(mine, columns, token, inside)
     sum_here = tl.load(sums + (one * count + at) * queries, mask=inside, other=0)
     if RACES:
         power = power.to(tl.float64, bitcast=True)

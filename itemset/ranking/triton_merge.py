@@ -9,7 +9,7 @@ from itemset.ranking import triton_reads as reads
 
 @reads.kernel
 def follow_kernel(
-    words, sets, logits, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
+    words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
     lists, width, count, queries, k, longest, taken, end_token, power, sums, ends, offsets, keys, places,
     new, new_tokens, words_end, wanted, rows, riding,
     RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
@@ -48,7 +48,7 @@ def follow_kernel(
     token = reads.edge_token(words, fields, edge, is_child, WHOLE)
     token = tl.where(rides, tl.load(tokens + beam * longest + taken, mask=live & rides, other=0), token)
     mine = logits + one * list_stride + at * row_stride
-    logit = tl.load(mine + token, mask=live & (token < vocabulary), other=-float("inf")).to(tl.float64)
+    logit = reads.logit_of(mine, columns, token, live & (token < vocabulary)).to(tl.float64)
     cost = logit - tl.load(sums + (one * count + at) * queries)
     mass = reads.float_of(table, reads.LOG, plane, beam, True)
     log = mass + cost

@@ -18,17 +18,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
-# All but the addresses of the arena: these stay for as long as an engine runs.
-kernel = tables.jit(
-    [
-        "list_stride", "row_stride", "query_stride", "vocabulary", "lists", "width", "count", "queries", "k", "longest",
-        "taken", "end_token", "power", "start", "size", "steps", "wanted", "rows", "riding", "words_end", "done_count",
-    ],
-    [
-        "logits", "table", "tokens", "bars", "sums", "ends", "keys", "places", "offsets", "new", "new_tokens",
-        "new_scores", "new_logs", "item_tokens", "item_scores", "item_logs", "done", "done_tokens", "alive",
-    ],
-)  # fmt: skip
+kernel = tables.jit()
 
 
 @triton.jit
@@ -45,6 +35,14 @@ def int_of(table, COLUMN: tl.constexpr, size, beam, mask):
 @triton.jit
 def float_of(table, COLUMN: tl.constexpr, size, beam, mask):
     return int_of(table, COLUMN, size, beam, mask).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def logit_of(logits, columns, token, inside):
+    """The logit of a token, in its own column if no columns are given."""
+    if columns is not None:
+        token = tl.load(columns + token, mask=inside, other=0)
+    return tl.load(logits + token, mask=inside, other=-float("inf"))
 
 
 @triton.jit

@@ -19,8 +19,8 @@ from itemset.trie import file as index_file
 from itemset.trie.key_index import KeyIndex
 from itemset.trie.keys import KeyList, Keys, in_item_order
 from itemset.trie.numbering import items_at
-from itemset.trie.rows import Rows, as_rows
-from itemset.trie.view import bits_of, dead_of, takes
+from itemset.trie.rows import as_rows
+from itemset.trie.view import bits_of, dead_of
 
 
 class View(ItemSet):
@@ -71,9 +71,7 @@ class View(ItemSet):
     def items(self) -> list[list[int]]:
         """Return the tokens of each of its items, in the set's own order."""
         items = self.whole.items()
-        rows = as_rows(items)
-        taken = takes(self.trie.tables, rows.tokens, rows.offsets)
-        return list(compress(items, taken.tolist()))
+        return list(compress(items, (self._numbers_of(as_rows(items)) >= 0).tolist()))
 
     def save(self, path: str | os.PathLike[str]) -> NoReturn:
         raise ItemSetError("a view cannot be saved: save the set itself, and filter it again")
@@ -81,11 +79,6 @@ class View(ItemSet):
     def to_bytes(self) -> bytes:
         """Return the view's own arrays, for `view_from_bytes`."""
         return index_file.to_bytes(self._header(), dict(self.own))
-
-    def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
-        numbers = self.whole._numbers_of(rows)
-        numbers[~takes(self.trie.tables, rows.tokens, rows.offsets)] = -1
-        return numbers
 
 
 class _Passing(Keys):

@@ -11,9 +11,8 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, where
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.inline import InlineTexts
+from itemset.serving.inline import Chosen, InlineTexts
 from itemset.serving.request import ItemRequest
-from itemset.serving.selections import Chosen
 from itemset.serving.startup import opening, seconds
 from itemset.serving.versions import Opened
 from itemset.serving.warm_up import compile_all
@@ -51,7 +50,7 @@ class Checks:
         self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""
         with opening():
-            for opened in self.catalogue.versions.serving:
+            for opened in self.catalogue.serving:
                 self._check(opened)
 
     def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
@@ -59,7 +58,7 @@ class Checks:
 
         on_opened: called before it is checked for this model. Raises ItemSetError as the start does.
         """
-        opened = self.catalogue.versions.open(name, version, path)
+        opened = self.catalogue.open(name, version, path)
         on_opened()
         self._check(opened)
         return opened
@@ -102,42 +101,41 @@ class Checks:
         sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
         return f"{', '.join(sets)}; copied, checked and opened in {seconds():.1f} s" if sets else "none"
 
-    def reference(self, asked: ItemRequest) -> str:
-        """The reference of a request's set. Waits until texts are encoded and built, or filters applied, unless they
-        were not long ago. Raises RefusedError, or ItemSetError for what is wrong with an item."""
-        made = self.pinned(asked).choice
-        assert isinstance(made, InlineSet)
-        return made.reference
+    def made(self, asked: ItemRequest) -> InlineSet:
+        """The set of a request; of a registered one the version that is served now.
 
-    def _current(self, asked: ItemRequest) -> str:
-        """The reference of the version that the named set has now."""
-        name, registered = asked.item_set or "", self.catalogue.registered
-        # To look a name up takes its time, of a name of megabytes too long.
-        if len(name) > max(map(len, registered), default=0) or name not in registered:
-            raise self.catalogue.unknown(name)
-        return self.catalogue.reference(name)
+        Waits until texts are encoded and built, or filters applied, unless they were not long ago. Raises RefusedError,
+        or ItemSetError for what is wrong with an item.
+        """
+        if isinstance(asked.choice, InlineSet):
+            return asked.choice
+        if asked.choice is not None:
+            return self._inline.get(asked.choice, asked.escape)
+        reference = self.catalogue.reference(asked.item_set or "")
+        if asked.chooses:
+            return self._selections.get(asked, reference)
+        return InlineSet(reference, b"", self.catalogue[reference], 0)
+
+    def reference(self, asked: ItemRequest) -> str:
+        """The reference of a request's set. Raises as `made` does."""
+        return self.made(asked).reference
 
     def pinned(self, asked: ItemRequest) -> ItemRequest:
-        """The request with the version that its set has now, whatever is served later. Raises as `reference` does."""
-        if isinstance(asked.choice, InlineSet):
-            return asked
-        if asked.choice is not None:
-            return replace(asked, choice=self._inline.get(asked.choice, asked.escape))
-        reference = self._current(asked)
-        if asked.chooses:
-            return replace(asked, choice=self._selections.get(asked, reference))
-        return replace(asked, choice=InlineSet(reference, b"", self.catalogue[reference], 0))
+        """The request with its set, whatever version is served later. Raises as `made` does."""
+        return replace(asked, choice=self.made(asked))
 
     async def prepare(self, asked: ItemRequest) -> ItemRequest:
-        """The request with its set made: with it `reference` is immediate. Raises as that does.
+        """The same beside the event loop, of which it takes a millisecond.
 
-        It takes a millisecond of the event loop. Encoding stops if this is cancelled and no other request waits for it.
+        Encoding stops if this is cancelled and no other request waits for it.
         """
         if asked.chooses:
-            return replace(asked, choice=await self._selections.prepare(asked, self._current(asked)))
-        if asked.choice is None or isinstance(asked.choice, InlineSet):
-            return self.pinned(asked)
-        return replace(asked, choice=await self._inline.prepare(asked.choice, asked.escape))
+            choice = await self._selections.prepare(asked, self.catalogue.reference(asked.item_set or ""))
+        elif isinstance(asked.choice, list):
+            choice = await self._inline.prepare(asked.choice, asked.escape)
+        else:
+            choice = self.made(asked)
+        return replace(asked, choice=choice)
 
     def request(
         self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

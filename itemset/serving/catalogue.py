@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from itemset import published
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
-from itemset.select.views import view, view_from_bytes
+from itemset.select.views import view_from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused
 from itemset.serving.startup import opening
@@ -61,69 +60,58 @@ class InlineSet:
         nbytes = len(index) + OVERHEAD + (item_set.token_ids.nbytes if token_ids else 0)
         return cls(reference, index, item_set, nbytes, **more)
 
-    @classmethod
-    def filtered(cls, reference: str, base: ItemSet, query: Mapping[str, Any]) -> Self:
-        """Make a filter of a registered set or view. Raises ItemSetError as `views.view` does."""
-        seen = view(base, query)
-        index = seen.to_bytes()
-        item_set = view_from_bytes(base, index, reference, keys=seen._keys)
-        return cls(reference, index, item_set, len(index) + seen._keys.own_bytes + OVERHEAD)
-
     @property
     def own_filter(self) -> "InlineSet | None":
         """The filter that it is or stands on."""
         return self if "alive" in self.item_set.own else self.filter
 
+    @property
+    def ref(self) -> SetRef:
+        """What a request with this set carries: requests with equal sets then share its bytes."""
+        below = self.own_filter
+        return SetRef(self.reference, None if below is self else self.index, None if below is None else below.index)
 
-class Catalogue:
+
+class Catalogue(Versions):
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
     What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
     """
 
     def __init__(self, config: StaticConfig) -> None:
-        """Open every registered set from its private copy. Raises ItemSetError as `held.open_copy` and
+        """Open every registered set from its private copy. Raises ItemSetError as `private_copies.open_copy` and
         `published.current` do."""
-        self._config, self.versions = config, Versions(config)
-        self._files = {name for name in config.item_sets if not os.path.isdir(where(config, name))}
-        for name, (version, path) in at_start(config).items():
-            self.versions.serve(self.versions.open(name, version, path))
-        _check_bases(config, self.registered)
+        super().__init__(config)
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
         self.inline_bytes = 0  # of what came with requests and is cached
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._files = {name for name in config.item_sets if not os.path.isdir(where(config, name))}
+        for name, (version, path) in at_start(config).items():
+            self.serve(self.open(name, version, path))
+        _check_bases(config, self.registered)
 
     def __getitem__(self, reference: str) -> ItemSet:
-        """Raises RefusedError for a reference that is not known."""
+        """Do `get`. Raises RefusedError if this process cannot have the set."""
         if (item_set := self.get(reference)) is None:
             raise self.unknown(reference)
         return item_set
 
-    def get(self, reference: str) -> ItemSet | None:
-        inline = self.inline(reference)
-        return inline.item_set if inline else self.versions.get(reference)
-
     def known(self, reference: str) -> ItemSet | None:
-        """Return what `get` returns, but open nothing."""
         inline = self.inline(reference)
-        return inline.item_set if inline else self.versions.known(reference)
-
-    @property
-    def registered(self) -> Mapping[str, ItemSet]:
-        """The current sets and views by name: another mapping whenever that changes."""
-        return self.versions.registered
+        return inline.item_set if inline else super().known(reference)
 
     def reference(self, name: str) -> str:
         """Return the reference of what a request for this set or view gets. Raises RefusedError if there is none."""
-        if (opened := self.versions.current(name)) is None:
+        # To look a name up takes its time, of a name of megabytes too long.
+        known = len(name) <= max(map(len, self.registered), default=0)
+        if (opened := self.current(name) if known else None) is None:
             raise self.unknown(name)
         return opened.reference(name)
 
     def version_fields(self, reference: str) -> dict[str, str]:
         """Return what an answer says of its set: of one that is followed, its version."""
         version, name = version_of(reference)
-        return {"item_set_version": version} if version and self.follows(self.versions.of(name)) else {}
+        return {"item_set_version": version} if version and self.follows(self.of(name)) else {}
 
     def follows(self, name: str) -> bool:
         """Return whether this is a published set, which may change, and no file."""
@@ -131,11 +119,11 @@ class Catalogue:
 
     def serve(self, opened: Opened) -> list[str]:
         """Do `Versions.serve`, and forget the parts of what it returns."""
-        return self._forget(self.versions.serve(opened))
+        return self._forget(super().serve(opened))
 
     def drop(self, name: str) -> list[str]:
         """Do `Versions.drop`, and forget the parts of what it returns."""
-        return self._forget(self.versions.drop(name))
+        return self._forget(super().drop(name))
 
     def _forget(self, versions: list[str]) -> list[str]:
         with self._lock:
@@ -147,7 +135,7 @@ class Catalogue:
         """Bytes of an arena for a next version of a followed set beside the present one."""
         if (given := self._config.item_set_headroom) is not None:
             return given
-        return max((one.nbytes for one in self.versions.serving if self.follows(one.name)), default=0)
+        return max((one.nbytes for one in self.serving if self.follows(one.name)), default=0)
 
     def inline(self, reference: str) -> InlineSet | None:
         """Return what came with a request, None if it is no longer here."""
@@ -165,7 +153,7 @@ class Catalogue:
             if inline_set.reference in self._inline:
                 return self._inline[inline_set.reference]
             self._held[inline_set.reference] = inline_set
-            if self.versions.is_closed(whole_of(inline_set.reference)):
+            if self.is_closed(whole_of(inline_set.reference)):
                 return inline_set
             self._inline[inline_set.reference] = inline_set
             self.inline_bytes += inline_set.nbytes
@@ -174,7 +162,11 @@ class Catalogue:
             return inline_set
 
     def unknown(self, reference: str) -> RefusedError:
-        """Return the error for a name that no set has. Its work does not grow with the name."""
+        """Return the error for a name that no set has, or a version. Its work does not grow with the name."""
+        version, name = version_of(reference)
+        if version:
+            called = f"version {version[:12]} of item set {name!r}"
+            return RefusedError("unknown set", f"{called} is no longer loaded: retry the request")
         names = sorted(self.registered)
         # A comparison takes its time, and a name of twice the length is not alike.
         alike = difflib.get_close_matches(reference[: 2 * max(map(len, names), default=0)], names, 1)
@@ -247,14 +239,7 @@ def set_ref(catalogue: Catalogue, reference: str) -> SetRef:
     An engine may have forgotten any set that came with a request, so each request brings all of its own.
     """
     inline = catalogue.inline(reference)
-    return SetRef(reference) if inline is None else inline_ref(inline)
-
-
-def inline_ref(inline: InlineSet) -> SetRef:
-    """Return the same of a set that came with a request: requests with equal sets then share its bytes."""
-    below = inline.own_filter
-    index = None if below is inline else inline.index
-    return SetRef(inline.reference, index, None if below is None else below.index)
+    return SetRef(reference) if inline is None else inline.ref
 
 
 def receive(catalogue: Catalogue, ref: SetRef) -> InlineSet | None:
@@ -271,7 +256,7 @@ def receive(catalogue: Catalogue, ref: SetRef) -> InlineSet | None:
         return below
     if kept := catalogue.inline(ref.reference):
         return kept
-    base = catalogue.versions.get(of) if below is None else below.item_set
+    base = catalogue.get(of) if below is None else below.item_set
     return catalogue.keep(InlineSet.from_index(ref.reference, ref.index, base, filter=below))
 
 
@@ -281,7 +266,7 @@ def receive_set(catalogue: Catalogue, ref: SetRef) -> ItemSet:
     return inline.item_set if inline else catalogue[ref.reference]
 
 
-def open_set(versions: Versions, ref: SetRef, below: ItemSet | None) -> ItemSet:
+def open_set(catalogue: Catalogue, ref: SetRef, below: ItemSet | None) -> ItemSet:
     """Return the set of a request, for a worker, which keeps none of those that came with requests.
 
     below: the filter that the set stands on, if its bits came before. Raises ItemSetError as `InlineSet.from_index`
@@ -290,7 +275,7 @@ def open_set(versions: Versions, ref: SetRef, below: ItemSet | None) -> ItemSet:
     of = part_of(ref.reference)
     if ref.filter is not None:
         name = ref.reference if ref.index is None else of
-        below = InlineSet.from_index(name, ref.filter, versions[part_of(name)]).item_set
+        below = InlineSet.from_index(name, ref.filter, catalogue[part_of(name)]).item_set
     if ref.index is not None:
-        return InlineSet.from_index(ref.reference, ref.index, versions.get(of) or below).item_set
-    return versions[ref.reference] if ref.filter is None or below is None else below
+        return InlineSet.from_index(ref.reference, ref.index, catalogue.get(of) or below).item_set
+    return catalogue[ref.reference] if ref.filter is None or below is None else below

@@ -1,5 +1,6 @@
-"""What the user configures, the same in every engine: the registered item sets and the limits."""
+"""What the user configures, the same in every engine: registered sets and limits, and their flags on a command line."""
 
+import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
@@ -16,6 +17,10 @@ Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]
 _Beams = Annotated[int, Meta(ge=0)]
+FLAGS = ("item_set_path", "item_set_dir")
+"""The flags that are options by the same name."""
+NAMING_FLAGS = {"item_set": "item_sets", "item_view": "item_views"}
+"""The flags that register something by name, and the options that they add to."""
 _SET = "--item-set films=films.itemset"
 _VIEW = """--item-view fresh='films: {"year": {"$gte": 2020}}'"""
 
@@ -53,30 +58,8 @@ class ModelLimits:
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The plugin's options: `additional_config` in vLLM, flags or arguments of the engine in SGLang.
 
-    item_sets: of each registered set by name its file, or the folder of a published set, which is followed.
-    item_set_dir: a folder whose published sets are served under the names of their folders, those to come too.
-    item_set_refresh_seconds: between two looks for new versions of followed sets.
-    item_set_headroom: bytes of each device for the next version of a followed set, while requests still have the
-        present one; None for the room that the largest followed set takes now.
-    item_views: by name, ``"SET: {query}"``, a registered set and a filter (`itemset.select.filters`).
-    item_key_limit: keys that exclude_keys or only_keys of a request may have.
-    inline_item_limit: items an inline set may have.
-    inline_text_limit: characters that all items of an inline set may have together.
-    item_set_path: where masks are computed; "auto" takes the device wherever it can.
-    inline_set_memory: bytes of each device for inline sets, beside what the registered ones take.
-    inline_set_host_memory: bytes of each process that keeps inline sets for their next request.
-    item_set_kernels: "auto" takes Triton on an accelerator and Numba on a CPU.
-    ranked_list_limit: beams that a request for a ranked list may ask for.
-    ranked_list_passes: forward passes after which the proof of an exact list ends, and that max_passes may ask for.
-    ranked_list_beams: beams of all lists that run inside the engine at a time; 0 and none does; None for what memory
-        has room for. vLLM only.
-    item_set_shared_prefix: whether a pass of such lists reads a prompt's KV once for all its beams; "auto" does not
-        yet. vLLM only.
-    item_set_draft_head: a draft head's file: lists of registered sets come from one pass of the model, and the head.
-        vLLM only.
-    forced_drafts: whether n-gram speculation proposes, for requests with a set, what the set forces.
-    item_set_cache: folder of the copies that are served (`held`); the user's cache folder where None.
-    item_set_versions: version of each registered set by name. Internal: the process that starts an engine sets it.
+    docs/serving.md says what each is. item_set_versions is internal: the process that starts an engine sets it, to the
+    version of each registered set by name.
     """
 
     item_sets: dict[str, str] = {}
@@ -95,6 +78,8 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
     ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
     item_set_shared_prefix: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
+    item_set_narrow_head: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
+    item_set_head_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True
     item_set_cache: Annotated[_Path | None, Meta(description="the path of a folder")] = None
@@ -161,3 +146,50 @@ def _by_name(given: Any, option: str, what: str, example: str) -> dict[str, str]
             raise ItemSetError(f"the name of the item set {name!r} holds a colon: choose one without")
         named[name] = value
     return named
+
+
+def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: str) -> None:
+    """The command-line flags that every plugin brings.
+
+    device_where: in which case masks are computed on the device by default. alias_of: the engine's own flag that
+    chooses the backend.
+    """
+    group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
+    group.add_argument(
+        "--item-set",
+        nargs="+",
+        action="extend",
+        metavar="NAME=FILE",
+        help="Register the item sets in these files (see `itemset build`) under their names, for the request field "
+        "item_set. The folder of a published set (see `itemset publish`) is followed: new versions are served as they "
+        "come.",
+    )
+    group.add_argument(
+        "--item-set-dir",
+        metavar="FOLDER",
+        help="Register every published set in this folder under the name of its own folder, those to come too.",
+    )
+    group.add_argument(
+        "--item-view",
+        nargs="+",
+        action="extend",
+        metavar="NAME=SET:FILTER",
+        help="Register what a filter leaves of a registered set, such as "
+        """fresh='films: {"year": {"$gte": 2020}}', for the request field item_set.""",
+    )
+    group.add_argument(
+        "--item-set-path",
+        choices=get_args(Paths),
+        help="Where the masks of item sets are computed: on the device, inside the sampler, or on the host. Default: "
+        f"on the device {device_where}.",
+    )
+    group.add_argument(
+        "--guided-decoding-backend", choices=[BACKEND], help=f"Another name of {alias_of}, for this backend."
+    )
+
+
+def with_named(options: Mapping[str, Any], option: str, named: Sequence[str]) -> dict[str, Any]:
+    """The options with more sets in `item_sets`, each "NAME=FILE", or more views in `item_views`."""
+    given = options.get(option, [])
+    listed = [f"{name}={value}" for name, value in given.items()] if isinstance(given, Mapping) else list(given)
+    return {**options, option: [*listed, *named]}

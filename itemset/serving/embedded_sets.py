@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +17,20 @@ from numpy.typing import NDArray
 
 from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
-from itemset.embedded.vocabulary import OverVocabulary, Vocabulary
+from itemset.embedded.vocabulary import Once, Vocabulary
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.admission import Checks
-from itemset.serving.body_constraints import is_small, may_hold
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
+from itemset.serving.lost_fields import is_small, may_hold
 from itemset.serving.request import ItemRequest
 from itemset.text import Escape, continues, encode
 from itemset.trie.walk import NO_TOKEN
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _THREADS = 2
+_Sizes = dict[Any, tuple[Place, int]]  # by what a place asks for: how many items that is
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
 
 
@@ -42,7 +44,7 @@ def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) ->
     return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
 
 
-class Constraints(OverVocabulary):
+class Constraints:
     """Those of one front end. Safe for threads."""
 
     def __init__(
@@ -58,8 +60,8 @@ class Constraints(OverVocabulary):
         validate: raises what it likes for the kind and text, with constants for sets, that the engine itself refuses.
         """
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
-        super().__init__(vocabulary)
-        self._marked: OrderedDict[str, tuple[Marked, dict[str, int], int]] = OrderedDict()
+        self.vocabulary, self._lock = Once(vocabulary), threading.Lock()
+        self._marked: OrderedDict[str, tuple[Marked, _Sizes, int]] = OrderedDict()
         self._marked_characters = 0
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
@@ -73,7 +75,7 @@ class Constraints(OverVocabulary):
         """
         if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
-        return self._assembled(kind, marked, [self._checks.reference(self._asked(place)) for place in marked.holes])
+        return self._assembled(kind, marked, [self._checks.made(self._asked(place)) for place in marked.holes])
 
     async def prepare(self, kind: str, spec: Any) -> Constraint | None:
         """Do `get` beside the event loop."""
@@ -83,17 +85,16 @@ class Constraints(OverVocabulary):
         marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
         if marked is None:
             return None
-        held = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
-        references = [self._checks.reference(one) for one in held]
+        made = [self._checks.made(await self._checks.prepare(self._asked(place))) for place in marked.holes]
         threads = self._threads if len(marked.grammar) <= SMALL else self._large
-        return await loop.run_in_executor(threads, self._assembled, kind, marked, references)
+        return await loop.run_in_executor(threads, self._assembled, kind, marked, made)
 
     def _mark(self, kind: str, spec: Any) -> Marked | None:
         """Find and mark the places, unless that was done not long ago and the sets' sizes are the same."""
         key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
         with self._lock:
             marked, sizes, _ = self._marked.get(key, (None, {}, 0))
-        if marked is not None and all(self._size(json.loads(asks)) == size for asks, size in sizes.items()):
+        if marked is not None and all(self._size(place) == size for place, size in sizes.values()):
             return marked
         marked = self._marked_anew(kind, spec, sizes := {})
         if marked is None or not key:
@@ -108,11 +109,11 @@ class Constraints(OverVocabulary):
                     self._marked_characters -= self._marked.popitem(last=False)[1][2]
         return marked
 
-    def _marked_anew(self, kind: str, spec: Any, sizes: dict[str, int]) -> Marked | None:
+    def _marked_anew(self, kind: str, spec: Any, sizes: _Sizes) -> Marked | None:
         def size_of(place: Place) -> int:
-            asks = json.dumps([place.named, dict(place.selection)])
-            sizes[asks] = self._size(json.loads(asks))
-            return sizes[asks]
+            if place.asks not in sizes:
+                sizes[place.asks] = place, self._size(place)
+            return sizes[place.asks][1]
 
         try:
             marked = _marked(Marker(size_of), kind, spec, self._options)
@@ -128,11 +129,10 @@ class Constraints(OverVocabulary):
             raise RefusedError("item set inside", f"the constraint cannot be used: {why}") from error
         return marked
 
-    def _size(self, asked: list[Any]) -> int:
-        named, selection = asked
-        if isinstance(named, list):
-            return len({str(text) for text in named})
-        return len(self._checks.catalogue[self._checks.reference(ItemRequest(named, **selection))])
+    def _size(self, place: Place) -> int:
+        if isinstance(place.named, list):
+            return len({str(text) for text in place.named})
+        return len(self._checks.made(self._asked(place)).item_set)
 
     def _asked(self, place: Place) -> ItemRequest:
         if isinstance(place.named, str):
@@ -140,20 +140,18 @@ class Constraints(OverVocabulary):
         escape: Escape = "json" if place.quoted else "text"
         return ItemRequest(choice=list(place.named), escape=escape)
 
-    def _assembled(self, kind: str, marked: Marked, references: list[str]) -> Constraint:
-        catalogue, holes = self._checks.catalogue, list[SetHole]()
-        for place, closers, reference in zip(marked.holes, marked.closers(), references, strict=True):
-            item_set = catalogue[reference]
+    def _assembled(self, kind: str, marked: Marked, made: list[InlineSet]) -> Constraint:
+        holes = list(map(SetHole, marked.holes, marked.closers(), made))
+        for place, _, one in holes:
             if isinstance(place.named, str):
-                self._check_texts(place, item_set)
-            if kind == SLATE and not place.closers and item_set.trie.tables.terminal.any():
+                self._check_texts(place, one.item_set)
+            if kind == SLATE and not place.closers and one.item_set.trie.tables.terminal.any():
                 raise RefusedError(
                     "item set inside",
                     "slate.separator is empty, but some items begin others, so that nothing would tell them apart: "
                     "give a separator",
                 )
-            holes.append(SetHole(place, closers, reference, item_set, catalogue.inline(reference)))
-        vocabulary = self.vocabulary
+        vocabulary = self.vocabulary.get()
         grammar = marked.ebnf(vocabulary.first)
         try:
             compiled = vocabulary.compile(grammar)
@@ -165,8 +163,8 @@ class Constraints(OverVocabulary):
         """Return `Constraint.least`: a separator adds a token, unless one may be an item's end and the separator."""
         if marked.slate is None:
             return 0
-        (n, separator), item_set = marked.slate, holes[0].item_set
-        closing = self.vocabulary.bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
+        (n, separator), item_set = marked.slate, holes[0].made.item_set
+        closing = self.vocabulary.get().bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
         bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
         adds = bool(separator) and not item_set.occurring(bridged)
         return n * item_set.shortest + (n - 1) * adds
@@ -182,8 +180,8 @@ class Constraints(OverVocabulary):
             except ItemSetError:
                 return None
             token = tokens[0]
-            alone = len(tokens) == 1 and self.vocabulary.bytes[token] == separator.encode()
-            if not alone or holes[0].item_set.occurring([token]):
+            alone = len(tokens) == 1 and self.vocabulary.get().bytes[token] == separator.encode()
+            if not alone or holes[0].made.item_set.occurring([token]):
                 return None
         return n - 1, token
 
@@ -200,7 +198,7 @@ class Constraints(OverVocabulary):
 
     def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
         """Raises RefusedError for a stop token at which a slate would end after its first item."""
-        texts, begins = self.vocabulary.bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
+        texts, begins = self.vocabulary.get().bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
         for token in stop_tokens:
             if begins and 0 <= token < len(texts) and texts[token].startswith(begins):
                 raise RefusedError(
@@ -229,5 +227,5 @@ class Constraints(OverVocabulary):
     def _to_be_escaped(self, item_set: ItemSet) -> bool:
         if self._unsafe is None:
             harmful = {*range(32), ord('"'), ord("\\")}
-            self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.bytes])
+            self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.get().bytes])
         return bool(self._unsafe[item_set.token_ids[item_set.token_ids < len(self._unsafe)]].any())

@@ -14,12 +14,10 @@ from itemset.serving.admission import Checks
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError, set_ref
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import Constraint
-from itemset.serving.embedded_answer import ExpectedItems
+from itemset.serving.constraint import Constraint, ExpectedItems
 from itemset.serving.embedded_sets import Constraints
 from itemset.serving.list_runner import OneRequest, search_for
 from itemset.serving.request import ItemRequest
-from itemset.serving.request_fields import WEIGHT
 from itemset.serving.version_watcher import Follower
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec
 
@@ -72,7 +70,7 @@ class FrontEndBase:
         """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
 
     def engine_request(
-        self, grammar: Grammar, *, stop_tokens: set[int], max_tokens: int | None, weighed: bool = False, **least: int
+        self, grammar: Grammar, *, stop_tokens: set[int], max_tokens: int | None, weighed: str = "", **least: int
     ) -> EngineRequest:
         """Return what a request carries to the engine. Counts it.
 
@@ -130,17 +128,17 @@ class FrontEndBase:
         stop_tokens: frozenset[int],
         content: Callable[[Sequence[int]], Sequence[int]] | None,
         *,
-        weighed: bool,
+        weighed: str,
     ) -> Expected | ExpectedItems:
         """Return what names the items of a request's answers. content: takes off reasoning, see `Expected`."""
         catalogue = self.checks.catalogue
         if isinstance(grammar, str):
             return Expected(catalogue[grammar], stop_tokens, content, catalogue.version_fields(grammar), weighed)
-        return ExpectedItems(grammar, self.constraints.vocabulary, catalogue, stop_tokens, content)
+        return ExpectedItems(grammar, self.constraints.vocabulary.get(), catalogue, stop_tokens, content)
 
     @staticmethod
-    def check_weight(reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:
-        """Raises RefusedError if answers cannot say their `set_weight`.
+    def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:
+        """Raises RefusedError if answers cannot say these log-probabilities.
 
         reason: why this engine gives none. instead_of: what the request asks for that comes in the same place.
         """
@@ -149,4 +147,4 @@ class FrontEndBase:
         if ignore_eos:
             reason = "with ignore_eos an answer goes on after its end: leave one of them out"
         if reason:
-            raise RefusedError("set weight", f"{WEIGHT} cannot be had here: {reason}", WEIGHT)
+            raise RefusedError("set weight", f"{weighed} cannot be had here: {reason}", weighed)

@@ -1,4 +1,5 @@
-"""The HTTP surface of both engines: a body is checked once the server itself has parsed it; answers get their items.
+"""The HTTP surface of both engines: a body is checked once the server itself has parsed it, answers get their items,
+and `/v1/item_sets` says what is served.
 
 Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice.
 """
@@ -9,16 +10,21 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import HTTPException
 
 from itemset.errors import ItemSetError
 
+if TYPE_CHECKING:  # it imports metrics, which have to wait until the engine has started
+    from itemset.serving.version_watcher import Follower
+
 _MIDDLEWARE = "item_set_middleware"
 """Where a scope has the middleware that checks its body: a process may run other apps as well."""
+SETS = "/v1/item_sets"
 PATIENCE = 0.2  # seconds between two looks for the client
 
 Result = TypeVar("Result")
@@ -131,3 +137,41 @@ def with_items(event: str, items: Mapping[int, Any]) -> str:
         if choice.get("index") in items:
             choice.update(items[choice["index"]])
     return f"{head}data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event
+
+
+def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
+    """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application.
+
+    follower_of: its state's follower, None if its engine has no item sets.
+    """
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    from itemset.serving.catalogue import RefusedError
+
+    # Of their own: a refresh waits for a version, and those of many clients must not take the threads of the engine.
+    refreshes = ThreadPoolExecutor(4, "item-set-refresh")
+
+    async def respond(
+        request: Request, work: Callable[[Follower], Any], executor: ThreadPoolExecutor | None = None
+    ) -> JSONResponse:
+        message, status = "this server has no item sets: start it with --item-set NAME=FILE", 404
+        if (follower := follower_of(request.app.state)) is not None:
+            try:
+                return JSONResponse(await asyncio.get_running_loop().run_in_executor(executor, work, follower))
+            except RefusedError as error:
+                message, status = str(error), 404 if error.reason == "unknown set" else 409
+        kind = "NotFoundError" if status == 404 else "ConflictError"
+        return JSONResponse({"error": {"message": message, "type": kind, "param": "name", "code": status}}, status)
+
+    async def listed(request: Request) -> JSONResponse:
+        return await respond(request, lambda follower: {"object": "list", "data": follower.listed()})
+
+    async def refresh(request: Request, name: str) -> JSONResponse:
+        return await respond(request, lambda follower: follower.refresh(name), refreshes)
+
+    # FastAPI reads annotations by name, and these names are local.
+    listed.__annotations__ = {"request": Request}
+    refresh.__annotations__ = {"request": Request, "name": str}
+    app.add_api_route(SETS, listed, methods=["GET"])
+    app.add_api_route(SETS + "/{name:path}/refresh", refresh, methods=["POST"])

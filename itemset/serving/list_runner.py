@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import msgspec
 
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError, Draw, Drawing, Draws
@@ -22,9 +23,8 @@ from itemset.ranking.search import Best, Found, FoundT, Item, Ranked, Rounds, Se
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.draw_options import IMPORTANCE, DrawOptions, race_width
-from itemset.serving.request import ItemRequest, ListOptions
-from itemset.serving.request_fields import APPROXIMATE, DRAWS, REPLACE
+from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
 from itemset.serving.wire import GRAPHS, EngineRequest, ListResult, ListSpec, NoList
 
 SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
@@ -55,7 +55,7 @@ def search_for(
     if (options.max_passes or 0) > most:
         message = f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
         raise RefusedError(reason, message + words.option("ranked_list_passes"), "max_passes")
-    most, given = max(1, most), asdict(options)
+    most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
         del given["without_end"]
         return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **given)
@@ -98,16 +98,21 @@ def result_of(search: Rounds[FoundT]) -> FoundT:
     return result
 
 
-class Refusals:
-    """Why an engine lets rounds of requests make some lists, or all: remembered, and each reason logged once.
+class OneRequest:
+    """Says which lists and draws the engine may make, reads what it has made, and counts both.
 
-    always: why it lets them make all lists; None if it may make some itself.
+    What the engine does not make, rounds of requests make: it remembers why, and logs each reason once.
+
+    beams: for all races of some draws. widest: beams of a list; None if the engine decides.
     """
 
-    def __init__(self, warn: Callable[[str, str], None], always: str | None = None) -> None:
-        """warn: of a logger. always: it is known, and logged, already."""
-        self.always = always
-        self._warn, self._of, self._logged = warn, dict[tuple[str, int], str](), set[str]()
+    def __init__(
+        self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
+    ) -> None:
+        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: why rounds make all lists;
+        that is known, and logged, already."""
+        self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, always
+        self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, int], str]()
 
     def why(self, reference: str, width: int) -> str | None:
         """Why rounds must make a list of this set and width, as far as it is known."""
@@ -123,24 +128,7 @@ class Refusals:
             if len(self._of) >= _KEPT:
                 self._of.clear()
             self._of[of] = reason
-        detail = detail or reason
-        if detail not in self._logged and len(self._logged) < _KEPT:
-            self._logged.add(detail)
-            self._warn("A ranked list takes rounds of requests: %s", detail)
-
-
-class OneRequest:
-    """Says which lists and draws the engine may make, reads what it has made, and counts both.
-
-    beams: for all races of some draws. widest: beams of a list; None if the engine decides.
-    """
-
-    def __init__(
-        self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
-    ) -> None:
-        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: as of `Refusals`."""
-        self.beams, self.widest, self._too_many = beams, widest, too_many
-        self.refusals = Refusals(warn, always or None)
+        self._warn("A ranked list takes rounds of requests: %s", detail or reason)
 
     def spec(
         self,
@@ -161,12 +149,12 @@ class OneRequest:
             more["wider than ranked_list_beams"] = self.widest is not None and spec.width > self.widest
         elif isinstance(search, Drawing) and asked.drawn is not None:
             keys, k = search.races
-            width = race_width(asked.drawn, len(keys), k, self.beams)
+            width = asked.drawn.race_width(len(keys), k, self.beams)
             spec = ListSpec(k, width or 1, end_token, races=tuple(keys), temperature=asked.drawn.temperature)
             more = {"max_passes": asked.drawn.max_passes is not None, self._too_many: width is None}
         else:
             return None  # draws by importance
-        known = self.refusals.why(*_key(reference, spec))
+        known = self.why(*_key(reference, spec))
         if reason := known or next((reason for reason, holds in {**more, **reasons}.items() if holds), None):
             _ways(spec).labels(reason).inc()
             return None
@@ -196,7 +184,7 @@ class OneRequest:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value
             of = _key(reference, spec) if reason.scope == "set" else None
-            self.refusals.refused(way, detail=result.detail, of=of, always=reason.scope == "engine")
+            self.refused(way, detail=result.detail, of=of, always=reason.scope == "engine")
         _ways(spec).labels(way).inc()
         return made
 

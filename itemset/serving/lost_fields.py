@@ -1,4 +1,5 @@
-"""Fields that would be lost: item sets in a body where its endpoint does not read them, rightly written or nearly."""
+"""What a body would lose: item sets where its endpoint does not read them, rightly written or nearly, and those in its
+constraints that do not reach the engine."""
 
 from __future__ import annotations
 
@@ -8,16 +9,30 @@ import functools
 import itertools
 import json
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 
 from itemset.embedded.placement import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
+from itemset.embedded.rewrite import Marker, mentions
+from itemset.errors import ItemSetError, shown
 from itemset.serving import request_fields
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.request_fields import CHOICE, COMPARED, EXTRAS, GUIDED, REFERENCE, STRUCTURED, nearest, objects
+from itemset.serving.constraint import EBNF, JSON, SLATE, SMALL, TAG
+from itemset.serving.request_fields import (
+    CHOICE,
+    COMPARED,
+    EXTRAS,
+    GUIDED,
+    PARAMS,
+    REFERENCE,
+    STRUCTURED,
+    at,
+    nearest,
+    objects,
+)
 
 Fields = Mapping[str, Any]
 """By name, what a field's type is."""
@@ -31,6 +46,8 @@ SHAPES: Mapping[str, Fields] = {
     "response_format.json_schema": dict.fromkeys(("name", "description", "schema", "strict")),
 }
 """The fields of objects that an endpoint declares as anything, and reads so."""
+
+_STATED = (("json", JSON), ("json_schema", JSON), ("structural_tag", TAG), ("grammar", EBNF), ("ebnf", EBNF))
 
 Read = Mapping[str, Collection[str]]
 """By place, such as `""` for a body itself, the words that are read there, and constraints that are judged later."""
@@ -107,7 +124,7 @@ def mends(choice: str, drawing: str) -> dict[str, str]:
         request_fields.SLATE: "send slate beside the other fields",
         **dict.fromkeys(request_fields.SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
         **dict.fromkeys((request_fields.DRAWS, request_fields.DRAW), f"send draws beside item_set to {drawing}"),
-        request_fields.WEIGHT: f"send {request_fields.WEIGHT} beside item_set",
+        **{word: f"send {word} beside item_set" for word in (request_fields.WEIGHT, request_fields.LOGPROBS)},
     }
 
 
@@ -198,3 +215,86 @@ def _fields(model: type) -> Fields:
         types = typing.get_type_hints(model)
     names = getattr(model, "__struct_fields__", None) or [field.name for field in dataclasses.fields(model)]  # type: ignore[arg-type]
     return {name: types.get(name) for name in names}
+
+
+def holds_sets(kind: str, spec: Any) -> bool:
+    """Whether item sets stand in a constraint, rightly or not."""
+    if kind == SLATE or not may_hold(kind, spec):
+        return kind == SLATE
+    if not is_small(spec):
+        return True  # this may be asked on an event loop
+    try:
+        return Marker(lambda place: 1 << 30).finds({JSON: "schema", TAG: "tag"}.get(kind, "ebnf"), spec)
+    except ItemSetError:
+        return True
+    except Exception:  # no constraint, as its engine will say
+        return False
+
+
+def may_hold(kind: str, spec: Any) -> bool:
+    return kind == SLATE or mentions(spec)
+
+
+def is_small(spec: Any) -> bool:
+    """Whether a constraint has few characters. Looks at no more of it than that."""
+    waiting, characters = [spec], 0
+    while waiting and characters <= SMALL:
+        node = waiting.pop()
+        characters += 4 + (len(node) if isinstance(node, str | list | dict) else 0)  # quotes, and what parts them
+        if isinstance(node, list | dict) and characters <= SMALL:
+            waiting += node
+            waiting += node.values() if isinstance(node, dict) else ()
+    return characters <= SMALL
+
+
+def constraints_of(body: Any, fields: Collection[str]) -> list[tuple[str, Any]]:
+    """The kinds and texts of a body's constraints, by any engine's words, that may hold item sets. fields: those that
+    its endpoint declares."""
+    stated: list[tuple[str, Any]] = []
+    for given in at(body, ""):
+        one = {name: value for name, value in given.items() if name in fields or name == SLATE}
+        if one.get(SLATE) is not None:
+            stated.append((SLATE, one[SLATE]))
+        for place in ("response_format", "text.format", "output_config.format"):
+            for given in at(one, place):
+                if given.get("type") == TAG or "format" in given:
+                    stated.append((TAG, {**given, "type": TAG}))
+                else:
+                    stated += [(JSON, inner.get("schema")) for inner in (given, *at(given, "json_schema"))]
+        for place in ("", STRUCTURED, PARAMS, f"{PARAMS}.{STRUCTURED}"):
+            stated += [(kind, inner.get(name)) for inner in at(one, place) for name, kind in _STATED]
+    return [one for one in stated if one[0] == SLATE or (isinstance(one[1], str | dict) and mentions(one[1]))]
+
+
+def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
+    """Raises RefusedError if sets stand in more constraints of a body than have reached its requests."""
+    if len(stated) > reached and sum(holds_sets(*one) for one in stated) > reached:
+        raise RefusedError(
+            "two constraints",
+            "an item set inside a constraint would be lost: a beam search, a tool or another constraint of this body "
+            "takes the place of that one; omit it",
+        )
+
+
+def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool], bool]) -> None:
+    """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
+
+    tools, choice: of OpenAI's or Anthropic's form. held: whether a tool's parameters hold, given whether it is strict.
+    """
+    chosen = choice if isinstance(choice, dict) else {}
+    named = (chosen["function"] if isinstance(chosen.get("function"), dict) else chosen).get("name")
+    for tool in tools:
+        given = tool if isinstance(tool, dict) else {}
+        if isinstance(given.get("tools"), list):  # a namespace of several
+            refuse_loose_tools(given["tools"], choice, held)
+        function = given["function"] if isinstance(given.get("function"), dict) else given
+        parameters = function.get("parameters", function.get("input_schema"))
+        if isinstance(parameters, dict) and not held(function.get("strict") is True) and holds_sets(JSON, parameters):
+            mends = ['add "strict": true to the function'] if function.get("strict") is not True else []
+            mends += ["name it in tool_choice"] if named is None or named != function.get("name") else []
+            raise RefusedError(
+                "item set inside",
+                f"the parameters of the tool {shown(function.get('name'))} hold an item_set, but this engine leaves "
+                f"them free: {', or '.join(mends) or 'give them as a JSON schema of the answer'}",
+                "tools",
+            )

@@ -44,7 +44,7 @@ def open_copy(
     read again. Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be
     used, or a disk that is full.
     """
-    copies, name = _folder(folder), version
+    copies, name = folder_of(folder), version
     if name is None:  # a file under a URI is checked when it has been fetched, and that only if there is no copy
         name = index_file.version(path or "", checked=not is_uri(path or ""))
     try:
@@ -67,7 +67,7 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
 
     superseded: versions to delete as soon as no process has them open. Returns those of them that are gone.
     """
-    copies, gone = _folder(folder), set()
+    copies, gone = folder_of(folder), set()
     with suppress(BlockingIOError), locked(copies / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB, 0o600):
         (copies / _INCOMPLETE).unlink(missing_ok=True)
         for copy in copies.iterdir():
@@ -84,7 +84,7 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
 def seal(version: str, folder: str | None = None) -> Seal | None:
     """Return what proves to a process of this machine that this copy has not changed since; None if nothing does."""
     with suppress(OSError):
-        return _seal(os.stat(_folder(folder) / version))
+        return _seal(os.stat(folder_of(folder) / version))
     return None
 
 
@@ -141,7 +141,7 @@ def _copy(path: str, copies: Path, version: str | None) -> tuple[ItemSet, str]:
     return item_set, name
 
 
-def _folder(given: str | None) -> Path:
+def folder_of(given: str | None) -> Path:
     """Return the folder of the copies, made if there is none. Raises ItemSetError if it cannot be written."""
     user, why = os.geteuid(), ""
     default = [user_cache_path("static-backend"), Path(tempfile.gettempdir(), f"static-backend-{user}")]

@@ -8,45 +8,32 @@ from itertools import islice
 from typing import Any
 
 from itemset.errors import shown
-from itemset.serving import draw_options, request_fields
+from itemset.serving import request_fields as fields
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.draw_options import DrawOptions, check_fields
-from itemset.serving.request_fields import BEAMS, DRAWN, DRAWS, OPTIONS, REFERENCE, SELECTION, SLATE, WEIGHT, wrong_type
+from itemset.serving.request_fields import (
+    BEAMS,
+    DRAWS,
+    LIST,
+    LOGPROBS,
+    REFERENCE,
+    SLATE,
+    WEIGHT,
+    DrawOptions,
+    ListOptions,
+    wrong_type,
+)
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
-
-@dataclass(frozen=True)
-class ListOptions:
-    """What a request asks of a ranked list: `k` items, and see `itemset.ranking.search.Search`.
-
-    without_end: scores are of the items' own tokens, without the end token after them.
-    """
-
-    k: int
-    width: int | None = None
-    exact: bool = False
-    renormalised: bool = False
-    max_passes: int | None = None
-    without_end: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
-        flags = {name: getattr(self, name) for name in ("exact", "renormalised", "without_end")}
-        numbers = (("width", self.width, "beams"), ("n", self.k, "items"))
-        check_fields(flags, (*numbers, ("max_passes", self.max_passes, "forward passes")))
-        if self.width is not None and self.width < self.k:
-            message = f"width={self.width:,} finds no {self.k:,} items: set it to at least {self.k:,}"
-            raise RefusedError("beam search", message, "width")
-
-    def scored_end(self, end_token: int) -> int | None:
-        """The end token that counts in the scores, if any does."""
-        return None if self.without_end else end_token
-
-    @property
-    def beam(self) -> int:
-        """How many beams: `width`, or as many as items."""
-        return self.width or self.k
+BENDING: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "min_new_tokens"), (0,)),
+    "top_k": (0, -1, 1 << 30),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "custom_logit_processor"), ({}, [])),
+}
+"""Parameters that bend a model's distribution token by token, and values with which they do nothing."""
+UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
+"""What an answer of draws has not."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,7 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
     left of the registered one. item_filter, exclude_keys, only_keys: see `views.view`. escape: of an inline set's
-    texts, see `itemset.build_text`. weighed: whether its answers say their `set_weight`.
+    texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its answers say these.
     """
 
     item_set: str | None = None
@@ -66,7 +53,7 @@ class ItemRequest:
     exclude_keys: list[Any] | None = field(default=None, repr=False)
     only_keys: list[Any] | None = field(default=None, repr=False)
     escape: Escape | None = None
-    weighed: bool = False
+    weighed: str = ""
 
     def __deepcopy__(self, memo: Any) -> ItemRequest:
         """Engines copy a request's parameters; this is immutable."""
@@ -101,26 +88,18 @@ class ItemRequest:
         if WIRE in given:
             raise wrong_type(f"{WIRE} is not for requests: name the set as item_set, or send a choice", WIRE)
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
-        drawn, has_set = draw_options.wants_draws(given), bool(named or choices)
-        weighed = given.get(WEIGHT)
-        if weighed is not None and not isinstance(weighed, bool):
-            raise wrong_type(f"{WEIGHT} must be true or false, not {shown(weighed)}", WEIGHT)
-        if weighed and (not has_set or k is not None or drawn):
-            raise wrong_type(
-                f"{WEIGHT} is of one sampled answer with {REFERENCE} or a choice, not of slates, lists, draws, or sets "
-                f"inside a constraint: add {REFERENCE}, or leave it out",
-                WEIGHT,
-            )
+        drawn, has_set = wants_draws(given), bool(named or choices)
+        weighed = _weighed(given, has_set, ranked=k is not None or drawn)
         if given.get(SLATE) is not None:
             _refuse_beside_slate(given, has_set or other, ranked=k is not None)
             return None
-        selection = {word: given[word] for word in SELECTION if given.get(word) is not None}
+        selection = {word: given[word] for word in fields.SELECTION if given.get(word) is not None}
         _check_selection(selection, named, choices)
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
-            for key in islice(given, request_fields.COMPARED):
-                if key != REFERENCE and request_fields.nearest(key, (REFERENCE,)):
+            for key in islice(given, fields.COMPARED):
+                if key != REFERENCE and fields.nearest(key, (REFERENCE,)):
                     raise wrong_type(f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE)
             return None
         _check_one_set(named, choices, constraints, other)
@@ -128,16 +107,33 @@ class ItemRequest:
             raise RefusedError(
                 "draws",
                 f"{DRAWS} would be ignored here: send it to /v1/completions or /v1/chat/completions; offline, vLLM "
-                "takes it in LLM.beam_search, with vllm_static.list_requests.DrawParams",
+                f"takes {DRAWS}: true and n in LLM.generate, and a number in LLM.beam_search, with DrawParams",
                 DRAWS,
             )
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
         name, choice = named[0] if named else None, choices[0] if choices else None
         if drawn:
-            return cls(name, choice, drawn=DrawOptions.of(given), **selection)
-        options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
-        ranked = None if k is None else ListOptions(k, **options)
-        return cls(name, choice, ranked, weighed=bool(weighed), **selection)
+            return cls(name, choice, drawn=DrawOptions.of(given[DRAWS], given), weighed=weighed, **selection)
+        ranked = None if k is None else ListOptions.of(k, given)
+        return cls(name, choice, ranked, weighed=weighed, **selection)
+
+
+def _weighed(given: Mapping[str, Any], has_set: bool, *, ranked: bool) -> str:
+    """Return the field by which a request asks for log-probabilities, if any. ranked: whether for a list or draws."""
+    words = [word for word in (WEIGHT, LOGPROBS) if given.get(word) is not None]
+    for word in words:
+        if not isinstance(given[word], bool):
+            raise wrong_type(f"{word} must be true or false, not {shown(given[word])}", word)
+    words = [word for word in words if given[word]]
+    if words and (not has_set or (ranked and words[0] == WEIGHT)):
+        raise wrong_type(
+            f"{words[0]} is of one sampled answer with {REFERENCE} or a choice, not of slates, lists, draws, or sets "
+            f"inside a constraint: add {REFERENCE}, or leave it out",
+            words[0],
+        )
+    if len(words) > 1:
+        raise wrong_type(f"{WEIGHT} is the sum of log p - log q in {LOGPROBS}: ask for one of them", WEIGHT)
+    return words[0] if words else ""
 
 
 def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices: Sequence[Any]) -> None:
@@ -147,7 +143,7 @@ def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices
             raise wrong_type(
                 f"{word} chooses among the items of a registered set: name the set as {REFERENCE}{mend}", word
             )
-        kind, example = (dict, "an object of conditions") if word == request_fields.FILTER else (list, "a list of keys")
+        kind, example = (dict, "an object of conditions") if word == fields.FILTER else (list, "a list of keys")
         if not isinstance(value, kind):
             raise wrong_type(f"{word} must be {example}, not {shown(value)}", word)
 
@@ -170,10 +166,10 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
     if other:
         message = "a slate and another item set or constraint exclude each other: give one; the slate names its set"
         raise RefusedError("two constraints", message, SLATE)
-    if ranked or draw_options.wants_draws(given):
+    if ranked or wants_draws(given):
         message = "a slate is one answer: a ranked list or draws exclude it, leave them out"
         raise RefusedError("beam search", message, SLATE)
-    for word in SELECTION:
+    for word in fields.SELECTION:
         if given.get(word) is not None:
             raise wrong_type(f"{word} would be ignored beside a slate: state it in the slate", word)
     check_options(given, ranked=False)
@@ -181,19 +177,82 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
 
 def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:
     """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them."""
-    for key in (*islice(given, request_fields.COMPARED), *given.keys() & {*OPTIONS, *DRAWN}):
-        meant = None if drawn and key == request_fields.CANDIDATES else request_fields.ELSEWHERE.get(key)
-        word = meant or request_fields.nearest(key, (*OPTIONS, BEAMS, *SELECTION, *DRAWN, WEIGHT))
+    if given.get(LIST):
+        message = f"{LIST} is for sampling_params of generate, offline: ask for {BEAMS} and n here, or leave it out"
+        raise RefusedError("beam search", message, LIST)
+    for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
+        meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)
+        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, WEIGHT, LOGPROBS)
+        word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
-        if word in DRAWN and given[key] is not None and not drawn:
+        if word in fields.DRAWN and given[key] is not None and not drawn:
             raise RefusedError("draws", f"{word} is for draws: add {DRAWS}, or leave it out", word)
-        if drawn and word in OPTIONS and word not in draw_options.SHARED and given[key] not in (None, False):
+        if drawn and word in fields.OPTIONS and word not in fields.SHARED and given[key] not in (None, False):
             raise RefusedError("draws", f"{word} is for ranked lists: draws are exact, leave it out", word)
-        if word in OPTIONS and given[key] is not None and not ranked and not drawn:
+        if word in fields.OPTIONS and given[key] is not None and not ranked and not drawn:
             raise RefusedError(
                 "beam search",
                 f"{word} is for ranked lists: add use_beam_search and n, the number of items (in the sampling_params "
                 f"of SGLang's /generate: beam_width and n), or omit {word}",
                 word,
             )
+
+
+def wants_draws(given: Any) -> bool:
+    """Whether fields of a request ask for draws."""
+    return isinstance(given, Mapping) and given.get(DRAWS) is not None
+
+
+def candidates(given: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """What `generate` is asked for by LIST, or DRAWS: true, in words of other requests: its fields, and the items of a
+    list or None. beside: the engine's own parameters, n among them.
+
+    Raises RefusedError for both together, and as `refuse_beside` does.
+    """
+    own, n = dict(given), beside.get("n") or 1
+    ranked, drawn = own.pop(LIST, None) or False, own.get(DRAWS) is True
+    if not isinstance(ranked, bool):
+        raise wrong_type(f"{LIST} must be true or false, not {shown(ranked)}: n says how many items", LIST)
+    if ranked and own.get(DRAWS) is not None:
+        raise RefusedError("draws", f"{DRAWS} and a ranked list exclude each other: leave {LIST} or {DRAWS} out", LIST)
+    refuse_beside({**beside, "n": None}, "draws" if drawn else "ranked lists")
+    return own | ({DRAWS: n} if drawn else {}), None if drawn else n
+
+
+def wants_candidates(given: Any) -> bool:
+    """Whether fields beside `generate` ask for a list, or for draws, of its `n`."""
+    return isinstance(given, Mapping) and (bool(given.get(LIST)) or given.get(DRAWS) is True)
+
+
+def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:
+    """Raises RefusedError for fields of a request for draws that would be ignored, or mean something else."""
+    for name, harmless in ((fields.BEAMS, 0), ("beam_width", 1)):
+        if given.get(name) not in (None, False, harmless):
+            raise RefusedError(
+                "draws", f"draws and a ranked list exclude each other: leave {name} or {DRAWS} out", name
+            )
+    for name in ("n", "best_of"):
+        if given.get(name) not in (None, 1):
+            raise RefusedError("draws", f"{DRAWS} says how many items to draw: leave {name} out", name)
+    for name, neutral in BENDING.items():
+        if (value := given.get(name)) is not None and value not in neutral:
+            raise RefusedError(
+                "draws",
+                f"{name} would bend the model's distribution, and {what} follow it as it is: leave {name} out; "
+                "temperature, up to 1, is for draws too",
+                name,
+            )
+    for name in UNSAID:
+        if given.get(name) is not None and given[name] is not False:  # logprobs: 0 asks for those of the tokens
+            raise RefusedError("draws", f"{what} have no {name}: leave it out", name)
+
+
+def with_beams(body: dict[str, Any]) -> None:
+    """Make a body's draws take the way of ranked lists through its endpoint, an answer a draw.
+
+    Raises RefusedError for what is wrong with them, and as `refuse_beside` does.
+    """
+    refuse_beside(body)
+    body["n"] = DrawOptions.of(body[DRAWS], body).n
+    body[fields.BEAMS] = True

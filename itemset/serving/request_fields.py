@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, Self, get_args
+
+import msgspec
+from msgspec import Meta
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
@@ -21,15 +24,24 @@ ELSEWHERE = {"filter": FILTER, "where": FILTER, "exclude": EXCLUDE, "only": ONLY
 """What others call these. A server would drop such a field, and answer of all items."""
 BEAMS = "use_beam_search"
 """vLLM's word for a ranked list, on OpenAI endpoints of both engines."""
-OPTIONS = ("width", "exact", "renormalised", "max_passes", "without_end")
-"""What a request for a ranked list may give beside its set: see `itemset.serving.request.ListOptions`."""
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
-`itemset.serving.draw_options`."""
+`DrawOptions`."""
+SHARED = ("width", "max_passes")
+"""Options of draws that ranked lists have too."""
+IMPORTANCE = "importance"
+"""Of `draw`, the value that is not the default."""
+MOST_CANDIDATES = 64
+RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 WEIGHT = "return_set_weight"
 """Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer_fields.Expected`."""
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT)
+LOGPROBS = "item_logprobs"
+"""Asks every candidate for log q and log p of each of its tokens: see `itemset.serving.answer_fields.item_logprobs`."""
+LIST = "list"
+"""In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws."""
+
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT, LOGPROBS)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
@@ -118,3 +130,118 @@ def _near(given: str, word: str) -> bool:
         for j, other in enumerate(word, 1):
             before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (letter != other))
     return row[-1] <= EDITS
+
+
+_Flag = Annotated[bool, Meta(description="true or false")]
+_Count = Annotated[int, Meta(ge=1)]
+_Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_fields_of = functools.cache(msgspec.structs.fields)  # which reads annotations, for half a millisecond
+
+
+def _number(unit: str) -> Meta:
+    return Meta(description=f"a number of {unit}, at least 1")
+
+
+class _Options(msgspec.Struct, frozen=True):
+    def __post_init__(self) -> None:
+        """Raises RefusedError for a value of another type."""
+        number, *others = _fields_of(type(self))
+        for one in (*others, number):  # which SGLang may have of the width
+            name, value = one.encode_name, getattr(self, one.name)
+            try:
+                msgspec.convert(value, one.type)
+            except msgspec.ValidationError as error:
+                what = get_args(one.type)[-1].description
+                raise wrong_type(f"{name} must be {what}, not {shown(value)}", name) from error
+
+    @classmethod
+    def of(cls, number: Any, given: Mapping[str, Any]) -> Self:
+        """Those among a request's fields, beside their number. Raises RefusedError as the class does."""
+        return cls(number, **{name: given[name] for name in cls.__struct_fields__[1:] if given.get(name) is not None})
+
+
+class ListOptions(_Options, frozen=True):
+    """What a request asks of a ranked list: `k` items, and see `itemset.ranking.search.Search`.
+
+    without_end: scores are of the items' own tokens, without the end token after them.
+    """
+
+    k: Annotated[_Count, _number("items")] = msgspec.field(name="n")
+    width: Annotated[_Count | None, _number("beams")] = None
+    exact: _Flag = False
+    renormalised: _Flag = False
+    max_passes: Annotated[_Count | None, _number("forward passes")] = None
+    without_end: _Flag = False
+
+    def __post_init__(self) -> None:
+        """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
+        super().__post_init__()
+        if self.width is not None and self.width < self.k:
+            message = f"width={self.width:,} finds no {self.k:,} items: set it to at least {self.k:,}"
+            raise RefusedError("beam search", message, "width")
+
+    def scored_end(self, end_token: int) -> int | None:
+        """The end token that counts in the scores, if any does."""
+        return None if self.without_end else end_token
+
+    @property
+    def beam(self) -> int:
+        """How many beams: `width`, or as many as items."""
+        return self.width or self.k
+
+
+class DrawOptions(_Options, frozen=True):
+    """What a request asks of draws: `n` of them, and see `itemset.ranking.exact_sampling.Drawing`; if draw is
+    "importance", `itemset.ranking.importance.Importance`."""
+
+    n: Annotated[_Count, _number("draws")] = msgspec.field(name=DRAWS)
+    replace: _Flag = True
+    seed: Annotated[_Seed | None, Meta(description="an integer of 0 to 2^63 - 1")] = None
+    temperature: Any = 1.0
+    width: Annotated[_Count | None, _number("forward passes in a round")] = None
+    max_passes: Annotated[_Count | None, _number("forward passes")] = None
+    approximate: _Flag = False
+    draw: Annotated[Literal["exact", "importance"], Meta(description='"exact" or "importance"')] = "exact"
+    candidates: Annotated[_Count | None, _number("candidates of a draw")] = None
+
+    def __post_init__(self) -> None:
+        """Raises RefusedError for a value of another type, or none that can be drawn with."""
+        super().__post_init__()
+        given = self.temperature
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1:
+            raise RefusedError(
+                "draws",
+                f"temperature must be more than 0 and at most 1 for draws, not {shown(given)}: it is one over items, "
+                "of weights p^(1/temperature), which can be drawn exactly up to 1; for the most likely items ask for a "
+                "ranked list",
+                "temperature",
+            )
+        if self.draw != IMPORTANCE and self.candidates is not None:
+            message = f'{CANDIDATES} is for {DRAW}: "{IMPORTANCE}"; to choose among items send only_keys'
+            raise RefusedError("draws", message, CANDIDATES)
+        if self.draw == IMPORTANCE:
+            self._check_importance()
+
+    def _check_importance(self) -> None:
+        if self.candidates is None or self.candidates > MOST_CANDIDATES:
+            message = f'{DRAW}: "{IMPORTANCE}" takes {CANDIDATES}: K, at most {MOST_CANDIDATES}'
+            raise RefusedError("draws", message, CANDIDATES)
+        for name, value, default in (
+            (REPLACE, self.replace, True),
+            (APPROXIMATE, self.approximate, False),
+            ("temperature", self.temperature, 1),
+            ("width", self.width, None),
+        ):
+            if value != default:
+                raise RefusedError("draws", f'{name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out', name)
+
+    def race_width(self, races: int, wanted: int, most: int) -> int | None:
+        """How many beams each race for `wanted` items has of `most`, in a step; None if they are too few for all."""
+        width = max(self.width or RACE_BEAMS, 2 * wanted)
+        if min(width, FEWEST_BEAMS) * races > most or wanted > most:
+            return None
+        return min(width, most // races)
+
+
+OPTIONS = ListOptions.__struct_fields__[1:]
+"""What a request for a ranked list may give beside its set."""

@@ -1,7 +1,16 @@
 """Version roll-outs in an engine: a version is opened, brought to the devices and served, as front ends ask for it.
 
-The engine's half of `following`. A process with requests has a `Preparer`. Its `Devices` know the engine's workers or
-ranks; none of this waits, because it runs between two steps.
+A version's life:
+
+              front end (Follower)      engine (Preparer)             its workers or ranks
+    seen      published.current
+    opened    Checks.open           ->  Prepare: Versions.begin   ->  Versions.begin
+    copied    asks again            ->  Prepare: Holdings.hold    ->  Arrivals.advance, a piece for each message
+    current   Catalogue.serve       <-  Catalogue.serve           ->  Catalogue.serve
+    forgotten by the second `serve` after it; its copy on disk once no process has it open
+
+A process with requests has a `Preparer`. Its `Devices` know the engine's workers or ranks; none of this waits, because
+it runs between two steps.
 """
 
 import logging
@@ -13,8 +22,8 @@ import msgspec
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.rollout_messages import Answer, Drop, Message, Prepare, Stage
 from itemset.serving.versions import Opened
+from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 
 Result = TypeVar("Result")
 
@@ -59,7 +68,7 @@ class Preparer:
         if isinstance(message, Drop):
             self._sequences.pop(message.name, None)
             self._catalogue.drop(message.name)
-            self._devices.close(engine, message.name, None, self._catalogue.versions.open_sets())
+            self._devices.close(engine, message.name, None, self._catalogue.open_sets())
             return Answer()
         sequences = self._sequences.setdefault(message.name, {})
         sequences[message.front] = message.sequence
@@ -67,8 +76,8 @@ class Preparer:
         return Answer(everywhere=everywhere)
 
     def _prepare(self, message: Prepare, engine: Any) -> Answer:
-        versions, devices = self._catalogue.versions, self._devices
-        opened = or_reason(lambda: versions.begin(message, devices.check), self._log)
+        catalogue, devices = self._catalogue, self._devices
+        opened = or_reason(lambda: catalogue.begin(message, devices.check), self._log)
         if message.ahead and not isinstance(opened, str):
             opened = None
         stages = devices.advance(engine, message, opened)
@@ -78,8 +87,8 @@ class Preparer:
             return Answer()
         stage = min(stage for stage in stages if not isinstance(stage, str))
         if stage.is_ready:
-            self._catalogue.serve(opened)
-            devices.close(engine, message.name, message.version, versions.open_sets())
+            catalogue.serve(opened)
+            devices.close(engine, message.name, message.version, catalogue.open_sets())
         return Answer(stage)
 
 

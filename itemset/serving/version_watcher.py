@@ -1,8 +1,8 @@
 """Version roll-outs in a front end: it follows published sets, and serves a new version once every engine has it.
 
-A look reads each set's pointer. A new version is opened and checked here, then in the engines (`preparing`), beside
-requests and steps; only then do requests get it. A version that cannot be served is refused once, and the one before
-it stays.
+A look reads each set's pointer. A new version is opened and checked here, then in the engines (`version_rollout`),
+beside requests and steps; only then do requests get it. A version that cannot be served is refused once, and the one
+before it stays.
 """
 
 import logging
@@ -24,7 +24,7 @@ from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError, where
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, seal
-from itemset.serving.rollout_messages import Answer, Drop, Message, Prepare, Serves, Stage
+from itemset.serving.wire import Answer, Drop, Message, Prepare, Serves, Stage
 
 AGAIN = 0.01  # seconds between two messages to engines that are not ready
 PATIENCE = 60.0  # seconds that `refresh` waits for the other front ends
@@ -69,7 +69,7 @@ class Follower:
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
         self._started = threading.Event()
-        for opened in checks.catalogue.versions.serving:
+        for opened in checks.catalogue.serving:
             self._sets[opened.name] = Followed(Path(where(config, opened.name)), path)
             if checks.catalogue.follows(opened.name):
                 metrics.served(opened.name, opened.version)
@@ -125,7 +125,7 @@ class Follower:
         return entry
 
     def _unfollowed(self, name: str) -> RefusedError:
-        if (opened := self._checks.catalogue.versions.current(name)) is None:
+        if (opened := self._checks.catalogue.current(name)) is None:
             return self._checks.catalogue.unknown(name)
         what = f"{name!r} is a view of {opened.name!r}, and refreshed with it: name {opened.name!r}"
         return RefusedError("unknown set", what)
@@ -142,7 +142,7 @@ class Follower:
         catalogue = self._checks.catalogue
         refused = followed.refused and {"version": followed.refused.name, "reason": followed.why}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
-        if (opened := catalogue.versions.current(name)) is None:  # it has none that can be served
+        if (opened := catalogue.current(name)) is None:  # it has none that can be served
             return entry
         try:
             kept = published.versions(followed.folder) if entry["followed"] else []
@@ -217,7 +217,7 @@ class Follower:
         the engines for several versions.
         """
         catalogue, followed, began = self._checks.catalogue, self._sets[name], time.monotonic()
-        current = catalogue.versions.current(name)
+        current = catalogue.current(name)
         if current is not None and current.version == version.name:
             return
         message = Prepare(name, version.name, str(version.path))

@@ -18,8 +18,7 @@ from itemset.select.filters import passing
 from itemset.select.views import view
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import Seal, open_copy
-from itemset.serving.rollout_messages import Prepare
-from itemset.serving.wire import VERSION, version_of, version_reference
+from itemset.serving.wire import VERSION, Prepare, version_of, version_reference
 
 ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open
@@ -61,7 +60,7 @@ class Versions:
         self._opening: dict[tuple[str, str], Future[Opened]] = {}  # by set and version: begun, and not served yet
         self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # by reference
         self._thread = ThreadPoolExecutor(1, "item-set-versions")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def open(
         self, name: str, version: str | None, path: str | Path | None, seal: Seal | None = None, make_views: bool = True
@@ -186,11 +185,3 @@ class Versions:
             return self.open(self.of(name), version, None).sets.get(name)
         except ItemSetError:
             return None
-
-    def __getitem__(self, reference: str) -> ItemSet:
-        """Do `get`. Raises ItemSetError if this process cannot have it."""
-        if (item_set := self.get(reference)) is not None:
-            return item_set
-        version, name = version_of(reference)
-        called = f"version {version[:12]} of item set {name!r}" if version else f"item set {name!r}"
-        raise ItemSetError(f"{called} is no longer loaded: retry the request")

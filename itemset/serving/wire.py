@@ -1,13 +1,15 @@
-"""Wire format: how a request refers to its item sets on the way from front end to scheduler and workers, and back.
+"""Wire format: how a request refers to its item sets on the way from front end to scheduler and workers, and back; and
+the messages of version roll-outs.
 
 Both engines carry it among a request's own parameters, under the key WIRE: vLLM in `extra_args`, where msgpack and
-pickle take the struct as it is; SGLang in `custom_params`, as JSON.
+pickle take the struct as it is; SGLang in `custom_params`, as JSON. Messages travel as plain values, as
+`msgspec.to_builtins` makes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, Literal
 
 import msgspec
@@ -74,14 +76,14 @@ class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request carries: a set, or a constraint with sets in it; and whether it is a list of its items.
 
-    weighed: whether its answer says its `set_weight`. place: where the set lies in vLLM's workers, the fields of
-    `masking.arena.Place`, from the engine core. slate: there, `HolesSpec.slate` of the set.
+    weighed: the field by which its answer says log-probabilities, if any. place: where the set lies in vLLM's workers,
+    the fields of `masking.arena.Place`, from the engine core. slate: there, `HolesSpec.slate` of the set.
     """
 
     item_set: SetRef | None = None
     ranked: ListSpec | None = None
     holes: HolesSpec | None = None
-    weighed: bool = False
+    weighed: str = ""
     place: tuple[int, int, str, int, tuple[Tokens, ...]] | None = None
     slate: tuple[int, int] | None = None
 
@@ -184,6 +186,63 @@ def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
     rows = rows[np.isfinite(rows[:, 0])]
     for score, (length, *tokens) in zip(rows[:, 0].tolist(), rows[:, 1:].astype(np.int64).tolist(), strict=True):
         yield tuple(tokens[:length]), score
+
+
+class Prepare(msgspec.Struct, tag=True):
+    """Open a version of a set and bring it to the devices; it is served once it is there. Sent until it is.
+
+    path: of its file. seal: of the copy that the front end has checked. ahead: only open it, it is still being checked.
+    """
+
+    name: str
+    version: str
+    path: str
+    seal: list[str | int] | None = None
+    ahead: bool = False
+
+
+class Serves(msgspec.Struct, frozen=True, tag=True):
+    """A front end serves the version with this sequence number. front, fronts: its number, and how many there are."""
+
+    name: str
+    sequence: int
+    front: int
+    fronts: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """No request will name this set any more."""
+
+    name: str
+
+
+Message = Prepare | Serves | Drop
+
+
+class Stage(IntEnum):
+    """How far a version has come in a process, which opens it and copies it to its device, a piece for each message.
+
+    The lowest stage of all processes is the engine's. HOST: the device has no room, so masks are made on the host.
+    """
+
+    HOST = 0
+    OPENING = 1
+    COPYING = 2
+    DEVICE = 3
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may have the version."""
+        return self in (Stage.HOST, Stage.DEVICE)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Of an engine. stage: of what is prepared. refused: why it cannot be had. everywhere: whether all of the engine's
+    front ends serve this sequence number or a later one."""
+
+    stage: Stage = Stage.OPENING
+    refused: str | None = None
+    everywhere: bool = False
 
 
 def version_reference(version: str, name: str) -> str:

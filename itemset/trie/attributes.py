@@ -176,13 +176,7 @@ class Column:
     @property
     def packed(self) -> Any:
         """The type of what `pack` returns."""
-        if is_list(self.plain):
-            return pa.large_list(self._inner.packed)
-        if self.texts is not None:
-            return self._numbers
-        if pa.types.is_timestamp(self.plain):
-            return pa.int64()
-        return pa.int32() if pa.types.is_date32(self.plain) else self.plain
+        return self.pack(pa.array([], self.plain)).type
 
     def pack(self, array: pa.Array) -> pa.Array:
         """Return a chunk as what sorts and gathers fast anywhere: bools, numbers, texts, or lists of these."""
@@ -190,7 +184,9 @@ class Column:
             return _listed(array, self._inner.pack(array.flatten()))
         if self.texts is not None:
             return pc.index_in(array, value_set=self.texts).cast(self._numbers)
-        return array.view(self.packed)
+        if pa.types.is_temporal(self.plain):
+            return array.view(pa.int32() if pa.types.is_date32(self.plain) else pa.int64())
+        return array
 
     def unpack(self, array: pa.Array) -> pa.Array:
         """Return packed values as the file has them: equal values are equal bytes."""

@@ -1,16 +1,27 @@
-"""What the host knows of a set's levels, so that a search over its trie needs no shape from the device."""
+"""What the host knows of a set's levels: how wide they are, and ready masks.
+
+With the widths, a search over a trie needs no shape from the device. A walk that masks by a node's children takes a
+time in proportion to them, and each request begins where they are most: for the nodes of the first levels, a ready mask
+is what may follow as a row of bits, which is copied, or applied, as fast wherever it comes from.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge
-from itemset.trie.tables import Trie
+from itemset.trie.pointers import first_edge, label
+from itemset.trie.tables import NONE, Trie
 from itemset.trie.targets import is_leaf, tail_at
+from itemset.trie.walk import is_alive
 
 _KEPT = 4096  # widest nodes of a level that are kept: all rows that a search may well have
+WIDE = 128  # children of a node for which a mask pays
+HEADER = 3  # words before the rows: nodes with a row, the first word of all rows, and how many words a row has
+_LEAST = 1 << 15  # bytes that ready masks may always take: the root's, for any vocabulary
+_SHARE = 8  # a whole set's may take eight times less than its tables. A view is made while a request waits
 
 
 @dataclass(frozen=True)
@@ -33,19 +44,16 @@ class LevelPlan:
     @classmethod
     def of(cls, trie: Trie) -> "LevelPlan":
         """Read the plan off a trie's tables: one pass over its edges, 4 ms for a million of them."""
-        tables = trie.tables
-        nodes, tails, tailed = (np.zeros(trie.longest + 1, np.int64) for _ in range(3))
-        _measure(tables.pointers, trie.tail_tokens, nodes, tails, tailed)
-        levels = int(np.count_nonzero(nodes))
-        ends = np.cumsum(nodes[:levels])
+        tables, nodes = trie.tables, np.array(trie.level_nodes)
+        tails, tailed = np.zeros((2, len(nodes)), np.int64)
+        _measure(tables.pointers, trie.tail_tokens, np.array(trie.level_edges), tails, tailed)
         widest = []
-        for first, end in zip(ends - nodes[:levels], ends, strict=True):
-            children = np.diff(tables.row_offsets[first : end + 1].astype(np.int64))
+        for end, count in zip(np.cumsum(nodes), nodes, strict=True):
+            children = np.diff(tables.row_offsets[end - count : end + 1].astype(np.int64))
             if len(children) > _KEPT:
                 children = np.partition(children, -_KEPT)[-_KEPT:]
             widest.append(np.cumsum(np.sort(children)[::-1]))
-        of_nodes, of_tails, of_tailed = (tuple(column[:levels].tolist()) for column in (nodes, tails, tailed))
-        return cls(of_nodes, tuple(widest), of_tails, of_tailed, trie.longest)
+        return cls(trie.level_nodes, tuple(widest), tuple(tails.tolist()), tuple(tailed.tolist()), trie.longest)
 
     @property
     def levels(self) -> int:
@@ -68,26 +76,56 @@ class LevelPlan:
 
 
 @compiled
-def _measure(tables, tail_tokens, nodes, tails, tailed):  # type: ignore[no-untyped-def]
-    """Count the nodes and the edges with tails of each level, and measure its longest tail.
+def _measure(tables, tail_tokens, edges, tails, tailed):  # type: ignore[no-untyped-def]
+    """Count the edges with tails of each level, and measure its longest tail. edges: of each level.
 
-    Tails are in the order of their edges, so each ends where the next begins. Safe whatever the tables hold, but for
-    `row_offsets`, as a walk is.
+    Tails are in the order of their edges, so each ends where the next begins. Safe whatever the tables hold.
     """
-    all_nodes = tables.nodes
-    first, end, level = np.int64(0), np.int64(1), 0
-    start, owner = np.int64(0), 0
-    while first < end and level < len(nodes):
-        nodes[level] = end - first
-        branches = np.int64(0)
-        for edge in range(first_edge(tables, first), first_edge(tables, end)):
-            if not is_leaf(tables, edge):
-                branches += 1
-                continue
-            begins = tail_at(tables, edge)
+    edge, start, owner = np.int64(0), np.int64(0), 0
+    for level in range(len(edges)):
+        for _ in range(edges[level]):
+            begins = tail_at(tables, edge) if is_leaf(tables, edge) else np.int64(-1)
+            edge += 1
             if begins >= 0:
                 tails[owner] = max(tails[owner], begins - start)
                 start, owner = begins, level
                 tailed[level] += 1
-        first, end, level = end, min(end + branches, all_nodes), level + 1
     tails[owner] = max(tails[owner], tail_tokens - start)
+
+
+def ready_masks(trie: Trie) -> NDArray[np.uint32]:
+    """Return the header and the rows of the first levels, as deep as a level has a node with more than WIDE children.
+
+    All nodes of a level have a row, or none: up to a share of the tables' bytes. Bit t of a row, counted from bit
+    32 * `first word` on, is set if a walk may take an edge with token t. Of a view, its own. Empty without such a node.
+    """
+    tables, end, deepest = trie.tables, 0, 0
+    most = max(trie.nbytes // _SHARE if tables.whole else 0, _LEAST) // 4
+    low, high, first_word, width = np.iinfo(np.int64).max, 0, 0, 0
+    for nodes in trie.level_nodes:
+        begin, end = end, end + nodes
+        if end > most:
+            break
+        offsets = tables.row_offsets[begin : end + 1].astype(np.int64)
+        low = min(low, int(tables.labels[offsets[:-1]].min()) >> 5)
+        high = max(high, int(tables.labels[offsets[1:] - 1].max()) >> 5)
+        if end * (high - low + 1) > most:
+            break
+        if np.diff(offsets).max() > WIDE:
+            deepest, first_word, width = end, low, high - low + 1
+    if not deepest:
+        return NONE
+    rows = np.zeros((deepest, width), np.uint32)
+    _fill(tables.pointers, 32 * first_word, rows)
+    return np.concatenate((np.array([deepest, first_word, width], np.uint32), rows.ravel()))
+
+
+@compiled
+def _fill(tables: Any, first_token: int, rows: Any) -> None:
+    """Set the bits of the first nodes' rows: 5 ms for four million edges. Safe whatever the labels are."""
+    for node in range(len(rows)):
+        row = rows[node]
+        for edge in range(first_edge(tables, node), first_edge(tables, node + 1)):
+            token = label(tables, edge) - first_token
+            if 0 <= token < 32 * len(row) and is_alive(tables, edge):
+                row[token >> 5] |= np.uint32(1) << np.uint32(token & 31)

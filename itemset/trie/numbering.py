@@ -15,10 +15,13 @@ from itemset.trie.targets import is_leaf, nodes_before
 from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, mark, tail_token, token_runs
 
 
-def numbers_of(tables: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
-    """Return the item number of each row [N], -1 if it is no item of the set."""
+def numbers_of(tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
+    """Return the item number of each row [N], -1 if it is no item of the set or view.
+
+    tables: of the set or the view. whole, terminal_rank: of the whole set, which the numbers are of.
+    """
     out = np.empty(len(rows), np.int64)
-    _numbers_of(tables.pointers, terminal_rank, rows.tokens, rows.offsets, out)
+    _numbers_of(tables.pointers, whole.pointers, terminal_rank, rows.tokens, rows.offsets, out)
     return out
 
 
@@ -65,7 +68,7 @@ def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no-untyped-def]
+def _numbers_of(tables, whole, terminal_rank, tokens, offsets, out):  # type: ignore[no-untyped-def]
     leaves = tables.edges - (tables.nodes - 1)
     for i in range(len(offsets) - 1):
         state, edge = np.int64(0), np.int64(-1)
@@ -84,7 +87,7 @@ def _numbers_of(tables, terminal_rank, tokens, offsets, out):  # type: ignore[no
         if state == END:
             out[i] = edge - nodes_before(tables, edge)
         elif is_terminal(tables, state):
-            out[i] = leaves + terminals_before(tables, terminal_rank, state)
+            out[i] = leaves + terminals_before(whole, terminal_rank, state)
 
 
 @compiled

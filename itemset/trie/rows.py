@@ -188,7 +188,7 @@ def _sort_order(rows: Rows) -> NDArray[np.uint32]:
         """Return the order of `members` by their tokens from `depth` on, their keys in it, and the tokens in a key."""
         index_bits = max(1, (len(members) - 1).bit_length())
         width = min((64 - index_bits) // bits, max(1, longest - depth))
-        keys = _pack_keys(rows.tokens, *rows.layout, members, depth, width, bits, index_bits)
+        keys = pack_keys(rows.tokens, *rows.layout, members, depth, width, bits, index_bits)
         keys.sort()
         by_key = (keys & np.uint64((1 << index_bits) - 1)).astype(np.uint32)
         keys >>= np.uint64(index_bits)
@@ -272,13 +272,13 @@ def common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def
 
 
 @compiled
-def _pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
+def pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
     """Return a sort key for each member: [members] uint64.
 
     It holds tokens depth .. depth + count, the first one highest, 0 after the item's end, and the member's own
     position in the lowest `index_bits`.
     """
-    keys = np.empty(len(members), np.uint64)
+    keys, index_mask = np.empty(len(members), np.uint64), (np.uint64(1) << np.uint64(index_bits)) - np.uint64(1)
     for i in range(len(members)):
         start, end = bounds(offsets, width, np.int64(members[i]))
         start += depth
@@ -287,7 +287,7 @@ def _pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits):
             key <<= np.uint64(bits)
             if start + k < end:
                 key |= np.uint64(tokens[start + k]) + np.uint64(1)
-        keys[i] = (key << np.uint64(index_bits)) | np.uint64(i)
+        keys[i] = (key << np.uint64(index_bits)) | (np.uint64(i) & index_mask)
     return keys
 
 

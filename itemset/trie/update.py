@@ -62,7 +62,9 @@ def change(trie: Trie, terminal_rank: NDArray[np.uint32], gone: NDArray[np.bool_
     """
     with ThreadPoolExecutor(1) as pool:
         consistent = pool.submit(in_order, trie, tails=False)  # the loops below check no index again
-        same = numbers_of(trie.tables, terminal_rank, new.rows)  # this and the next walk safely whatever the tables are
+        same = numbers_of(
+            trie.tables, trie.tables, terminal_rank, new.rows
+        )  # this and the next walk safely whatever the tables are
         removed = gone.copy()
         removed[same[same >= 0]] = False
         numbers = np.flatnonzero(removed)

@@ -14,7 +14,7 @@ from itemset.trie.numbering import last_edge, node_of, nth_edge
 from itemset.trie.pointers import array_at, bit, first_edge, load32, store32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf
-from itemset.trie.walk import END, TAIL, advance, first_dead, follow, is_alive, is_terminal
+from itemset.trie.walk import first_dead, follow, is_alive, is_terminal
 
 
 def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
@@ -39,13 +39,6 @@ def dead_of(
     """
     found = np.array(_climb(tables.pointers, whole.pointers, terminal_rank, numbers), np.int64)
     return np.union1d(tables.dead, found.astype(np.uint32))
-
-
-def takes(tables: Tables, tokens: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return whether each row of tokens is an item of the set or view. offsets: as of `rows.Rows`."""
-    taken = np.empty(len(offsets) - 1, np.bool_)
-    _takes(tables.pointers, tokens, offsets, taken)
-    return taken
 
 
 @compiled
@@ -139,12 +132,3 @@ def leave_out(tables, path, depth):  # type: ignore[no-untyped-def]
     dead = np.empty(len(listed) + 1, np.uint32)
     dead[:at], dead[at], dead[at + 1 :] = listed[:at], entry, listed[at:]
     return dead
-
-
-@compiled
-def _takes(tables, tokens, offsets, taken):  # type: ignore[no-untyped-def]
-    for i in range(len(taken)):
-        state = np.int64(0)
-        for k in range(offsets[i], offsets[i + 1]):
-            state = advance(tables, state, np.int64(tokens[k]))
-        taken[i] = offsets[i + 1] > offsets[i] and (state == END or (state < TAIL and is_terminal(tables, state)))

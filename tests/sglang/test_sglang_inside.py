@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cell_asking
+import client_checks
 import demo_checks
 import pytest
 from inside_cases import CHAT, SLATE, TAG, TITLES, check_refused_beside_slates
@@ -20,7 +21,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def engine(engines, tiny_model, files, path):
-    return engines(tiny_model, grammar_backend="static", **files, item_set_path=path, **COMPACT)
+    given = cell_asking.in_process(files)
+    return engines(tiny_model, grammar_backend="static", **given, item_set_path=path, **COMPACT)
 
 
 @pytest.fixture
@@ -51,8 +53,14 @@ def test_every_cell_of_the_docs_over_http(server, name):
     cell_asking.check(server, "sglang", name)
 
 
-def test_the_demos_questions(server, files, monkeypatch):
-    demo_checks.check(server, "sglang", files["item_sets"]["films"], monkeypatch)
+def test_the_demos_questions(server, monkeypatch):
+    demo_checks.check(server, "sglang", monkeypatch)
+
+
+def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path, capsys):
+    client_checks.check(server)
+    client_checks.check_printed(server, tmp_path)
+    client_checks.check_bench(server, tiny_model, tmp_path, capsys)
 
 
 def test_tools(server):

@@ -107,6 +107,17 @@ def test_a_body_of_no_declared_type_loses_nothing(server, named_sets):
     assert response.status in (400, 422) or item_of(answer) in named_sets["one"].items
 
 
+def test_answers_go_on_after_a_pause(server, named_sets):
+    """Which takes all requests out of their batch, and lists with them."""
+    with ThreadPoolExecutor() as clients:
+        answers = [clients.submit(complete, server, item_set="large", temperature=1) for _ in range(8)]
+        ranked = clients.submit(complete, server, item_set="large", use_beam_search=True, n=4)
+        paused = server.post("/pause_generation", {"mode": "retract"})[0]
+        assert (paused, server.post("/continue_generation", {})[0]) == (200, 200)
+        items = [item_of(answer.result()) for answer in (*answers, ranked)]
+    assert set(items) <= named_sets["large"].items
+
+
 def test_a_compressed_body_loses_nothing(server, named_sets):
     body = zstandard.compress(json.dumps({"text": "p", "item_set": "one"}).encode())
     headers = {"Content-Type": "application/json", "x-body-compressed": "zstd"}

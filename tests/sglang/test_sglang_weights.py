@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from asking import named
+from candidate_tests import *  # noqa: F403 - its trainer
+from candidate_tests import check_candidates, check_refusals, check_samples
 from engine_words import PROMPT
 from models import cached_tiny_llama
 from sets import named_flags
@@ -45,3 +47,16 @@ def test_weights_of_generate(servers, tiny_model, named_sets, oracle):
     for one in (answer, server.events("/generate", body | {"stream": True})[-1]):
         expected = oracle(items, tuple(one["output_ids"][:-1]))[0]
         assert one["meta_info"]["item"]["set_weight"] == pytest.approx(expected, abs=2e-3)
+
+
+def test_candidates_have_the_log_probabilities_of_the_trainer(static, path, named_sets, trainer):
+    engine = static(path, item_set_kernels="numba")
+    check_samples(engine, named_sets, trainer)
+    check_candidates(engine, named_sets, trainer)
+    check_refusals(engine)
+
+
+def test_log_probabilities_with_speculation_are_refused(static):
+    engine = static("device", item_set_kernels="numba", **NGRAM)
+    with pytest.raises(ValueError, match="item_logprobs cannot be had here: with speculation"):
+        engine.generate(input_ids=PROMPT, sampling_params=named("one", item_logprobs=True))

@@ -36,7 +36,7 @@ def wide(static):
 
 def rounds_only(engine: Any, always: str | None = "a test") -> None:
     def only(engine: Any) -> None:
-        engine.tokenizer_manager.static_front_end.one_request.refusals.always = always
+        engine.tokenizer_manager.static_front_end.one_request.always = always
 
     engine.call(only)
 

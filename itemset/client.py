@@ -1,0 +1,176 @@
+"""Items from a server, over the `openai` client that you have: ranked lists, choices, draws, fields of Pydantic models.
+
+Every function takes an `openai.OpenAI` and returns its result, or an `openai.AsyncOpenAI` and returns an awaitable of
+it. What the server refuses is the client's own `openai.BadRequestError`, whose message says what to write instead.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+    from pydantic import BaseModel
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text or token ids for /v1/completions, or messages for /v1/chat/completions."""
+Sets = str | list[str]
+"""The name of a registered set, or a list of texts."""
+Model = TypeVar("Model", bound="BaseModel")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of a set: its key, None if a limit has cut the answer or nobody has said it; its text; in lists and draws
+    its score, a log-probability.
+
+    `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
+    """
+
+    key: int | str | None
+    text: str
+    score: float | None = None
+
+    def __class_getitem__(cls, item_set: Sets) -> Any:
+        return Annotated[cls, Of(item_set)]
+
+
+class Of:
+    """Makes `Annotated[Item, Of("films", item_filter={...})]` a Pydantic field: a JSON string that is one of the items.
+
+    item_set: the name of a set, or a list of texts. only: `item_filter`, `exclude_keys`, `only_keys`.
+    """
+
+    def __init__(self, item_set: Sets, **only: Any) -> None:
+        self._schema = {"type": "string", "item_set": item_set, **only}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        text = core_schema.plain_serializer_function_ser_schema(lambda item: item.text)
+        return core_schema.no_info_plain_validator_function(_as_item, serialization=text)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return dict(self._schema)
+
+
+def _as_item(value: Any) -> Item:
+    if isinstance(value, str):
+        return Item(None, value)
+    if not isinstance(value, Item):
+        raise ValueError("an item is a text")
+    return value
+
+
+@overload
+def rank(client: "OpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> list[Item]: ...
+@overload
+def rank(
+    client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any
+) -> Awaitable[list[Item]]: ...
+def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Any:
+    """Return the n best items of a set by the model's own probabilities, best first: `list[Item]`.
+
+    item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
+    a ranked list (`width`, `exact`, `renormalised`, ...), what chooses among the items (`item_filter`, `exclude_keys`,
+    `only_keys`), and arguments of the client's call (`model`, `max_tokens`: 64 by default).
+    """
+    return _asked(client, prompt, _named(item_set) | {"use_beam_search": True, "n": n}, options, _items)
+
+
+@overload
+def choose(client: "OpenAI", item_set: Sets, prompt: Prompt, **options: Any) -> Item: ...
+@overload
+def choose(client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, **options: Any) -> Awaitable[Item]: ...
+def choose(client: Any, item_set: Sets, prompt: Prompt, **options: Any) -> Any:
+    """Return one item, sampled token by token inside the set: `Item`. options: as of `rank`, and `temperature`, ..."""
+    return _asked(client, prompt, _named(item_set), options, lambda answer: _items(answer)[0])
+
+
+@overload
+def draw(client: "OpenAI", item_set: Sets, prompt: Prompt, n: int = 1, **options: Any) -> list[Item]: ...
+@overload
+def draw(
+    client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 1, **options: Any
+) -> Awaitable[list[Item]]: ...
+def draw(client: Any, item_set: Sets, prompt: Prompt, n: int = 1, **options: Any) -> Any:
+    """Return n items drawn from the model's distribution over the set: `list[Item]`. options: as of `rank`, and those
+    of draws (`replace`, `seed`, `max_passes`, `approximate`, ...)."""
+    return _asked(client, prompt, _named(item_set) | {"draws": n}, options, _items)
+
+
+@overload
+def fill(client: "OpenAI", model: type[Model], prompt: Prompt, **options: Any) -> Model: ...
+@overload
+def fill(client: "AsyncOpenAI", model: type[Model], prompt: Prompt, **options: Any) -> Awaitable[Model]: ...
+def fill(client: Any, model: type[Model], prompt: Prompt, **options: Any) -> Any:
+    """Return an instance of a Pydantic model as the server's model fills it in, its items with their keys: `Model`.
+
+    options: arguments of the client's call (`max_tokens`: 256 by default).
+    """
+    form = {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": model.model_json_schema()}}
+    given = {"response_format": form, "max_tokens": 256, **options}
+    return _asked(client, prompt, {}, given, lambda answer: read(model, answer.choices[0]))
+
+
+def read(model: type[Model], choice: Any) -> Model:
+    """Return the instance that a choice of the client's answer holds, its items with the keys that the answer says.
+
+    Raises pydantic.ValidationError if a limit has cut the answer.
+    """
+    text = choice.text if hasattr(choice, "text") else choice.message.content
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return model.model_validate_json(text)
+    for item in (choice.model_extra or {}).get("items") or ():
+        _put(value, item["path"], Item(item["key"], item["text"]))
+    return model.model_validate(value)
+
+
+def _put(value: Any, path: str, item: Item) -> None:
+    places = re.findall(r'\.([^.\[]+)|\[("(?:[^"\\]|\\.)*"|\d+)\]', path)  # $.films[2], $["a name"]
+    *before, last = (name or json.loads(other) for name, other in places)
+    for place in before:
+        value = value[place]
+    value[last] = item
+
+
+def _named(item_set: Sets) -> dict[str, Any]:
+    return {"item_set": item_set} if isinstance(item_set, str) else {"structured_outputs": {"choice": item_set}}
+
+
+def _asked(
+    client: Any, prompt: Prompt, words: dict[str, Any], options: dict[str, Any], take: Callable[[Any], Result]
+) -> Result | Awaitable[Result]:
+    """Ask, and take the result out of the answer. Options that the client's function does not declare are the set's."""
+    chat = isinstance(next(iter(prompt), ""), Mapping)
+    create = client.chat.completions.create if chat else client.completions.create
+    declared = inspect.signature(create).parameters
+    given = {"model": "", "max_tokens": 64, "messages" if chat else "prompt": prompt}
+    extra = {**words, **options.pop("extra_body", {})}
+    for name, value in options.items():
+        (given if name in declared else extra)[name] = value
+    answer = create(**given, extra_body=extra)
+    return _later(answer, take) if inspect.isawaitable(answer) else take(answer)
+
+
+async def _later(answer: Awaitable[Any], take: Callable[[Any], Result]) -> Result:
+    return take(await answer)
+
+
+def _items(answer: Any) -> list[Item]:
+    return [_item(choice) for choice in answer.choices]
+
+
+def _item(choice: Any) -> Item:
+    extra = choice.model_extra or {}
+    if "item" not in extra:
+        raise ValueError("the answer names no item: start the server with --item-set and the backend static")
+    item = extra["item"] or {}
+    text = choice.text if hasattr(choice, "text") else choice.message.content
+    return Item(item.get("key"), text, item.get("score", item.get("logprob")))

@@ -1,0 +1,118 @@
+"""`itemset.client` and the requests that `itemset serve` prints, asked of a server, whichever engine it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from demo_checks import TITLE_OF
+from openai import AsyncOpenAI, BadRequestError
+from pydantic import BaseModel, Field, ValidationError
+
+import itemset
+from itemset import cli
+from itemset.cli.serve import requests_of
+from itemset.client import Item, Of, choose, draw, fill, rank
+
+LATE = {"year": {"$gt": 1968}}
+Film = Item["films"]
+Colour = Item[["red", "blue"]]
+MESSAGES = [{"role": "user", "content": "Which film?"}]
+
+
+class Pick(BaseModel):
+    late: Annotated[Item, Of("films", item_filter=LATE)]
+
+
+class Tip(BaseModel):
+    film: Film
+    picks: Annotated[list[Pick], Field(max_length=2)]
+    colour: Colour
+
+
+def known(items: list[Item]) -> bool:
+    return all(TITLE_OF[item.key] == item.text for item in items)
+
+
+def check(server: Any) -> None:
+    client = server.client
+    best = rank(client, "films", "A film: ", n=4, width=12)
+    assert known(best)
+    assert len(best) == len({item.key for item in best}) == 4
+    assert [item.score for item in best] == sorted((item.score for item in best), reverse=True)
+    late = rank(client, "films", MESSAGES, n=12, item_filter=LATE, exclude_keys=[12])
+    assert {item.key for item in late} == {9, 10, 11}
+    assert known([choose(client, "films", "A film: ", temperature=0.5, extra_body={"only_keys": [3, 5]})])
+    assert choose(client, ["red", "blue"], MESSAGES).text in ("red", "blue")
+    drawn = draw(client, "films", "A film: ", n=3, seed=1, max_passes=200, approximate=True)
+    assert len(drawn) == 3
+    assert known(drawn)
+    with pytest.raises(BadRequestError, match="did you mean 'films'"):
+        rank(client, "flims", "A film: ")
+    with pytest.raises(ValueError, match="start the server with --item-set"):
+        choose(client, [], "p", extra_body={"structured_outputs": None})
+    _check_fields(client)
+    asyncio.run(_check_async(server))
+
+
+def _check_fields(client: Any) -> None:
+    tip = fill(client, Tip, MESSAGES, temperature=0, max_tokens=200)
+    assert known([tip.film, *(pick.late for pick in tip.picks)])
+    assert all(pick.late.key > 8 for pick in tip.picks)
+    assert (tip.colour.text, tip.colour.key) in (("red", 0), ("blue", 1))
+    assert Tip.model_validate_json(tip.model_dump_json()).film == Item(None, tip.film.text)
+    with pytest.raises(ValidationError):
+        fill(client, Tip, MESSAGES, temperature=0, max_tokens=4)
+
+
+async def _check_async(server: Any) -> None:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        lists = await asyncio.gather(*(rank(client, "films", "A film: ", n=n) for n in (1, 3)))
+        assert [len(one) for one in lists] == [1, 3]
+        assert known([(await fill(client, Tip, MESSAGES, temperature=0, max_tokens=200)).film])
+
+
+def check_printed(server: Any, folder: Path) -> None:
+    """What `itemset serve` prints is what may be pasted into a shell."""
+    printed = requests_of(f"{server.url}/v1", "films", server.model_name)
+    commands = re.split(r"\n# \d\. .*\n", printed)[1:]
+    environment = os.environ | {"no_proxy": "127.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    running = [
+        subprocess.Popen(["bash", "-ec", one], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        for one in commands
+    ]
+    item, best, field = (process.communicate(timeout=120)[0] for process in running)
+    assert '"key"' in item
+    assert sorted(int(line.partition(" ")[0]) for line in best.splitlines())
+    assert len(best.splitlines()) == 10
+    assert '"path":"$.choice"' in field.replace(" ", "")
+
+
+def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lists of a set hold its items alone, by filter too; the engine's own beams, which know of none, do not."""
+    index, users, report = folder / "films.itemset", folder / "users.jsonl", folder / "bench.json"
+    years = [1960 + key for key in TITLE_OF]
+    loaded = itemset.text.load_tokenizer(str(tokenizer))
+    itemset.build_text([*TITLE_OF.values()], loaded, keys=[*TITLE_OF], attributes={"year": years}).save(index)
+    asked = [{"prompt": "A film: ", "truth": [9, 10, 11, 12], "filter": LATE}, {"prompt": [5, 6], "truth": [99]}]
+    users.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    words = ["bench", "--url", f"{server.url}/v1", "--set", str(index), "--tokenizer", str(tokenizer), "-k", "4"]
+    bodies = ["--body", 'set={"item_set": "films", "use_beam_search": true}', "--body", "open={}"]
+    assert cli.main([*words, *bodies, "--users", str(users), "--concurrency", "1", "2", "--json", str(report)]) == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["body"], row["filter"], row["concurrency"]) for row in rows] == [
+        (body, filtered, count) for body in ("set", "open") for filtered in (False, True) for count in (1, 2)
+    ][: len(rows)]
+    assert {row["legal"] for row in rows if row["body"] == "set"} == {1.0}
+    assert [(row["recall"], row["hit"]) for row in rows if row["body"] == "set" and row["filter"]] == [(0.5, 0.5)] * 2
+    assert {row["legal"] for row in rows if row["body"] == "open"} == {0.0}
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) == 9
+    assert cli.main([*words, "--body", 'bad={"item_set": "flims"}']) == 1
+    assert "did you mean 'films'" in capsys.readouterr().err

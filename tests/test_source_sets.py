@@ -1,0 +1,130 @@
+"""Sources in place of index files: built once into the cache, by the columns that are given or plain to see."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import itemset
+from itemset import source_sets
+from itemset.cli import build
+from itemset.errors import ItemSetError
+from itemset.serving.catalogue import with_versions
+
+TITLES = ["The red river (1961)", "A wild garden (1994)", "The last engine"]
+KEYS = [7, 3, 9]
+ROWS = [{"movie_id": key, "title": title, "year": 1960 + key} for key, title in zip(KEYS, TITLES, strict=True)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "films.csv").write_text(
+        "movie_id,title,year\n" + "".join(f"{','.join(map(str, r.values()))}\n" for r in ROWS)
+    )
+    (tmp_path / "films.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "films.txt").write_text("".join(f"{title}\n" for title in TITLES))
+    (tmp_path / "parts").mkdir()
+    for place, row in enumerate(ROWS):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "parts" / f"{place}.parquet")
+    np.save(tmp_path / "codes.npy", np.array([[5, 6], [5, 7]]))
+    return tmp_path
+
+
+@pytest.fixture
+def opened(folder, tiny_model):
+    """A function that returns the set which a server opens for a source."""
+
+    def opened(source: object) -> itemset.ItemSet:
+        given = {"item_sets": {"films": source}, "item_set_cache": str(folder / "cache")}
+        options = source_sets.with_indexes(given, str(tiny_model))
+        assert with_versions(options)["item_set_versions"].keys() == {"films"}
+        return itemset.load(options["item_sets"]["films"])
+
+    return opened
+
+
+@pytest.mark.parametrize("source", ["films.csv", "films.jsonl", "parts", "parts/*.parquet", "films.csv?attribute=year"])
+def test_a_file_with_the_columns_that_are_plain_to_see(source, folder, opened, tiny_model):
+    films = opened(f"{folder}/{source}")
+    assert films.lookup_text(TITLES, itemset.text.load_tokenizer(str(tiny_model))).tolist() == KEYS
+    assert films.attributes.column_names == (["year"] if "year" in source else [])
+
+
+def test_a_table_or_a_list_of_the_process_itself(opened, tiny_model):
+    tokenizer = itemset.text.load_tokenizer(str(tiny_model))
+    for table in (pd.DataFrame(ROWS), pa.Table.from_pylist(ROWS), {"title": TITLES, "movie_id": KEYS}):
+        assert opened(table).lookup_text(TITLES, tokenizer).tolist() == KEYS
+    assert opened(TITLES).lookup_text(TITLES, tokenizer).tolist() == [0, 1, 2]
+    assert opened([[5, 6], [5, 7, 8]]).items() == [[5, 6], [5, 7, 8]]
+    assert opened(np.array([[5, 6], [5, 7]])).items() == [[5, 6], [5, 7]]
+
+
+def test_lines_and_token_ids_have_no_columns(folder, opened):
+    assert len(opened(folder / "films.txt")) == 3
+    assert opened(str(folder / "codes.npy")).items() == [[5, 6], [5, 7]]
+
+
+def test_a_second_start_builds_nothing_and_a_change_of_the_file_does(folder, opened, monkeypatch, capsys):
+    built = []
+    write_index = build.write_index
+    monkeypatch.setattr(build, "write_index", lambda *given: built.append(given) or write_index(*given))
+    source = f"{folder}/films.csv?column=title&key=movie_id"
+    assert len({opened(source).digest for _ in range(2)}) == 1
+    assert (len(built), capsys.readouterr().err.count("building an index")) == (1, 1)
+    for change, count in ((f"{source}&prefix=%20", 2), (f"{folder}/films.csv?column=year", 3)):
+        opened(change)
+        assert len(built) == count
+    with open(folder / "films.csv", "a") as file:
+        file.write("11,The silver summer,1999\n")
+    assert (len(opened(source)), len(built)) == (4, 4)
+    (old,) = [index for index in (folder / "cache" / "built").glob("*.itemset") if len(itemset.load(index)) == 4]
+    os.utime(old, (0, 0))
+    opened(folder / "films.txt")
+    assert not old.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "films.csv?colum=title",
+            "options other than column, key, attribute, prefix, escape: write films=.*films.csv.column=NAME",
+        ),
+        ("films.csv?column=name", "no column 'name', it has 'movie_id', 'title', 'year'"),
+        ("plain.csv", "has the columns 'a', 'b': say which has the items, films=.*plain.csv.column=NAME"),
+        ("films.csv?escape=xml", "options other than column, key, attribute, prefix, escape: write films="),
+        ("gone.csv", "no file .*gone.csv"),
+        ("torn.parquet", "torn.parquet cannot be read"),
+        ("films.xml?column=title", "unknown suffix '.xml'"),
+    ],
+)
+def test_what_is_refused_says_what_to_write(source, message, folder, opened):
+    (folder / "plain.csv").write_text("a,b\nx,y\n")
+    (folder / "films.xml").write_text("<a/>")
+    (folder / "torn.parquet").write_text("PAR1")
+    with pytest.raises(ItemSetError, match=message):
+        opened(f"{folder}/{source}")
+
+
+def test_a_value_that_is_no_source_is_judged_by_the_options(folder, opened):
+    with pytest.raises(ItemSetError, match="item_sets must be"):
+        opened(7)
+    with pytest.raises(ItemSetError, match=r"must be a file, a table .* or a list of texts"):
+        opened(object())
+
+
+def test_flags_keep_their_order_and_index_files_stay(folder, tiny_model):
+    cache = {"item_set_cache": str(folder / "cache")}
+    given = {"item_sets": [f"films={folder}/films.txt", "a=b.itemset", "bad"], **cache}
+    films, *others = source_sets.with_indexes(given, str(tiny_model))["item_sets"]
+    assert others == ["a=b.itemset", "bad"]
+    assert len(itemset.load(films.removeprefix("films="))) == 3
+    assert source_sets.with_indexes({"item_set_path": "host"}, "none") == {"item_set_path": "host"}
+    assert Path(films.removeprefix("films=")).parent == folder / "cache" / "built"

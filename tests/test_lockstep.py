@@ -72,15 +72,16 @@ def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int 
     assert best.rounds <= rounds <= 1 + len(counts)
 
 
-def test_items_of_one_length_take_a_pass_a_token() -> None:
+@pytest.mark.parametrize(("codes", "width"), [(9, 64), (20, 256)])
+def test_items_of_one_length_take_a_pass_a_token(codes: int, width: int) -> None:
     """With ends that cost nothing the last token takes none: the pass before has scored it."""
     draw = random.Random(3)
-    items = [[a, b, c] for a in range(9) for b in range(9) for c in draw.sample(range(60), 7)]
+    items = [[a, b, c] for a in range(codes) for b in range(codes) for c in draw.sample(range(60), 7)]
     arena, (number,), (built,) = placed(items, kind="whole")
-    for end, passes in ((None, [9, 64]), (END, [9, 64, 64])):
-        beams = Lockstep(arena, [number], built.level_plan, width=64, k=64, end_token=end, kernels="auto")
+    for end, passes in ((None, [codes, width]), (END, [codes, width, width])):
+        beams = Lockstep(arena, [number], built.level_plan, width=width, k=width, end_token=end, kernels="auto")
         assert run(beams) == passes
-        check(beams, 0, best_items(Model(), Search(built, 64, width=64, end_token=end)))
+        check(beams, 0, best_items(Model(), Search(built, width, width=width, end_token=end)))
 
 
 @pytest.mark.parametrize(("end", "renormalised"), [(None, False), (END, False), (END, True)])

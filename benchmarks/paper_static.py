@@ -28,7 +28,7 @@ from itemset.masking.slots import Slots
 
 ROWS, TOP = 140, 50  # the paper's batch of 2 with beams of 70, and the logits that its approximate PPV looks at
 STATIC_MOST, DICT_MOST = 2 * 10**7, 10**6  # items for which the peers' memory is there on 24 GiB
-BITMAP_BITS = 27  # of the hash bitmap: 16 MiB, as the paper's rate of false positives asks at 2 x 10^7 items
+BITMAP_BITS = 27  # of the hash bitmap's places; the paper says none
 TOP_NAME = f"PPV top {TOP}"
 DEVICE = "cuda" if GPU else "cpu"
 Step = Callable[[Tensor], Any]

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and docs/papers.md: their tables are those of the JSON files, and what other pages link to is there."""
+"""docs/benchmarks.md and docs/papers.md: their tables are made of the JSON files, and links lead to what is there."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def check_tables(item_set: ItemSet) -> None:
     Raises ItemSetError if the tables of a set, or of the set below a view, are no trie.
     """
     _refuse_disorder(item_set)
-    _ = item_set.level_plan, item_set.whole.ready
+    _ = item_set.level_plan, item_set.token_ids, item_set.whole.ready  # else an arena keeps the set, and its file open
 
 
 def _refuse_disorder(item_set: ItemSet) -> None:

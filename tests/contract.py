@@ -156,7 +156,7 @@ def changes(before: Read, after: Read, targets: list[str]) -> list[str]:
 
 
 def passed(engine: str, parts: int) -> list[tuple[int, ...]]:
-    """The releases that have passed, by so many parts of their versions, each once, in order."""
+    """The releases that have passed, by the first parts of their versions, each once, in order."""
     names = [path.stem.partition("-")[2] for path in HASHES.glob(f"{engine}-*.json")]
     return sorted({tuple(int(part) for part in name.split(".")[:parts]) for name in names})
 

@@ -84,7 +84,7 @@ class ItemSetProcessor(LogitsProcessor):
         self._arrivals = Arrivals(self.arena)
         self.narrow = NarrowHead(config, self._req_states.device)
         for item_set in catalogue.registered.values():
-            self._check(item_set)
+            check_tables(item_set)
             self.arena.acquire(item_set)
         slots, rows = self._req_states.max_num_reqs, vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
         self._slots = Slots(self.arena, slots, max_rows=rows, max_stop_tokens=MAX_STOP_TOKENS)
@@ -97,12 +97,6 @@ class ItemSetProcessor(LogitsProcessor):
         self._warm_up()
         sizes = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
         logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", self.arena.device, *sizes)
-
-    def _check(self, item_set: itemset.ItemSet) -> None:
-        """Do ahead of steps what reads all of a set. Raises ItemSetError if its tables are no trie."""
-        check_tables(item_set)
-        if self.narrow.why_not is None:
-            _ = item_set.token_ids
 
     @property
     def registered(self) -> list[itemset.ItemSet]:
@@ -131,7 +125,7 @@ class ItemSetProcessor(LogitsProcessor):
         """Do `device_path.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):
             return Stage.DEVICE
-        opened = self._catalogue.begin(message, self._check)
+        opened = self._catalogue.begin(message, check_tables)
         if opened is None or pieces is None:
             return Stage.OPENING
         places = [(number, start) for number, start in pieces]

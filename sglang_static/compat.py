@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.answer_fields import after
 from itemset.serving.config import BACKEND
@@ -47,14 +48,14 @@ def install() -> None:
 
 
 def options() -> dict[str, Any]:
-    """The plugin's options in this process. Raises ValueError where the environment variable is no JSON object."""
+    """The plugin's options in this process. Raises ItemSetError where the environment variable is no JSON object."""
     text = os.environ.get(VARIABLE) or "{}"
     try:
         given = json.loads(text)
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        raise ValueError(f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
+        raise ItemSetError(f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
     return given
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.serving import flags, startup
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, StaticConfig
@@ -71,7 +72,7 @@ def apply_flags(args: argparse.Namespace) -> None:
     named = {option: getattr(args, flag, None) for flag, option in flags.NAMED.items()}
     single = {option: given for option in flags.OPTIONS if (given := getattr(args, option, None))}
     if (any(named.values()) or single) and args.grammar_backend != BACKEND:
-        raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
+        raise ItemSetError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
     for option, given in named.items():
         if given:
             compat.set_options(flags.with_named(compat.options(), option, given))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.serving import startup
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import REFERENCE
@@ -79,7 +80,7 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
         named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
         if named or names_sets(given):  # ignored, or an unknown parameter
-            raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
+            raise ItemSetError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original()
     if (carried := getattr(obj, CARRIED, None)) is not None:
         tokenized = original()

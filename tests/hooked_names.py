@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import subprocess
@@ -27,6 +28,7 @@ from itemset.serving import hooks
 Read = Callable[[str], str | None]
 """The text of a file below site-packages; None if there is none."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 FOLDED = (ast.If, ast.Try, ast.With)  # statements whose body belongs to the module or class around them
 
 
@@ -91,6 +93,25 @@ def mismatches(node: Function, around: Callable[..., Any]) -> Iterator[str]:
     """What our hook names that the function does not take. What it takes besides, a hook passes on."""
     takes = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     yield from (f"takes {', '.join(takes)}, not {name}" for name in hooks.absent(takes, around))
+
+
+def lossy(hook: hooks.Hooks) -> list[str]:
+    """The hooks that lose an argument of a later version, or the answer, while another backend is chosen."""
+    lost = []
+    for one in hook.declared.values():
+        if not one.extends:
+            takes = dict.fromkeys([each.name for each in hooks.read(one.ours)], inspect.Parameter("any", KEYWORD))
+            given = {name: object() for name in takes} | {"of_a_later_version": object()}
+            answer, calls = object(), list[dict[str, Any]]()
+
+            def function(**arguments: Any) -> Any:
+                calls.append(arguments)  # noqa: B023
+                return answer  # noqa: B023
+
+            result = hook.around(one, takes)(function, **given)
+            if result is not answer or calls != [given]:
+                lost.append(one.target)
+    return lost
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -45,17 +45,16 @@ async def _generate_request(
     original: Callable[..., Any], self: Any, obj: Any, request: Any
 ) -> AsyncGenerator[Any, None]:
     """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
+    version_watcher.follower_of(self)  # once there is an event loop
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
         from itemset.serving.metrics import refusals
         from sglang_static import list_requests
 
         with refusals():
             # Encoding a large inline set takes seconds, and all below runs on the event loop.
-            if await self.static_front_end.prepare(obj, request):
-                yield await list_requests.ranked(original, self, obj, request)
-                return
-            async for part in original():
-                answers.note(obj, part)
+            ranked = await self.static_front_end.prepare(obj, request)
+            async for part in list_requests.ranked(original, self, obj, request) if ranked else original():
+                answers.note(part)
                 yield part
             return
     async for part in original():

@@ -9,6 +9,8 @@ matter are fetched from it. Run it where some version of that engine is installe
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from itemset.serving import hooks
 
@@ -102,14 +105,15 @@ def lossy(hook: hooks.Hooks) -> list[str]:
         if not one.extends:
             takes = dict.fromkeys([each.name for each in hooks.read(one.ours)], inspect.Parameter("any", KEYWORD))
             given = {name: object() for name in takes} | {"of_a_later_version": object()}
-            answer, calls = object(), list[dict[str, Any]]()
-
-            def function(**arguments: Any) -> Any:
-                calls.append(arguments)  # noqa: B023
-                return answer  # noqa: B023
-
+            answer, function = object(), mock.Mock()
+            function.return_value = answer
             result = hook.around(one, takes)(function, **given)
-            if result is not answer or calls != [given]:
+            if inspect.iscoroutine(result):
+                with contextlib.suppress(TypeError):  # the function is none of those that are awaited
+                    asyncio.run(result)
+                function = mock.AsyncMock(return_value=answer)
+                result = asyncio.run(hook.around(one, takes)(function, **given))
+            if result is not answer or any(call.kwargs != given for call in function.call_args_list):
                 lost.append(one.target)
     return lost
 

@@ -19,6 +19,7 @@ from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, described
+from itemset.serving.http_bodies import no_body
 from itemset.serving.list_runner import run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat
@@ -240,8 +241,9 @@ async def online(
     async def generate(prompt: list[int], params: SamplingParams) -> Any:
         output, name = None, f"{request_id}-{random_uuid()}"
         given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
-        async for part in client.generate(given, params, name, **options):
-            output = part
+        with no_body():
+            async for part in client.generate(given, params, name, **options):
+                output = part
         return output
 
     async def ask(one: Pass) -> Any:

@@ -25,7 +25,17 @@ SUPPORTED = ((0, 5, 23), (0, 5, 23))
 VARIABLE = "SGLANG_STATIC"
 """The environment variable with the options, as JSON: SGLang's configuration has no place for a plugin's."""
 
-hook = hooks.Hooks(IMPORTED)
+
+def _put(target: str, around: Callable[..., Any]) -> None:
+    """Put a hook in place by SGLang's registry, which logs it, and finds what has imported the function by name."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource(BACKEND, "static-backend")
+    HookRegistry.register(target.replace(":", "."), around, HookType.AROUND, source=source)
+    HookRegistry.apply_hooks()
+
+
+hook = hooks.Hooks(IMPORTED, _put)
 """Declares a hook into SGLang."""
 
 

@@ -22,18 +22,6 @@ def add_backend_name() -> None:
         add_grammar_backend_choices([BACKEND])
 
 
-@hook("sglang.srt.constrained.base_grammar_backend:register_grammar_backend", extends=True)
-def _register_backend(register: Callable[..., None]) -> None:
-    """SGLang's official registry of backends."""
-
-    def make(*args: Any) -> Any:
-        from sglang_static.backend import make_backend
-
-        return make_backend(*args)
-
-    register(BACKEND, make)
-
-
 @hook("sglang.srt.entrypoints.engine:Engine", extends=True)
 def _add_engine_arguments(engine: Any) -> None:
     """Takes the plugin's options beside SGLang's own arguments."""

@@ -94,7 +94,6 @@ def engine(request, config):
             loaded("later_requests", REQUESTS),
         )
         ours = [
-            ("__init__", core_hooks._manager_init),
             ("grammar_init", core_hooks._grammar_init),
             ("grammar_bitmask", core_hooks._grammar_bitmask),
         ]
@@ -104,6 +103,7 @@ def engine(request, config):
         from vllm.v1.structured_output import request as requests
         from vllm.v1.structured_output import utils as apply
     manager = managers.StructuredOutputManager(config)
+    core_hooks.give_backend(manager, config)
     manager._use_async_grammar_compilation = False
     return manager, apply.apply_grammar_bitmask, requests.StructuredOutputRequest, FrontEnd(config, manager.tokenizer)
 

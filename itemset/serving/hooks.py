@@ -56,10 +56,11 @@ class Hooks:
     chosen: whether an engine of this process has taken our backend.
     """
 
-    def __init__(self, when: str) -> None:
-        """when: the time at which a hook is installed, unless it names another."""
+    def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
+        """when: the time at which a hook is installed, unless it names another. put: puts it in place, as `wrap` does,
+        by the engine's own registry of hooks."""
         self.declared: dict[str, Hook] = {}
-        self.chosen = False
+        self.chosen, self._put = False, put
         self._when, self._wrapped, self._failed = when, set[str](), set[str]()
 
     def __call__(
@@ -120,7 +121,7 @@ class Hooks:
             takes = inspect.signature(getattr(target, "__func__", target)).parameters
             if gone := absent(takes, hook.ours):
                 raise _lacking(hook, engine, f"({gone[0]})")
-            wrap(hook.target, self.around(hook, takes))
+            wrap(hook.target, self.around(hook, takes), self._put)
             self._wrapped.add(hook.target)
 
     def around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
@@ -240,6 +241,14 @@ def _lacking(hook: Hook, engine: str, what: str) -> RuntimeError:
     )
 
 
+def require(base: type, ours: type) -> None:
+    """Raises RuntimeError if an engine's class has no more what ours, below it, has in its place."""
+    if gone := [name for name in vars(ours) if inspect.isfunction(vars(ours)[name]) and not hasattr(base, name)]:
+        raise RuntimeError(
+            f"{base.__module__}.{base.__name__} has no {gone[0]}, which static-backend needs: install another version"
+        )
+
+
 def check_version(engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """Raises RuntimeError where the version is below the first supported one, or above the last."""
     first, last = supported
@@ -252,8 +261,14 @@ def check_version(engine: str, installed: str, supported: tuple[tuple[int, ...],
         )
 
 
-def wrap(target: str, around: Callable[..., Any]) -> None:
-    """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`."""
+def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
+    """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`.
+
+    put: does it in place of this.
+    """
+    if put is not None:
+        put(target, around)
+        return
     owner, name, static = wrapt.resolve_path(*target.split(":"))
     original: Any = getattr(static, "__func__", static)
     kind: Any = type(static)

@@ -31,17 +31,14 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from vllm_static import compat, plugin
+from vllm_static import compat, core_hooks, plugin
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = 3
-OMITTED = "STATIC_HOOKS_OMITTED"
 
 
 @pytest.fixture(scope="module")
 def config(tiny_model, named_sets):
-    for target in os.environ.get(OMITTED, "").split():
-        compat.hook.declared.pop(target, None)
     plugin.register()
     arguments = EngineArgs(
         str(tiny_model),
@@ -62,7 +59,10 @@ def config(tiny_model, named_sets):
 @pytest.fixture(scope="module")
 def engine(config):
     """A front end, and the structured outputs of an engine core."""
-    return InputProcessor(config), StructuredOutputManager(config)
+    manager = StructuredOutputManager(config)
+    if not compat.has_registry():
+        core_hooks.give_backend(manager, config)
+    return InputProcessor(config), manager
 
 
 def made(engine, name, *, reasoning_ended=True, **params):
@@ -189,15 +189,8 @@ def test_a_multi_module_drafters_logits_pass_without_a_set(config):
     assert torch.equal(speculator.compute_draft_logits(hidden, 1), hidden @ layers[1].T)
 
 
-REPLACED = (
-    "vllm.config.structured_outputs:StructuredOutputsConfig",
-    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
-    "vllm.v1.structured_output:StructuredOutputManager.__init__",
-)
-
-
 @pytest.mark.skipif(not shutil.which("patch") or compat.has_registry(), reason="no patch, or it is applied already")
-def test_a_registry_of_backends_replaces_three_hooks(tmp_path):
+def test_a_registry_of_backends_makes_the_backend_and_asks_it(tmp_path):
     """The patch of docs/upstream.md on a copy of vLLM, in a process of its own: an entry point is enough."""
     packages = Path(vllm.__file__).parents[1]
     diff = (ROOT / "docs" / "upstream.md").read_text().partition("```diff\n")[2].partition("```")[0]
@@ -220,14 +213,14 @@ def test_a_registry_of_backends_replaces_three_hooks(tmp_path):
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][group]
     (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{a} = {b}\n" for a, b in points.items()))
     paths = [tmp_path, ROOT, os.environ.get("PYTHONPATH")]
-    environment = os.environ | {OMITTED: " ".join(REPLACED), "PYTHONPATH": ":".join(str(one) for one in paths if one)}
+    environment = os.environ | {"PYTHONPATH": ":".join(str(one) for one in paths if one)}
     command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "own_masks or registered"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert "5 passed" in ended.stdout
 
 
-@pytest.mark.skipif(OMITTED not in os.environ, reason="for the test above")
+@pytest.mark.skipif(not compat.has_registry(), reason="for the test above")
 @pytest.mark.parametrize("bad", [{"json": "{"}, {"regex": "("}])
 def test_a_registered_backend_refuses(engine, bad):
     front_end, _ = engine

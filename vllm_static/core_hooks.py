@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.metrics import ENGINE_METHOD, ROLLOUT
 
+if TYPE_CHECKING:
+    from vllm_static.backend import StaticBackend
+
 _BACKEND = "static_backend"
 """Attribute of a StructuredOutputManager that has our backend: whoever looks for it need not import the class."""
 
 
-@hook("vllm.v1.structured_output:StructuredOutputManager.__init__", always=True)
-def _manager_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    """The backend object, made at start-up: no request waits for files."""
+@hook("vllm.v1.engine.core:EngineCore.__init__", always=True)
+def _engine_core_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
+    """The backend object, made at start-up: no request waits for files. Two methods more: for /metrics the engine's
+    figures, and for followed sets their new versions."""
     original()
     if compat.is_ours(vllm_config):
-        from vllm_static.backend import StaticBackend
+        backend = give_backend(self.structured_output_manager, vllm_config)
+        setattr(self, ENGINE_METHOD, backend.figures)
+        setattr(self, ROLLOUT, lambda message: backend.preparer.answer(message, self.model_executor))
 
-        self.backend = StaticBackend(vllm_config, self.tokenizer, vllm_config.model_config.get_vocab_size())
-        setattr(self, _BACKEND, self.backend)
+
+def give_backend(manager: Any, vllm_config: Any) -> StaticBackend:
+    """Make our backend that of a StructuredOutputManager, and return it."""
+    from vllm_static.backend import StaticBackend
+
+    backend = StaticBackend(vllm_config, manager.tokenizer, vllm_config.model_config.get_vocab_size())
+    manager.backend = backend
+    setattr(manager, _BACKEND, backend)
+    return backend
 
 
 @hook("vllm.v1.structured_output:StructuredOutputManager.grammar_init")
@@ -55,17 +68,6 @@ def _grammar_bitmask(
     if (backend := getattr(self, _BACKEND, None)) is None or not structured_output_request_ids:
         return original()
     return backend.fill(original, self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
-
-
-@hook("vllm.v1.engine.core:EngineCore", extends=True)
-def _add_methods(engine_core: type) -> None:
-    """Two methods more: for /metrics the engine's figures, and for followed sets their new versions."""
-
-    def answer(self: Any, message: Any) -> Any:
-        return self.structured_output_manager.backend.preparer.answer(message, self.model_executor)
-
-    setattr(engine_core, ENGINE_METHOD, lambda self: self.structured_output_manager.backend.figures())
-    setattr(engine_core, ROLLOUT, answer)
 
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler._free_request")

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import wrapt
 
+from itemset.errors import ItemSetError
 from itemset.serving import flags, startup
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, StaticConfig
@@ -86,7 +87,9 @@ def apply_flags(args: argparse.Namespace) -> None:
     for flag, option in flags.NAMED.items():
         if named := getattr(args, flag, None):
             if _backend(args) != BACKEND:
-                raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
+                raise ItemSetError(
+                    "--item-set needs the static backend: add --structured-outputs-config.backend static"
+                )
             args.additional_config = flags.with_named(getattr(args, "additional_config", None) or {}, option, named)
             setattr(args, flag, None)  # with several API servers, each reads the same flags again
 
@@ -99,7 +102,7 @@ def apply_environment(args: Any) -> None:
     try:
         options = dict(json.loads(text))
     except (TypeError, ValueError):
-        raise ValueError(
+        raise ItemSetError(
             f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text:.100}'
         ) from None
     _choose_backend(args)

@@ -12,7 +12,6 @@ this one, and their sum is the answer's `cumulative_logprob` (`answers`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -20,46 +19,6 @@ from torch import Tensor
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.wire import read
 from vllm_static.compat import hook
-from vllm_static.kv_branches import to_device
-
-_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_WEIGHED = "static_weighed"
-"""Attribute of model runner V1 within a step: which requests' rows are weighed, and the mass of all tokens there."""
-
-
-@hook(f"{_V1}.sample_tokens", why="V1: an answer's weight needs its logits as they were before the mask", when=IMPORTED)
-def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
-    """Around `sample_tokens` (v1/worker/gpu_model_runner.py), which applies the mask and then samples."""
-    state = self.execute_model_state
-    if grammar_output is not None and state is not None and state.logits is not None:
-        drafts = state.scheduler_output.scheduled_spec_decode_tokens
-        counts = [1 + len(drafts.get(request, ())) for request in self.input_batch.req_ids]
-        first = [0, *accumulate(counts)]
-        constrained = set(grammar_output.structured_output_request_ids)
-        rows = [
-            (i, place, first[i] + place)
-            for i, request in enumerate(self.input_batch.req_ids)
-            if request in constrained and asks(self.requests[request].sampling_params)
-            for place in range(counts[i])
-        ]
-        if rows:
-            setattr(self, _WEIGHED, (rows, _mass(state.logits, rows)))
-    return original()
-
-
-@hook(f"{_V1}._sample", why="V1: an answer's weight", when=IMPORTED)
-def sample(original: Callable[..., Any], self: Any, logits: Any) -> Any:
-    """Around `_sample`, whose logits are masked, and then changed in place."""
-    weighed = vars(self).pop(_WEIGHED, None)
-    if weighed is None:
-        return original()
-    rows, whole = weighed
-    weights = _mass(logits, rows) - whole
-    output = original()
-    width = output.sampled_token_ids.shape[1]  # a column a draft, and one more
-    places = to_device([request * width + place for request, place, _ in rows], weights.device)
-    output.logprobs_tensors.logprobs[places, 0] = weights
-    return output
 
 
 @hook(
@@ -95,8 +54,3 @@ def asks(sampling_params: Any) -> bool:
     """Whether a request in the engine wants its answer's weight."""
     carried = read(getattr(sampling_params, "extra_args", None))
     return carried is not None and carried.weighed
-
-
-def _mass(logits: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
-    """The logarithm of the sum of each row's exponentials: [rows] float32."""
-    return logits[to_device([row for *_, row in rows], logits.device)].float().logsumexp(-1)

@@ -28,12 +28,14 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.rollout_messages import Prepare, Stage
 from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
-from vllm_static import speculation
+from vllm_static import compat, speculation
 from vllm_static.kv_branches import to_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
+
+    from vllm_static.step_lists import WideLists
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -51,9 +53,14 @@ class ItemSetProcessor(LogitsProcessor):
 
     Made while the model is loaded, so that vLLM sizes its KV cache with what the arena leaves. Only the last pipeline
     rank samples; on the others there is no arena, and no request arrives.
+
+    lists: what makes ranked lists in this worker's steps, if they are made there.
     """
 
+    lists: WideLists | None = None
+
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        compat.is_ours(vllm_config)  # as this process has not known yet
         self._req_states = req_states
         # [max_num_reqs] the set of the slot's request, whether it is a slate, and whether its answer is weighed.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
@@ -117,6 +124,8 @@ class ItemSetProcessor(LogitsProcessor):
         Returns False: `legal_mass.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
+        if self.lists is not None:
+            self.lists.add(req_idx, carried)
         self._weighed[req_idx] = carried.weighed
         if carried.place is not None and carried.item_set is not None:
             place = Place(*carried.place)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -9,9 +11,10 @@ from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError, shown
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import EBNF, JSON, SLATE, SMALL, TAG
-from itemset.serving.request_fields import PARAMS, STRUCTURED, at
+from itemset.serving.request_fields import PARAMS, REFERENCE, STRUCTURED, at
 
 _STATED = (("json", JSON), ("json_schema", JSON), ("structural_tag", TAG), ("grammar", EBNF), ("ebnf", EBNF))
+_DISGUISE = f"item_set {secrets.token_hex(8)} "  # begins no client's text
 
 
 def holds_sets(kind: str, spec: Any) -> bool:
@@ -95,3 +98,43 @@ def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool],
                 f"them free: {', or '.join(mends) or 'give them as a JSON schema of the answer'}",
                 "tools",
             )
+
+
+def disguised(tag: Any) -> Any:
+    """A structural tag of a body, as JSON or read, with what engines take as they parse it (xgrammar's `Format`) in
+    place of its sets: a constant text, out of which `undisguised` takes the set again."""
+    if not mentions(tag):
+        return tag
+    if isinstance(tag, str):
+        try:
+            return json.dumps(disguised(json.loads(tag)))
+        except ValueError:  # as the engine will say
+            return tag
+
+    def constant(node: dict[str, Any]) -> Any:
+        text = {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
+        return text if node.get("type") == REFERENCE else None
+
+    return _replaced(tag, constant)
+
+
+def undisguised(tag: str | dict[str, Any]) -> str:
+    """The same structural tag with its sets, as JSON."""
+    tag = tag if isinstance(tag, str) else json.dumps(tag)
+
+    def item_set(node: dict[str, Any]) -> Any:
+        value = node.get("value")
+        return json.loads(value[len(_DISGUISE) :]) if isinstance(value, str) and value.startswith(_DISGUISE) else None
+
+    return json.dumps(_replaced(json.loads(tag), item_set)) if _DISGUISE in tag else tag
+
+
+def _replaced(node: Any, other: Callable[[dict[str, Any]], Any]) -> Any:
+    """The same with other formats in place of those for which there is one; JSON schemas are left as they are."""
+    if isinstance(node, list):
+        return [_replaced(one, other) for one in node]
+    if not isinstance(node, dict):
+        return node
+    return other(node) or {
+        key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()
+    }

@@ -1,6 +1,7 @@
 """The HTTP surface of both engines: a body is checked once the server itself has parsed it; answers get their items.
 
-Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice.
+Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice. Of an answer
+with items, the server's JSON is read again on its way out: no function of an engine makes the choices of all endpoints.
 """
 
 from __future__ import annotations
@@ -8,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-from fastapi import HTTPException
 
 from itemset.errors import ItemSetError
 
 _MIDDLEWARE = "item_set_middleware"
 """Where a scope has the middleware that checks its body: a process may run other apps as well."""
+WITH_CHOICES = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch")
+"""Endpoints whose answers have choices, each with its item."""
 PATIENCE = 0.2  # seconds between two looks for the client
 
 Result = TypeVar("Result")
@@ -30,6 +31,8 @@ class Body:
 
     stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
     would drop. brings_choice: whether it has an inline list. made: of it before its answer begins, held meanwhile.
+    request: the engine's object of it. judged: what it asks of item sets. prompts: that were handed to the engine.
+    items: what answers say of items, by prompt and answer. each: answers that a streamed prompt has.
     """
 
     path: str = ""
@@ -37,6 +40,11 @@ class Body:
     fields: dict[str, Any] | None = None
     brings_choice: bool = False
     made: Any = None
+    request: Any = None
+    judged: Any = None
+    prompts: int = 0
+    items: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    each: int = 1 << 30
 
 
 _body: ContextVar[Body | None] = ContextVar("item_set_body", default=None)
@@ -45,6 +53,14 @@ _body: ContextVar[Body | None] = ContextVar("item_set_body", default=None)
 def body() -> Body:
     """The body of the HTTP request that is being served; an empty one outside of one."""
     return _body.get() or Body()
+
+
+def body_of(request: Any) -> Body:
+    """The same, with the engine's object of the request. It may come without HTTP, from a file of requests."""
+    if (given := _body.get()) is None:
+        _body.set(given := Body())
+    given.request = request
+    return given
 
 
 @contextlib.contextmanager
@@ -58,7 +74,7 @@ def no_body() -> Iterator[None]:
 
 
 class BodyMiddleware:
-    """ASGI middleware: has every body checked that the engine parses."""
+    """ASGI middleware: has every body checked that the engine parses, and puts items into answers."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -67,17 +83,18 @@ class BodyMiddleware:
         path, root = scope.get("path", ""), scope.get("root_path") or ""
         if root and path.startswith(f"{root}/"):  # a proxy's prefix, which the server's routes do not know
             path = path[len(root) :]
-        token = _body.set(Body(str(path)))
+        token = _body.set(given := Body(str(path)))
         scope[_MIDDLEWARE] = self
         try:
-            if scope["type"] == "http":
-                await self.begin(scope)
+            await self.begin(scope)
+            if given.path in WITH_CHOICES:
+                send = _Answer(send, given)
             await self._app(scope, receive, send)
         finally:
             _body.reset(token)
 
     async def begin(self, scope: Any) -> None:
-        """Do what an engine needs before a request."""
+        """Do what an engine needs before a request, or when the server starts: the type of the scope says which."""
 
     def check(self, scope: Any, given: Any) -> None:
         """Check a parsed body, and note what is in it. Raises RefusedError for what would be lost."""
@@ -106,6 +123,8 @@ async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
     if middleware is None or hasattr(request, "_json"):
         return await parse()
+    from fastapi import HTTPException
+
     from itemset.serving.metrics import refusals
 
     try:
@@ -120,14 +139,56 @@ async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     return given
 
 
-def with_items(event: str, items: Mapping[int, Any]) -> str:
-    """A server-sent event of an OpenAI stream, with what each choice that ends here says of items. items: by choice."""
-    head, _, data = event.partition("data: ")
-    if not items or '"finish_reason":' not in data:
+class _Answer:
+    """Sends the answer to a request, with what each choice says of items."""
+
+    def __init__(self, send: Callable[[Any], Awaitable[None]], given: Body) -> None:
+        self._send, self._body = send, given
+        self._held: Any = None  # the beginning of an answer as a whole: its length will change
+        self._so_far = b""
+
+    async def __call__(self, message: Any) -> None:
+        begins = message["type"] == "http.response.start"
+        if begins and self._body.items and _is_json(message):
+            self._held = message
+            return
+        if not begins and self._held is not None:
+            self._so_far += message.get("body", b"")
+            if message.get("more_body"):
+                return
+            whole = _with_items(self._so_far, self._body)
+            others = [one for one in self._held["headers"] if one[0].lower() != b"content-length"]
+            await self._send(self._held | {"headers": [*others, (b"content-length", str(len(whole)).encode())]})
+            message = message | {"body": whole}
+        elif not begins and self._body.items:
+            message = message | {"body": event_with_items(message.get("body", b""), self._body)}
+        await self._send(message)
+
+
+def _is_json(message: Any) -> bool:
+    return any(name.lower() == b"content-type" and b"json" in value for name, value in message["headers"])
+
+
+def _with_items(answer: bytes, given: Body) -> bytes:
+    """An answer as JSON, with its items. Of lists that are shorter than was asked for, choices are counted."""
+    read = json.loads(answer)
+    items = [fields for _, fields in sorted(given.items.items(), key=lambda pair: pair[0])]
+    for choice in (read.get("choices") or ()) if isinstance(read, dict) else ():
+        choice.update(items[choice["index"]] if choice["index"] < len(items) else {})
+    return _encoded(read)
+
+
+def event_with_items(event: bytes, given: Body) -> bytes:
+    """A server-sent event of an OpenAI stream, with what each choice that ends here says of items."""
+    head, _, data = event.partition(b"data: ")
+    if b'"finish_reason":' not in data:
         return event
     chunk = json.loads(data)
     ended = [choice for choice in chunk.get("choices") or () if choice.get("finish_reason") is not None]
     for choice in ended:
-        if choice.get("index") in items:
-            choice.update(items[choice["index"]])
-    return f"{head}data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event
+        choice.update(given.items.get(divmod(choice["index"], given.each), {}))
+    return head + b"data: " + _encoded(chunk) + b"\n\n" if ended else event
+
+
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -547,7 +547,7 @@ def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[
         return logits
 
     compute = model.compute_logits
-    small = mock.patch.multiple(narrow_head, PART=1, FEWEST=300)
+    small = mock.patch.multiple(narrow_head, WHOLE=0, PART=1, FEWEST=300)
     head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
     with small, mock.patch.object(head, "parts", True), mock.patch.object(model, "compute_logits", counted):
         narrow = wide()

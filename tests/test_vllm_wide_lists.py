@@ -621,6 +621,10 @@ FULL: dict[str, list[tuple[str | None, dict[str, Any]]]] = {
     "requests without a set": [("fixed", GREEDY), (None, GREEDY)],
     "sets with other tokens": [("fixed", GREEDY), ("ragged", GREEDY)],
     "logprobs or weights": [("fixed", {**GREEDY, "logprobs": 1})],
+    "requests on the host path": [
+        ("fixed", GREEDY),
+        (None, {**GREEDY, "structured_outputs": StructuredOutputsParams(regex="(a|b)+")}),
+    ],
 }
 
 

@@ -15,8 +15,8 @@ from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
+from itemset.masking.arena_plan import Slate
 from itemset.masking.arena_reservations import Holdings
-from itemset.masking.device_slate import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig

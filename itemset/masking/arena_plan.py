@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.batch import SET_BITS
-from itemset.masking.device_slate import Slate
 
 _ALIGNMENT = 128  # bytes: sections begin at a cache line
 
@@ -75,29 +76,27 @@ class Plan:
         self._free_numbers = list(range(max_sets - 1, -1, -1))
         self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
         self._by_number: dict[int, Resident] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def acquire(self, item_set: ItemSet) -> Resident:
         """Return the place of this set, or of an equal one. Raises ArenaFullError, which says how much is missing."""
         with self._lock:
-            return self._acquire(item_set)
-
-    def _acquire(self, item_set: ItemSet) -> Resident:
-        resident = self._residents.get(item_set.digest)
-        if resident is None:
-            base = None if item_set.base is None else self._acquire(item_set.base)
-            nbytes = piece_of(item_set)
-            try:
-                start = self._take(nbytes)
-            except ArenaFullError:
-                if base is not None:
-                    self._release(base)
-                raise
-            resident = Resident(self._free_numbers.pop(), item_set.digest, start, nbytes, base=base)
-            resident.once = isinstance(item_set, Slate)
-            self._residents[resident.digest] = self._by_number[resident.number] = resident
-        resident.users += 1
-        return resident
+            resident = self._residents.get(item_set.digest)
+            if resident is None:
+                base = None if item_set.base is None else self.acquire(item_set.base)
+                nbytes = piece_of(item_set)
+                try:
+                    start = self._take(nbytes)
+                except ArenaFullError:
+                    if base is not None:
+                        self._release(base)
+                    raise
+                once = isinstance(item_set, Slate)
+                number = self._free_numbers.pop()
+                resident = Resident(number, item_set.digest, start, nbytes, base=base, once=once)
+                self._residents[resident.digest] = self._by_number[number] = resident
+            resident.users += 1
+            return resident
 
     def release(self, number: int) -> None:
         """Take back one `acquire`. Raises ValueError if there is none to take back."""
@@ -173,6 +172,25 @@ class Plan:
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
             f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
         )
+
+
+class Slate(ItemSet):
+    """A view of a set in which the device leaves out each item once it has been given.
+
+    Its list of dead entries has room for them, after a copy of the list as it is at first, to begin anew. It is one
+    request's own: no two may share it, so its digest is a name. Its row of `Arena.sets` says how far the slate is.
+
+    more: items after the first. separator: the token between two items, which no item holds; `walk.NO_TOKEN` if the
+    next one follows at once, for which no item may begin another.
+    """
+
+    def __init__(self, item_set: ItemSet, name: str, more: int, separator: int) -> None:
+        super().__init__(item_set.trie, item_set._keys, digest=name)
+        joins = item_set.base is not None and item_set.own.keys() == {"dead"}  # a view stands on no list of exclusions
+        self.base = item_set.base if joins else item_set
+        dead = item_set.trie.tables.dead
+        self.own = {"dead": np.concatenate((dead, dead, np.zeros(more, np.uint32)))}
+        self.more, self.separator = more, separator
 
 
 def room_for(item_set: ItemSet) -> int:

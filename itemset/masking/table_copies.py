@@ -61,13 +61,9 @@ class Copies:
                 elif number in wanted:
                     steps.wait_event(copied)  # and stays pending: `acquire` may have run on another stream
 
-    def copy(self, number: int, overwritten: Iterable[int], parts: Parts) -> None:
-        """Copy each part of a set to its tensor on the device, [bytes] uint8. overwritten: the sets that lay there."""
-        for _ in self.pieces(number, overwritten, parts):
-            pass
-
     def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
-        """Do `copy` in pieces of PIECE bytes, one each time this is advanced: steps may run in between."""
+        """Copy each part of a set to its tensor, in pieces of PIECE bytes, one each time this is advanced: steps may run
+        in between. overwritten: the sets that lay there."""
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:

@@ -242,7 +242,7 @@ def _grow_kernel(
             first_dead = tl.load(own + tables.FIRST_DEAD)
             tl.debug_barrier()  # all threads have read the cell
             if consumed == 0:
-                tl.store(own + tables.LEFT, more)
+                tl.store(own + tables.LEFT_COLUMN, more)
                 tl.store(own + tables.DEAD_COUNT, first_dead)
                 listed = words + tl.load(own + tables.DEAD_LIST)
                 for i in range(0, first_dead, LANES):
@@ -265,7 +265,7 @@ def _grow_kernel(
                     state = _taken(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES)
             if state & tables.LOCAL == tables.DEAD:  # only its end is right now, whatever is missing
                 tl.debug_barrier()
-                tl.store(own + tables.LEFT, more * 0)
+                tl.store(own + tables.LEFT_COLUMN, more * 0)
             tl.store(cells + slot, _walked(state, end - begin))
 
 
@@ -357,7 +357,7 @@ def _taken(
     if (after == 0) & (before != tables.WAITING) & (fields[tables.LEFT] > 0):
         tables.insert_dead(words, fields, entry, LANES)
         tl.store(own + tables.DEAD_COUNT, fields[tables.DEAD_COUNT] + 1)
-        tl.store(own + tables.LEFT, fields[tables.LEFT] - 1)
+        tl.store(own + tables.LEFT_COLUMN, fields[tables.LEFT] - 1)
     return state
 
 

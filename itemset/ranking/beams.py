@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
-from itemset.masking.backends import Kernels, kernels_for
+from itemset.masking.batch import Kernels, kernels_for
 from itemset.ranking.beam_state import (
     ALONE,
     DEGREE,

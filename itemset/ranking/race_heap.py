@@ -80,7 +80,7 @@ class Race:
 
 
 @compiled
-def _run(nodes, expansions, runs, heap, size, known_only):  # type: ignore[no-untyped-def]
+def _run(nodes, expansions, runs, heap, size, known_only):
     """Let nodes ring until an item or an unscored one is next; return the heap, its size, and whether it is an item."""
     while size > 0:
         top = heap[0]
@@ -107,7 +107,7 @@ def _run(nodes, expansions, runs, heap, size, known_only):  # type: ignore[no-un
 
 
 @compiled
-def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ignore[no-untyped-def]
+def _let_in(nodes, expansion, heap, size, node, clock, key, window):
     """Replace the heap's first entry by the node's children of this window of time, and one entry for later ones."""
     begin, count, mass = expansion.first, expansion.count, expansion.mass
     total = 0.0
@@ -139,7 +139,7 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
 
 
 @compiled
-def _push(heap, size, clock, key, rung, node, window):  # type: ignore[no-untyped-def]
+def _push(heap, size, clock, key, rung, node, window):
     """Add an entry; return the heap, a larger one if it was full, and its size."""
     if size == len(heap):
         heap = np.concatenate((heap, heap))
@@ -153,7 +153,7 @@ def _push(heap, size, clock, key, rung, node, window):  # type: ignore[no-untype
 
 
 @compiled
-def _pop(heap, size):  # type: ignore[no-untyped-def]
+def _pop(heap, size):
     """Take the earliest entry out of a heap; return its size."""
     size -= 1
     clock, at = heap[size].clock, 0

@@ -12,7 +12,7 @@ NOBODY, TOKEN = 0, 1  # numbers of a key: for what lies outside the set, and the
 
 
 @compiled
-def mixed(key, n):  # type: ignore[no-untyped-def]
+def mixed(key, n):
     """Return number `n` of a key: splitmix64 (Steele, Lea and Flood 2014)."""
     z = key + (np.uint64(n) + np.uint64(1)) * _GOLDEN
     z = (z ^ (z >> _S30)) * _FIRST
@@ -21,30 +21,30 @@ def mixed(key, n):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def uniform(key, n):  # type: ignore[no-untyped-def]
+def uniform(key, n):
     """Return number `n` of a key as one between 0 and 1, both excluded."""
     return _unit(mixed(key, n))
 
 
 @compiled
-def _unit(bits):  # type: ignore[no-untyped-def]
+def _unit(bits):
     return (np.float64(bits >> _S12) + 0.5) * 2.0**-52
 
 
 @compiled
-def log_exponential(bits):  # type: ignore[no-untyped-def]
+def log_exponential(bits):
     """Return an exponential time of rate 1."""
     return math.log(-math.log(_unit(bits)))
 
 
 @compiled
-def log_left(total):  # type: ignore[no-untyped-def]
+def log_left(total):
     """Return the logarithm of 1 - total, where rounding may have brought the total above 1."""
     return math.log1p(-total) if total < 1 else -math.inf
 
 
 @compiled
-def gap(time, earliest):  # type: ignore[no-untyped-def]
+def gap(time, earliest):
     """Return the time since the earliest."""
     if time <= earliest:
         return -math.inf
@@ -52,6 +52,6 @@ def gap(time, earliest):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def log_of_sum(a, b):  # type: ignore[no-untyped-def]
+def log_of_sum(a, b):
     """Return the sum of two times, the first of them not 0."""
     return max(a, b) + math.log1p(math.exp(-abs(a - b)))

@@ -14,19 +14,9 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
+from itemset.masking import arena_plan, cpu_kernels
 from itemset.masking import batch as form
-from itemset.masking import cpu_kernels
-from itemset.masking.arena_plan import (
-    ArenaFullError,
-    Place,
-    Plan,
-    Resident,
-    Slate,
-    aligned,
-    arena_bytes,
-    piece_of,
-    room_for,
-)
+from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, Slate, aligned, arena_bytes, room_for
 from itemset.masking.batch import NO_BITS, READY, ROW, Kernels, kernels_for
 from itemset.masking.table_copies import Copies, Parts
 from itemset.trie.levels import LevelPlan
@@ -74,8 +64,7 @@ class Arena:
         kernels: Kernels = "auto",
     ) -> None:
         """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
-        self.plan = Plan(nbytes, max_sets=max_sets)
-        self.device = torch.device(device)
+        self.plan, self.device = Plan(nbytes, max_sets=max_sets), torch.device(device)
         nbytes = self.plan.nbytes
         try:
             self.kernels = kernels_for("masking", self.device.type, kernels)
@@ -174,7 +163,7 @@ class Arena:
             _refuse_disorder(item_set)
         row, parts = self._parts(item_set, number, start, base)
         levels = item_set.level_plan if "level_plan" in vars(item_set.whole) else item_set
-        placed = _Placed(item_set.digest, start, start + piece_of(item_set), row, levels)
+        placed = _Placed(item_set.digest, start, start + arena_plan.piece_of(item_set), row, levels)
         overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
         for n in {*overwritten, number}:
             self._placed.pop(n, None)
@@ -199,11 +188,10 @@ class Arena:
         row[sections] = NO_BITS if base is None else self._placed[base].row[sections]
         if "alive" in item_set.own:
             row[READY] = NO_BITS  # the base's let through what the view leaves out
-        row[form.WIDTHS] = tables.token_bits
-        row[form.WIDTHS] |= form.NARROW_LABELS if tables.labels.itemsize == 2 else 0
-        row[form.WIDTHS] |= form.NARROW_TARGETS if tables.targets.itemsize == 2 else 0
-        row[form.WIDTHS] |= form.COUNTED if tables.counted else 0
-        row[form.WIDTHS] |= (len(tables.tail_base) if tables.counted else tables.far_block) << form.FAR_BLOCK
+        widths = form.NARROW_LABELS if tables.labels.itemsize == 2 else 0
+        widths |= {2: form.NARROW_TARGETS, 4: 0, 8: form.COUNTED}[tables.targets.itemsize]
+        far = len(tables.tail_base) if tables.counted else tables.far_block
+        row[form.WIDTHS] = tables.token_bits | widths | far << form.FAR_BLOCK
         memory, at = self.words[:-1].view(torch.uint8), start
         parts: Parts = []
         for name, array in item_set.resident.items():

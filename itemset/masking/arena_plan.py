@@ -24,8 +24,7 @@ class ArenaFullError(ItemSetError):
 class Place(NamedTuple):
     """Where a request's set lies in the arenas of its engine, and when its constraint begins.
 
-    number, digest, start, below: those of its Resident. begins_after: the token after which the constraint begins, or
-    -1.
+    begins_after: the token after which the constraint begins, or -1. The rest: of its Resident.
     """
 
     number: int
@@ -154,20 +153,18 @@ class Plan:
             self._release(resident.base)
         self._free_numbers.append(resident.number)
         insort(self._holes, (resident.start, resident.nbytes))
-        merged: list[tuple[int, int]] = []
-        for start, size in self._holes:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((start, size))
-        self._holes = merged
+        holes, self._holes = self._holes, []
+        for start, size in holes:  # neighbours become one
+            if self._holes and sum(self._holes[-1]) == start:
+                start, before = self._holes.pop()
+                size += before
+            self._holes.append((start, size))
 
     def _what_is_missing(self, nbytes: int) -> str:
-        sets = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes"
+        sets, holes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [n for _, n in self._holes]
         if not self._free_numbers:
             return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
-        largest = max((size for _, size in self._holes), default=0)
-        free = sum(size for _, size in self._holes)
+        largest, free = max(holes, default=0), sum(holes)
         return (
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
             f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"

@@ -72,10 +72,8 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) 
     out: [rows] int64.
     """
     given = _integers(batch.slots, batch.history, batch.begin, batch.end, batch.above, batch.tokens, batch.positions)
-    _walk(
-        arena.rows_at, cells.numpy(), _marks(marks), given, batch.by_slot, batch.layout, batch.rows_each or 1,
-        out.numpy(),
-    )  # fmt: skip
+    kind = batch.by_slot, batch.layout, batch.rows_each or 1
+    _walk(arena.rows_at, cells.numpy(), _marks(marks), given, kind, out.numpy())
     return out
 
 
@@ -196,9 +194,8 @@ def _advance(sets: int, states: Any, marks: Any, given: Any, out: Any) -> None:
 
 
 @compiled
-def _walk(
-    sets: int, cells: Any, marks: Any, given: Any, by_slot: bool, layout: int, rows_each: int, out: Any
-) -> None:  # fmt: skip
+def _walk(sets: int, cells: Any, marks: Any, given: Any, kind: tuple[bool, int, int], out: Any) -> None:
+    by_slot, layout, rows_each = kind
     batch = given.ctypes.data
     for row in range(len(out)):
         request = row // rows_each

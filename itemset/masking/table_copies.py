@@ -62,8 +62,10 @@ class Copies:
                     steps.wait_event(copied)  # and stays pending: `acquire` may have run on another stream
 
     def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
-        """Copy each part of a set to its tensor, in pieces of PIECE bytes, one each time this is advanced: steps may run
-        in between. overwritten: the sets that lay there."""
+        """Copy each part of a set to its tensor. PIECE bytes each time this is advanced: steps may run in between.
+
+        overwritten: the sets that lay there.
+        """
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:

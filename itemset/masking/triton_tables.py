@@ -102,7 +102,7 @@ def next_state(
     else:
         may_end = local == END
         if local >= TAIL:
-            expected, last = tail_entry(words, fields, local)
+            expected, last = tail_entry(words, fields, local, True)
             if expected == token:
                 result = tl.where(last, END, local + 1).to(tl.int64)
         elif local < WAITING:
@@ -308,21 +308,19 @@ def ends_here(words, fields, node):
 
 
 @triton.jit
-def tail_entry(words, fields, local):
-    """Return the token at this position of the tails, and whether it is the last of its tail."""
+def tail_entry(words, fields, local, mask):
+    """Return the token at each position of the tails, and whether it is the last of its tail; 0 if not `mask`."""
     token_bits = fields[WIDTHS] & 0xFF
     at = (local - TAIL) * (token_bits + 1)
-    low = word(words, fields, TAILS, at >> 5, True)
-    high = word(words, fields, TAILS, (at >> 5) + 1, True)
+    low = word(words, fields, TAILS, at >> 5, mask)
+    high = word(words, fields, TAILS, (at >> 5) + 1, mask)
     entry = (low | (high << 32)) >> (at & 31)
     one = token_bits * 0 + 1
     return entry & ((one << token_bits) - 1), ((entry >> token_bits) & 1) != 0
 
 
 @triton.jit
-def element(
-    words, fields, SECTION: tl.constexpr, index, NARROW: tl.constexpr, mask
-):
+def element(words, fields, SECTION: tl.constexpr, index, NARROW: tl.constexpr, mask):
     """Return element `index` of a section of 16-bit or 32-bit elements."""
     narrow = (fields[WIDTHS] & NARROW) != 0
     whole = word(words, fields, SECTION, tl.where(narrow, index >> 1, index), mask)

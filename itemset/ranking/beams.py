@@ -15,21 +15,8 @@ from torch import Tensor
 
 from itemset.masking.arena import Arena
 from itemset.masking.batch import Kernels, kernels_for
-from itemset.ranking.beam_state import (
-    ALONE,
-    DEGREE,
-    ENDED,
-    KEY,
-    NOTHING,
-    OPEN,
-    PARENT,
-    STATE,
-    Items,
-    Pass,
-    Rows,
-    Rules,
-    score_of,
-)
+from itemset.ranking import beam_state as form
+from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, Rules, score_of
 from itemset.trie.levels import LevelPlan
 
 __all__ = ["BeamOptions", "Beams", "Found", "LevelPlan", "table_of", "warm_up"]
@@ -126,15 +113,13 @@ class Beams:
             sets[i].fill_(number)  # a copy from the host would make it wait
         self._rows = Rows.roots(arena, sets, self.width, self.longest)
         if keys is not None:
-            self._rows.table[KEY, :, 0] = keys
+            self._rows.table[form.KEY, :, 0] = keys
             self._rows.scores[:, 0] = -_log_exponential(keys)
         self._items = Items.empty(self.lists, self.k, self.longest, arena.device)
         self._items.tokens.fill_(-1)
         for column in self._items[1:]:
             column.fill_(-torch.inf)
-        self._left = [
-            torch.full((self.lists,), NOTHING, device=arena.device)
-        ]  # of each round, the best that was pruned
+        self._left = [torch.full((self.lists,), NOTHING, device=arena.device)]  # of each round, the best it has pruned
         self._alive = [torch.zeros(self.lists, dtype=torch.int64, device=arena.device)]
 
     @property
@@ -148,11 +133,6 @@ class Beams:
         return self._rows.tokens
 
     @property
-    def states(self) -> Tensor:
-        """Each beam's state with its set's number, DEAD if there is no beam: [lists, width] int64."""
-        return self._rows.table[STATE]
-
-    @property
     def scores(self) -> Tensor:
         """What orders the beams, without their tails, best first, -inf without a beam: [lists, width] float64."""
         return self._rows.scores
@@ -160,7 +140,7 @@ class Beams:
     @property
     def parents(self) -> Tensor:
         """The row of the pass before that each beam continues: [lists, width] int64, 0 if there is no beam."""
-        return self._rows.table[PARENT]
+        return self._rows.table[form.PARENT]
 
     @property
     def next_inputs(self) -> Tensor:
@@ -181,7 +161,7 @@ class Beams:
     def open_beams(self) -> Tensor:
         """How many of the beams lead on, and may lead to something better, in the list that has most: an int64 on the
         device. Not counted are those whose item stands alone."""
-        return ((self._rows.table[DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
+        return ((self._rows.table[form.DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
 
     @property
     def bar(self) -> Tensor:
@@ -250,7 +230,7 @@ class Beams:
         """Do a round. logits: [lists, R, queries, vocabulary], of any strides but the last."""
         kernels, rules, rows = self._kernels, self._rules, self._rows
         riding, size = self.riding, self._children()
-        now = Pass(self.arena, logits, rows, self._items, rows.table[DEGREE].cumsum(1), self.taken, rules)
+        now = Pass(self.arena, logits, rows, self._items, rows.table[form.DEGREE].cumsum(1), self.taken, rules)
         sums = self._sums(now)
         ends = kernels.ended(now, sums)
         keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
@@ -293,7 +273,7 @@ class Beams:
         alive = self._rows.scores > self.bar
         places = torch.arange(1, self.width + 1, device=alive.device)
         self.rows = min(self.rows, int((alive * places).max()))
-        self._rows.table[DEGREE, :, self.rows :] = 0  # their children are nobody's
+        self._rows.table[form.DEGREE, :, self.rows :] = 0  # their children are nobody's
         if not self.rows:
             self.passes_left = 0
 
@@ -320,7 +300,7 @@ class Beams:
 
 def items_of(end_token: int | None, renormalised: bool) -> int:
     """Return which children are items at once, of `Rules`."""
-    return ALONE if renormalised else ENDED if end_token is None else OPEN
+    return form.ALONE if renormalised else ENDED if end_token is None else OPEN
 
 
 def table_of(found: Found) -> Tensor:

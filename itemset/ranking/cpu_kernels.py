@@ -110,18 +110,16 @@ def _legal_sums(sets, logits, strides, vocabulary, table, tokens, bars, end_toke
             at = one * strides[0] + beam * strides[1]
             begin, degree = table[form.FIRST, one, beam], table[form.DEGREE, one, beam]
             may_end = 0 <= end_token < vocabulary and is_terminal(tables, table[STATE, one, beam] & LOCAL)
-            most = np.float64(as_float(logits[at + end_token])) if may_end else -np.inf
-            for edge in range(begin, begin + degree):
-                token = label(tables, edge)
-                if token < vocabulary and is_alive(tables, edge):
-                    most = max(most, np.float64(as_float(logits[at + token])))
-            base = most if most > -np.inf else 0.0
-            total = np.exp(as_float(logits[at + end_token]) - base) if may_end else 0.0
-            for edge in range(begin, begin + degree):
-                token = label(tables, edge)
-                if token < vocabulary and is_alive(tables, edge):
-                    total += np.exp(as_float(logits[at + token]) - base)
-            sums[one, beam, 0] = np.log(total) + base
+            most, total = -np.inf, 0.0
+            for edge in range(begin - may_end, begin + degree):
+                token = end_token if edge < begin else label(tables, edge)
+                if edge < begin or (token < vocabulary and is_alive(tables, edge)):
+                    logit = np.float64(as_float(logits[at + token]))
+                    if logit > most:
+                        most, total = logit, total * np.exp(most - logit) + 1
+                    elif logit > -np.inf:
+                        total += np.exp(logit - most)
+            sums[one, beam, 0] = np.log(total) + most
 
 
 @compiled
@@ -131,11 +129,7 @@ def _ended(sets, logits, strides, vocabulary, table, tokens, bars, end_token, su
     for one in range(lists):
         tables = pointers_at(row_at(sets, table[STATE, one, 0]))
         for beam in range(count):
-            ends[form.END_SCORE, one, beam], ends[form.END_LOG, one, beam], ends[form.EARLIEST, one, beam] = (
-                -np.inf,
-                -np.inf,
-                np.inf,
-            )
+            ends[: form.EARLIEST, one, beam], ends[form.EARLIEST, one, beam] = -np.inf, np.inf
             if not scores[one, beam] > bars[one, -1]:
                 continue
             at, tail, log = one * strides[0] + beam * strides[1], table[form.TAIL, one, beam], logs[one, beam]
@@ -233,11 +227,7 @@ def _clear(table, new, new_tokens):
 def _ride(sets, logits, strides, vocabulary, table, tokens, bars, end_token, sums, taken, riding, new, new_tokens):
     """Score the next token of each beam's tail, of which others are left for later passes."""
     lists, count, queries = sums.shape
-    scores, new_scores, new_logs = (
-        table[SCORE].view(np.float64),
-        new[SCORE].view(np.float64),
-        new[form.LOG].view(np.float64),
-    )
+    scores, reals = table[SCORE].view(np.float64), new.view(np.float64)
     for one in range(lists):
         n = 0
         for beam in range(count):
@@ -245,13 +235,10 @@ def _ride(sets, logits, strides, vocabulary, table, tokens, bars, end_token, sum
             if n == riding or not score > bars[one, -1] or tail + (end_token >= 0) <= queries:
                 continue
             at, token = one * strides[0] + beam * strides[1], tokens[one, beam, taken]
-            new_scores[one, n] = score + (_logit(logits, at, token, vocabulary) - sums[one, beam, 0])
-            new_logs[one, n], new_tokens[one, n] = new_scores[one, n], tokens[one, beam]
-            new[STATE, one, n], new[form.TAIL, one, n], new[form.PARENT, one, n] = (
-                table[STATE, one, beam],
-                tail - 1,
-                beam,
-            )
+            score += _logit(logits, at, token, vocabulary) - sums[one, beam, 0]
+            reals[SCORE, one, n] = reals[form.LOG, one, n] = score
+            new[STATE, one, n], new[form.TAIL, one, n] = table[STATE, one, beam], tail - 1
+            new[form.PARENT, one, n], new_tokens[one, n] = beam, tokens[one, beam]
             n += 1
 
 

@@ -1,8 +1,8 @@
 """Exact draws from a model's own distribution over a set, in few forward passes however many items there are.
 
-Gumbel-top-k sampling by stochastic beam search over the trie (Kool, van Hoof and Welling 2019), run lazily, as a race in
-which items ring: docs/internals/ranking.md has why it is exact. A draw depends on the seed, its number and the model
-alone: not on the rounds, nor on other draws, nor on who runs the race: `beams.Beams` runs it over beams.
+Gumbel-top-k sampling by stochastic beam search over the trie (Kool, van Hoof and Welling 2019), run lazily, as a race
+in which items ring: docs/internals/ranking.md has why it is exact. A draw depends on the seed, its number and the model
+alone: not on the rounds, nor on other draws, nor on who runs the race. `beams.Beams` runs it over beams.
 """
 
 import math

@@ -166,7 +166,7 @@ class _Draw:
 
 
 def _shares_of(masses: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return the sums of the first masses, scaled so that the largest is 1, and the logarithm of all. masses: logarithms."""
+    """Return the sums of the first shares, of which the largest is 1, and the logarithm of all. masses: logarithms."""
     most = float(masses.max())
     shares = np.cumsum(np.exp(masses - most))
     return shares, most + math.log(shares[-1])

@@ -104,7 +104,7 @@ def edge_token(words, fields, edge, inside, WHOLE: tl.constexpr):
     token = tables.element(words, fields, tables.LABELS, edge, tables.NARROW_LABELS, inside & (edge < tables.TAIL))
     if not WHOLE:
         in_tail = inside & (edge >= tables.TAIL)
-        token = tl.where(in_tail, _tail_entry(words, fields, edge, in_tail)[0], token)
+        token = tl.where(in_tail, tables.tail_entry(words, fields, edge, in_tail)[0], token)
     return token
 
 
@@ -114,20 +114,9 @@ def state_after_edge(words, fields, edge, inside, WHOLE: tl.constexpr):
     after = tables.state_after(words, fields, edge, inside & (edge < tables.TAIL))
     if not WHOLE:
         in_tail = inside & (edge >= tables.TAIL)
-        last = _tail_entry(words, fields, edge, in_tail)[1]
+        last = tables.tail_entry(words, fields, edge, in_tail)[1]
         after = tl.where(in_tail, tl.where(last, tables.END, edge + 1), after)
     return after
-
-
-@triton.jit
-def _tail_entry(words, fields, state, inside):
-    """As `tables.tail_entry`, where `inside`."""
-    bits = fields[tables.WIDTHS] & 0xFF
-    at = (state - tables.TAIL) * (bits + 1)
-    low = tables.word(words, fields, tables.TAILS, at >> 5, inside)
-    high = tables.word(words, fields, tables.TAILS, (at >> 5) + 1, inside)
-    entry = (low | (high << 32)) >> (at & 31)
-    return entry & (((bits * 0 + 1) << bits) - 1), ((entry >> bits) & 1) != 0
 
 
 @triton.jit

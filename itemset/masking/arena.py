@@ -4,7 +4,7 @@ One allocation, made once. It holds each set's tables in one piece, as the file 
 where. A state on the device is a set's number and the state within that set, so one kernel serves every set.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,31 @@ class Arena:
             if placed.there and placed.digest == item_set.base.digest:
                 return number
         raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
+
+
+class Arrivals:
+    """Brings the tables of versions to an arena in pieces, between an engine's steps."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._coming: dict[str, tuple[arena_plan.Pieces, Iterator[None]]] = {}  # by the name of the set
+
+    def advance(self, name: str, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> bool:
+        """Copy one piece more of a version. Return whether all of its sets are there.
+
+        Raises ItemSetError as `Arena.place` does.
+        """
+        if name not in self._coming or self._coming[name][0] != pieces:
+            self._coming[name] = pieces, self._all(sets, pieces)
+        if next(self._coming[name][1], self) is not self:
+            return False
+        del self._coming[name]  # what was overtaken meanwhile comes again
+        placed = zip(sets.values(), pieces, strict=True)
+        return all(self._arena.holds(item_set.digest, number, start) for item_set, (number, start) in placed)
+
+    def _all(self, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> Iterator[None]:
+        for item_set, (number, start) in zip(sets.values(), pieces, strict=True):
+            yield from self._arena.placing(item_set, number, start)
 
 
 def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:

@@ -1,10 +1,10 @@
-"""Which set has which piece of an arena's memory."""
+"""Which set has which piece of an arena's memory, and which are held for requests to come."""
 
 from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,6 +169,58 @@ class Plan:
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
             f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
         )
+
+
+Pieces = Sequence[tuple[int, int]]
+"""Number and start of each set of a version, in its order."""
+
+
+class Holdings:
+    """The served version of each set has its room, and the one that is on its way. Call it from one thread.
+
+    What was held before stays in the arena until the room is needed: a rollback copies nothing.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._held: dict[str, list[Resident]] = {}
+        self._next: dict[str, list[Resident]] = {}
+
+    def hold(self, name: str, sets: Mapping[str, ItemSet]) -> Pieces:
+        """Hold room for a version's sets, beside the one that is served. Return where they are to be placed.
+
+        Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
+        """
+        taken: list[Resident] = []
+        try:
+            for item_set in sets.values():
+                taken.append(self._plan.acquire(item_set))
+        except ArenaFullError:
+            self._release(taken)
+            raise
+        finally:
+            self.give_up(name)
+        self._next[name] = taken
+        return [(resident.number, resident.start) for resident in taken]
+
+    def give_up(self, name: str) -> None:
+        """Hold no room for the version that was asked for last."""
+        self._release(self._next.pop(name, []))
+
+    def settle(self, name: str) -> None:
+        """The version that was asked for last is served: the one before it holds no room any more."""
+        self._release(self._held.pop(name, []))
+        if name in self._next:
+            self._held[name] = self._next.pop(name)
+
+    def drop(self, name: str) -> None:
+        """Hold nothing under this name any more."""
+        self.give_up(name)
+        self._release(self._held.pop(name, []))
+
+    def _release(self, residents: Sequence[Resident]) -> None:
+        for resident in residents:
+            self._plan.release(resident.number)
 
 
 class Slate(ItemSet):

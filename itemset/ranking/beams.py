@@ -17,6 +17,7 @@ from itemset.masking.arena import Arena
 from itemset.masking.batch import Kernels, kernels_for
 from itemset.ranking import beam_state as form
 from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, Rules, score_of
+from itemset.ranking.search import check_positive
 from itemset.trie.levels import LevelPlan
 
 __all__ = ["BeamOptions", "Beams", "Found", "LevelPlan", "table_of", "warm_up"]
@@ -315,15 +316,13 @@ def _check(lists: int, options: BeamOptions) -> None:
         raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
     if longest is not None and not options.get("stepwise"):
         raise ValueError("longest is given without stepwise: tails are read whole")
-    for name, value in (("width", options["width"]), ("k", options["k"]), ("longest", longest), ("lists", lists)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: make it at least 1")
+    check_positive(width=options["width"], k=options["k"], longest=longest, lists=lists)
     if not 0 < temperature <= 1:
         raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
 
 
 def _log_exponential(keys: Tensor) -> Tensor:
-    """As `clocks.log_exponential`, of int64: float64."""
+    """As `races.log_exponential`, of int64: float64."""
     unit = (((keys >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
     return (-unit.log()).log()
 

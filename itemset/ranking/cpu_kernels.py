@@ -15,7 +15,7 @@ from itemset.masking.cpu_kernels import row_at
 from itemset.ranking import beam_state as form
 from itemset.ranking.beam_state import NOTHING, SCORE, STATE, Items, Pass, Rows
 from itemset.ranking.cpu_log_sum import as_float, log_sum, ordered
-from itemset.ranking.random_times import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
+from itemset.ranking.races import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
 from itemset.trie import walk
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import first_edge, label, pointers_at

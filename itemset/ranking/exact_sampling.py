@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from itemset.item_set import ItemSet
-from itemset.ranking.race_heap import Race
+from itemset.ranking.races import Race
 from itemset.ranking.scored_tree import PENDING, ScoredTree
 from itemset.ranking.search import Rounds, check_positive
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError
-from itemset.ranking.random_times import mixed, uniform
+from itemset.ranking.races import mixed, uniform
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.ranking.search import Rounds, check_positive
 

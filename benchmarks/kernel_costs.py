@@ -4,7 +4,8 @@ python benchmarks/kernel_costs.py --architectures 80 90 --json docs/benchmarks/k
 
 The time is an estimate for an H200: the longest chain of loads of which each needs the one before, each at the latency
 of the memory it reads, and the bytes at the memory's bandwidth. The chain is that of an ordinary row: one new token, no
-drafts, and no node with more children than are compared at once.
+drafts, and no node with more children than are compared at once. A wide row's has the loads that narrow its children
+down, once: enough for 65,536 of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ COLD, NEAR = 0.6, 0.27  # µs of a load that misses the L2 cache, and of one tha
 BANDWIDTH = 4.3e6  # bytes a µs
 SMS = 132
 REGISTERS, MOST_WARPS, MOST_PROGRAMS, SHARED = 65_536, 64, 32, 227 << 10  # of an SM
-RARE = (tables.narrowed, tables.first_from, tables.is_stop, tables.is_dead)  # what an ordinary row does not call
+WIDE = (tables.narrowed, tables.first_from)  # what a row calls whose node has more children than are compared at once
+RARE = (tables.is_stop, tables.is_dead)  # what neither an ordinary row nor a wide one calls
 
 ALIGNED = ("words", "sets", "logits", "logits_stride", "vocabulary")  # as Triton finds them: multiples of 16
 
@@ -53,7 +55,7 @@ def changed(form: Any, **constants: Any) -> Any:
 
 
 class Compiled(NamedTuple):
-    """us_cold, us_near: the chain, with the tables outside the L2 cache and inside."""
+    """us_cold, us_near: the chain, with the tables outside the L2 cache and inside. us_wide: of a wide row, outside."""
 
     warps: int
     registers: int
@@ -63,6 +65,7 @@ class Compiled(NamedTuple):
     loads: int
     us_cold: float
     us_near: float
+    us_wide: float
 
 
 def costs(form: Any, architecture: int) -> Compiled:
@@ -82,12 +85,13 @@ def costs(form: Any, architecture: int) -> Compiled:
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     programs = min(by_registers, MOST_WARPS // warps, MOST_PROGRAMS, SHARED // (shared + 1024))
     loads, cold, near = (chain(ptx, table, other) for table, other in ((1, 1), (COLD, NEAR), (NEAR, NEAR)))
-    return Compiled(warps, registers, spilled, shared, programs, int(loads), cold, near)
+    wide = chain(ptx, COLD, NEAR, RARE)
+    return Compiled(warps, registers, spilled, shared, programs, int(loads), cold, near, wide)
 
 
-def chain(ptx: str, table: float, other: float) -> float:
+def chain(ptx: str, table: float, other: float, rare: tuple[Any, ...] = (*RARE, *WIDE)) -> float:
     """The longest chain of loads, each at its cost: `table` for one of the arena's words. Loops count once. A branch
-    waits for what it tests, and all after it for the branch, because a warp issues in order."""
+    waits for what it tests, and all after it for the branch, because a warp issues in order. rare: not counted."""
     blocks, follows = _blocks(ptx)
     order = _topological(follows)
     place = {block: i for i, block in enumerate(order)}
@@ -102,7 +106,7 @@ def chain(ptx: str, table: float, other: float) -> float:
             if "bra" in text.split()[:2] or re.match(r"(@!?%p\d+ )?bra", text):
                 issued = latest
                 continue
-            if re.search(r"(ld|atom)\.global", text) and not _calls(where, RARE):
+            if re.search(r"(ld|atom)\.global", text) and not _calls(where, rare):
                 latest += table if _calls(where, (tables.word, tables._has_bit)) else other
             longest = max(longest, latest)
             if "ld.shared" in text or "bar.sync" in text or "st.shared" in text:
@@ -178,12 +182,13 @@ def _calls(where: str, functions: tuple[Any, ...]) -> bool:
     return False
 
 
-def step_us(forms: dict[str, Compiled], rows: int, vocabulary: int, *, cold: bool) -> dict[str, float]:
-    """Estimated µs of a step, and of one write of its logits."""
+def step_us(forms: dict[str, Compiled], rows: int, vocabulary: int, kind: str) -> dict[str, float]:
+    """Estimated µs of a step, and of one write of its logits. kind: "cold", "near" or "wide"."""
     write = rows * vocabulary * 4 / BANDWIDTH
 
     def latency(form: Compiled) -> float:
-        return form.us_cold if cold else form.us_near
+        us: float = getattr(form, f"us_{kind}")
+        return us
 
     if vocabulary <= kernels.WHOLE:
         (form,) = (forms[name] for name in forms if name == f"step, {vocabulary:,} logits")
@@ -209,10 +214,11 @@ def main() -> None:
     for architecture in arguments.architectures:
         forms = kernels_of(architecture)
         rows += [{"sm": architecture, "kernel": name, **form._asdict()} for name, form in forms.items()]
-        for many, vocabulary, cold in ((140, 2048, True), (140, 2048, False), (512, 151_936, True)):
-            if architecture == 90:
-                us = step_us(forms, many, vocabulary, cold=cold)
-                row = {"rows": many, "vocabulary": vocabulary, "tables": f"{'outside' if cold else 'in'} the L2 cache"}
+        kinds = {"cold": "outside the L2 cache", "near": "in the L2 cache", "wide": "outside it, wide rows"}
+        for many, vocabulary in ((140, 2_048), (512, 151_936)) if architecture == 90 else ():
+            for kind, where in kinds.items():
+                us = step_us(forms, many, vocabulary, kind)
+                row = {"rows": many, "vocabulary": vocabulary, "tables": where}
                 row |= {"step, µs": us["step"], "one write, µs": us["write"], "step / write": us["step"] / us["write"]}
                 steps.append(row)
     report.add("kernels", rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,7 +70,6 @@ class Plan:
         if not 1 <= max_sets <= 1 << SET_BITS:
             raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
         self.nbytes = aligned(max(nbytes, 1))
-        self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
         self._free_numbers = list(range(max_sets - 1, -1, -1))
         self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
         self._by_number: dict[int, Resident] = {}
@@ -132,16 +130,19 @@ class Plan:
         """Bytes taken by sets that are in use."""
         return sum(resident.nbytes for resident in self.residents if resident.users)
 
+    @property
+    def _holes(self) -> list[tuple[int, int]]:
+        """Start and bytes of each free piece, ascending."""
+        pieces = sorted((resident.start, resident.nbytes) for resident in self._residents.values())
+        ends = [0, *map(sum, pieces)]
+        return [(end, at - end) for end, (at, _) in zip(ends, [*pieces, (self.nbytes, 0)], strict=True) if at > end]
+
     def _take(self, nbytes: int) -> int:
-        """Take a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
+        """Find a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
         while True:
             fitting = [hole for hole in self._holes if hole[1] >= nbytes]
             if fitting and self._free_numbers:
-                start, size = min(fitting, key=lambda hole: hole[1])
-                self._holes.remove((start, size))
-                if size > nbytes:
-                    insort(self._holes, (start + nbytes, size - nbytes))
-                return start
+                return min(fitting, key=lambda hole: hole[1])[0]
             unused = next((resident for resident in self._residents.values() if not resident.users), None)
             if unused is None:
                 raise ArenaFullError(self._what_is_missing(nbytes))
@@ -152,13 +153,6 @@ class Plan:
         if resident.base is not None:
             self._release(resident.base)
         self._free_numbers.append(resident.number)
-        insort(self._holes, (resident.start, resident.nbytes))
-        holes, self._holes = self._holes, []
-        for start, size in holes:  # neighbours become one
-            if self._holes and sum(self._holes[-1]) == start:
-                start, before = self._holes.pop()
-                size += before
-            self._holes.append((start, size))
 
     def _what_is_missing(self, nbytes: int) -> str:
         sets, holes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [n for _, n in self._holes]

@@ -46,8 +46,9 @@ def jit(*fixed: str) -> Callable[[Callable[..., None]], Any]:
     `fixed` arguments alone: all others differ from step to step, and a kernel would have to be compiled again."""
 
     def compiled(kernel: Callable[..., None]) -> Any:
-        constant = {"words", "sets", *fixed}
-        names = [name for name in inspect.signature(kernel).parameters if name not in constant]
+        given = inspect.signature(kernel).parameters.items()
+        others = {name for name, one in given if one.annotation is not tl.constexpr}
+        names = sorted(others - {"words", "sets", *fixed})
         return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(kernel)
 
     return compiled

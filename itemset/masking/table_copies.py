@@ -89,12 +89,9 @@ class Copies:
 
 
 class Staging:
-    """Two buffers of pinned memory. Everything is copied through them: only from pinned memory do copies run beside the
-    host.
+    """Two buffers of pinned memory, through which all is copied: only from there do copies run beside the host.
 
-    While the device reads one, the host fills the other, so no process pins more than twice PIECE. For a set larger
-    than both the host waits until the first is free again. The device empties a buffer faster than the host fills one,
-    so this wait is short, unless the copies themselves wait for a step that still reads what they overwrite.
+    While the device reads one, the host fills the other. For a set larger than both it waits until the first is free.
     """
 
     def __init__(self, device: torch.device, streams: Any) -> None:

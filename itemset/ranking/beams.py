@@ -3,7 +3,7 @@
 A beam's score is its log-probability, or a Gumbel time. By the first, the search finds ranked lists: those of
 `search.Search` without `exact`, up to the rounding of floats. By the second, it draws from the model's own distribution
 without replacement: stochastic beam search (Kool, van Hoof and Welling 2019), a *race* in place of each list. With the
-same keys, those are the races of `draws.Drawing`.
+same keys, those are the races of `exact_sampling.Drawing`.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class BeamOptions(TypedDict, total=False):
     stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
     longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
     normalised: the logits that come are log-probabilities, so that nobody has to add them up.
-    keys: [lists] int64, on the arena's device: draw, by these keys of `draws.Drawing.races`.
+    keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
     temperature: of draws, above 0 and at most 1.
     kernels: Numba on a CPU and Triton on an accelerator, if "auto".
     """
@@ -80,9 +80,9 @@ class Beams:
     query tokens of its row, and the row's last pass. Open prefixes compete for the `width` places, and what is complete
     is kept apart in the best `k`, whose last is a bar for all that goes on.
 
-    Draws: whatever the width, those that `exact` names are the first ones of `draws.Drawing` with the same keys, as far
-    as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones of several
-    tries would favour likely items.
+    Draws: whatever the width, those that `exact` names are the first ones of an `exact_sampling.Drawing` with the same
+    keys, as far as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones
+    of several tries would favour likely items.
 
     lists, width, k, longest: as given; longest is the most tokens of an item.
     queries: query tokens of each row in the next pass, 1 + the longest tail that may be there.

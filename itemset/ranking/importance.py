@@ -89,8 +89,8 @@ class Importance(Rounds[Samples]):
             raise CutOffError(f"the draws need more than {self._taken} passes")
         drawn = [draw for draw in self._draws if draw.node >= 0]
         items = self.tree.items(self.tree.nodes[np.array([draw.node for draw in drawn], np.int64)])
-        of_draws = ((math.exp(draw.weight), draw.accepted, draw.number) for draw in drawn)
-        found = [Resampled(*item, *more) for item, more in zip(items, of_draws, strict=True)]
+        pairs = zip(items, drawn, strict=True)
+        found = [Resampled(*item, math.exp(of.weight), of.accepted, of.number) for item, of in pairs]
         return Samples(found, self._taken, self._rounds)
 
     def _next_nodes(self) -> list[int]:

@@ -26,6 +26,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
+import gpu_checks, gpu_engine, gpu_micro, gpu_peers, gpu_steps
 import itemset.masking.slots, itemset.masking.triton_kernels
 from itemset.masking.arena import Arena, room_for
 items = itemset.build([[5, 6, 7], [5, 9]])
@@ -34,7 +35,9 @@ print(Arena(room_for(items)).acquire(items), len(items))
 
 
 def test_the_kernels_need_no_engine_and_few_packages() -> None:
-    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
+    path = os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent)))
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, env=environment)
     assert (run.stdout, run.returncode) == ("0 2\n", 0), run.stderr[-2000:]
 
 
@@ -67,6 +70,21 @@ def test_a_part_that_fails_ends_no_other(capfd: pytest.CaptureFixture[str]) -> N
 def test_nothing_begins_when_the_time_is_up() -> None:
     report = gpu.run_parts({"works": 5.0}, some_part, gpu.Options("cpu", deadline=time.time()), lambda report: None)
     assert (report["skipped"], report["A"], report["failed"]) == ([{"part": "works"}], [], {})
+
+
+@pytest.mark.parametrize("first", gpu.FIRST)
+def test_each_command_for_a_bare_machine_gets_as_far_as_the_device(
+    first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--first", first])
+    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert (ended.value.code, capsys.readouterr().err) == (
+        2,
+        "there is no CUDA GPU here: see --interpret and --compile\n",
+    )
+    assert sum(gpu.FIRST[first].values()) < 10  # minutes that a command may take there
 
 
 def test_what_is_missing_is_said_before_anything_is_imported() -> None:

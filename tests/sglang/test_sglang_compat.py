@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 
+import contract
 import hooked_names
 import pytest
 from sglang_engines import environment
@@ -23,16 +24,21 @@ def test_every_hook_takes_what_runs_around_it():
     assert hooked_names.problems(hooked_names.installed("sglang"), hooked_names.hooks_of("sglang")) == []
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.5.22", "0.4.0"])
 def test_an_unsupported_version_is_named(monkeypatch, version):
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
     with pytest.raises(RuntimeError, match=rf"supports SGLang 0\.5\.23 to 0\.5\.23, this is {version}: install"):
         plugin.register()
 
 
+def test_the_supported_versions_have_passed_the_contract():
+    assert contract.passed("sglang", 3) == sorted(set(compat.SUPPORTED))
+    assert contract.stale("sglang") == []
+
+
 def test_a_process_of_an_engine_that_has_our_backend_does_not_go_on_without_it(monkeypatch):
     """SGLang logs a plugin's exception and goes on: its answers would be free."""
-    monkeypatch.setattr(compat, "sglang_version", lambda: "0.6.0")
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
     monkeypatch.setenv(compat.VARIABLE, "{}")
     with pytest.raises(SystemExit, match=r"static-backend supports SGLang 0\.5\.23"):
         plugin.register()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet
 from itemset.masking import batch as form
 from itemset.masking.arena_plan import Slate
-from itemset.masking.batch import COUNT_MASK, LOCAL, STATE, Batch, refuse_strides
+from itemset.masking.batch import ANY_CONSUMED, CONSUMED_MASK, COUNT_MASK, LOCAL, STATE, Batch, refuse_strides
 from itemset.masking.bitmask import fill_bitmask_of
 from itemset.trie import walk as trie_walk
 from itemset.trie.jit import compiled
@@ -238,7 +238,7 @@ def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: 
     """Take the committed tokens that a request's cell has not seen. Return the state after them, DEAD as END."""
     begin, end = _integer(batch, _BEGIN, place, 0), _integer(batch, _END, place, 0)
     cell, total = cells[slot], end - begin
-    state, consumed = cell & LOCAL, (cell >> form.CONSUMED) & form.CONSUMED_MASK
+    state, consumed = cell & LOCAL, (cell >> form.CONSUMED) & CONSUMED_MASK
     new = total if consumed == 0 else (total - consumed) & COUNT_MASK
     row = row_at(sets, cell & STATE)
     slate = load64(row, form.MORE) > 0
@@ -256,7 +256,7 @@ def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: 
             _leave_out(row, before, token, state)
     if slate and state == DEAD:  # only its end is right now, whatever is missing
         store64(row, form.LEFT, 0)
-    count = total & COUNT_MASK | (form.ANY_CONSUMED if total else 0)
+    count = total & COUNT_MASK | (ANY_CONSUMED if total else 0)
     cells[slot] = cell & STATE & ~LOCAL | state | count << form.CONSUMED
     return np.int64(END) if state == DEAD else state
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from itemset.errors import ItemSetError
-from itemset.masking.backends import Kernels
+from itemset.masking.batch import Kernels
 
 BACKEND = "static"
 Paths = Literal["auto", "device", "host"]

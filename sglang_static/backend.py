@@ -15,7 +15,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from itemset import ItemSet, ItemSetError
 from itemset.embedded.vocabulary import Vocabulary
 from itemset.masking.arena import ArenaFullError, Place
-from itemset.masking.device_slate import Slate
+from itemset.masking.arena_plan import Slate
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue

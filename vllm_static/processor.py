@@ -17,10 +17,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 )
 
 import itemset
-from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, check_tables
-from itemset.masking.arena_reservations import Arrivals, Pieces
+from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, arena_bytes, check_tables
+from itemset.masking.arena_plan import Pieces, Slate
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
-from itemset.masking.device_slate import Slate
 from itemset.masking.log_probs import log_probs_of
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.draft_head import DraftHead

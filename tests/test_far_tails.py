@@ -23,8 +23,8 @@ from schedule import Schedule
 import itemset
 from itemset import ItemSet, ItemSetError
 from itemset.masking import cpu_kernels, triton_kernels
-from itemset.masking.arena import FAR_BLOCK, TAIL_BASE, TAILS, WIDTHS, Arena, room_for
-from itemset.masking.batch import ANY_CONSUMED, CONSUMED, COUNT_MASK, LOCAL, Batch
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import ANY_CONSUMED, CONSUMED, COUNT_MASK, FAR_BLOCK, LOCAL, TAIL_BASE, TAILS, WIDTHS, Batch
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import Slots
 from itemset.ranking.beams import Beams

@@ -33,11 +33,11 @@ class Pointers(NamedTuple):
     tails: int
     alive: int
     dead: int
+    dead_count: int
     nodes: int
     edges: int
     level_words: int
     tail_words: int
-    dead_count: int
     token_bits: int
     far_block: int
     label_bytes: int

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from itemset import ItemSet
-from itemset.serving.catalogue import Catalogue, RefusedError, receive_set
+from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
 from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
@@ -118,7 +118,7 @@ def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[Engin
     carried = read(custom)
     assert carried is not None
     assert carried.item_set is not None
-    item_set = receive_set(catalogue, carried.item_set)
+    item_set = catalogue.receive(carried.item_set).item_set
     custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
     return carried, item_set
 

@@ -26,7 +26,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected
 from itemset.serving.request import wants_candidates
 from itemset.serving.request_fields import BEAMS, LOGPROBS, REFERENCE
-from itemset.serving.wire import EngineRequest, ListResult, ListTotals, NoList, Tokens
+from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.request import CARRIED
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
@@ -155,14 +155,18 @@ async def _in_one_request(
     info: dict[str, Any] = output["meta_info"]
     if (results := info.pop("beam_results", None)) is None:
         return ListResult(reason=NoList.NO_ROOM_NOW, detail=str(info.get("finish_reason"))), {}, {}
-    texts, items = dict[Tokens, str](), list[tuple[Tokens, float]]()
+    texts, items, totals = dict[Tokens, str](), list[tuple[Tokens, float]](), list[int]()
     for one in results:
-        if tokens := tuple(one["output_ids"][:-1]):  # an end token alone says that there is no item
+        score = one["meta_info"]["sequence_score"]
+        if tokens := tuple(one["output_ids"][:-1]):
             texts[tokens] = one["text"]
-            items.append((tokens, one["meta_info"]["sequence_score"]))
-    totals, rows = msgspec.convert(results[0]["meta_info"]["finish_reason"], ListTotals), iter(items)
-    races = [[next(rows) for _ in range(count)] for count in totals.counts]
-    return ListResult(races, totals.proven, totals.passes, totals.rounds), texts, info
+            items.append((tokens, score))
+        else:  # the end token alone: a number of the list's totals (`ItemGroup.finalize`)
+            totals.append(int(score))
+    proven, passes, rounds, *counts = totals
+    rows = iter(items)
+    races = [[next(rows) for _ in range(count)] for count in counts]
+    return ListResult(races, bool(proven), passes, rounds), texts, info
 
 
 async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.trie.walk import DEAD, END
+from sglang_static import compat
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,12 @@ _current: list[ItemSetSampler] = []
 
 def current() -> ItemSetSampler | None:
     """This process's sampler of item sets; None on the host path, and where tokens are not sampled."""
-    return _current[0] if _current else None
+    if not _current:
+        return None
+    (sampler,) = _current
+    if not hasattr(sampler, "slots") and (pool := getattr(sampler.runner, "req_to_token_pool", None)) is not None:
+        sampler.allocate(pool.req_to_token.shape[0], compat.verified_rows(sampler.runner.server_args))
+    return sampler
 
 
 class Admitted(NamedTuple):
@@ -77,7 +83,7 @@ class ItemSetSampler:
     """
 
     drafts: int
-    runner: Any
+    runner: Any = None
     list_rows: int
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:

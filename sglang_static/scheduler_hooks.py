@@ -47,14 +47,6 @@ def _load_model(original: Callable[..., Any], self: Any) -> Any:
     return result
 
 
-@hook("sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool", why="a state for each request slot")
-def _alloc_memory_pool(original: Callable[..., Any], self: Any) -> Any:
-    result = original()
-    if (sampler := getattr(self, "item_set_sampler", None)) is not None:
-        sampler.allocate(self.req_to_token_pool.req_to_token.shape[0], compat.verified_rows(self.server_args))
-    return result
-
-
 @hook("sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation")
 def _forward(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     """Which rows of a step have an item set."""

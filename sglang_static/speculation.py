@@ -80,20 +80,39 @@ class _Drafting:
             logits.add_(whole.clamp_(min=MASKED)[:, self._hot])
 
 
-_phase: list[_Drafting] = []
-
-
 @contextlib.contextmanager
 def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
+    """While this is entered, mask the logits of a worker's draft model, whether it runs or a CUDA graph is replayed,
+    which has one row for each request."""
     sampler = processor.current()
     if sampler is None or worker.topk != 1:
         yield
         return
-    _phase[:] = [_Drafting(sampler, worker, slots, steps=steps)]
+    phase = _Drafting(sampler, worker, slots, steps=steps)
+    runner, graphs = worker.draft_runner, getattr(worker, "cuda_graph_runner_for_draft_extend", None)
+    forward, replay = runner.forward, getattr(graphs, "execute", None)
+
+    def masked(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        fed = forward_batch.input_ids  # SGLang may pad them
+        result = forward(forward_batch, *args, **kwargs)
+        phase.mask(result.logits_output.next_token_logits, fed)
+        return result
+
+    def replayed(*args: Any, **kwargs: Any) -> Any:
+        assert replay is not None
+        output = replay(*args, **kwargs)
+        phase.mask(output.next_token_logits, None)
+        return output
+
+    runner.forward = masked
+    if graphs is not None:
+        graphs.execute = replayed
     try:
         yield
     finally:
-        _phase.clear()
+        del runner.forward
+        if graphs is not None:
+            del graphs.execute
 
 
 @hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker.draft_forward")
@@ -120,26 +139,6 @@ def extend_after_verification(original: Callable[..., Any], self: Any, batch: An
     """The first draft after accepted ones."""
     with _drafting(self, batch.req_pool_indices, steps=False):
         return original()
-
-
-@hook("sglang.srt.model_executor.model_runner:ModelRunner.forward")
-def draft_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
-    """A draft model's logits are masked, in one of the phases above."""
-    if not _phase or not self.is_draft_worker:
-        return original()
-    fed = forward_batch.input_ids  # SGLang may pad them
-    result = original()
-    _phase[0].mask(result.logits_output.next_token_logits, fed)
-    return result
-
-
-@hook("sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute")
-def replayed_extend(original: Callable[..., Any]) -> Any:
-    """A draft model's logits are masked where they come from a CUDA graph, one row for each request."""
-    output = original()
-    if _phase:
-        _phase[0].mask(output.next_token_logits, None)
-    return output
 
 
 def warn_of_unmasked(given: Any) -> None:

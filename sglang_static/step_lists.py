@@ -24,7 +24,7 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.hooks import require
-from itemset.serving.wire import ListResult, ListSpec, ListTotals, NoList, read
+from itemset.serving.wire import ListResult, ListSpec, NoList, read
 from sglang_static import processor
 from sglang_static.processor import ItemSetSampler
 from sglang_static.request import receive_request
@@ -72,12 +72,11 @@ class ItemGroup(BeamGroup):
         super().__init__(
             beam_width=rows_in(counts),
             max_new_tokens=group.max_new_tokens,
-            num_return=spec.k * max(1, len(spec.races)),
+            num_return=1 << 30,  # all of `finalize`
             device=sampler.arena.device,
         )
         self.leader, self.prompt_len = group.leader, group.prompt_len
         self.num_candidates, self._spec = WHOLE, spec
-        self.said: dict[str, Any] = {}
         self._sampler, self._resident, self._device = sampler, resident, sampler.arena.device
         self._item_set: ItemSet | None = item_set  # until it has ended: the request and its group hold each other
         self._beams: Lockstep | None = None
@@ -188,11 +187,11 @@ class ItemGroup(BeamGroup):
         return False
 
     def finalize(self) -> list[BeamResult]:
-        """The items, best first, each with its end token; the end token alone if there is none."""
+        """The items, best first, each with its end token; then the end token with each number of `_totals`."""
         end = self._spec.end_token
         return [
             BeamResult(tokens=[*tokens, end], cum_logprob=score, beam_score=score, matched_token=end)
-            for tokens, score in self._items or [([], -torch.inf)]
+            for tokens, score in self._items + [([], number) for number in self._totals]
         ]
 
     def _finish(self, chosen: Chosen) -> None:
@@ -203,7 +202,7 @@ class ItemGroup(BeamGroup):
         self._items = [item for race in races for item in race]
         passes, rounds = zip(*chosen.took.tolist(), strict=True)
         proven, taken = bool(chosen.proven.all()), sum(passes) - len(races) + 1  # all begin with the prompt's pass
-        self.said = msgspec.to_builtins(ListTotals(proven, taken, max(rounds), list(map(len, races))))
+        self._totals = [float(number) for number in (proven, taken, max(rounds), *map(len, races))]
         self._beams = self._item_set = None
         self._pending_steps.clear()
         self.state = BeamGroupState.FINISHED

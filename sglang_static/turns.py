@@ -78,15 +78,6 @@ def free_member_rows(original: Callable[..., Any], group: Any, req_to_token_pool
     original()
 
 
-@hook("sglang.srt.managers.scheduler_components.output_streamer:pack_beam_search_output")
-def pack_beam_search_output(original: Callable[..., Any], req: Any) -> Any:
-    """What a list took, and whether it is proven, travels with the reason why the first item ended."""
-    output = original()
-    if output is not None and is_list(req.beam_group):
-        output.sequences[0].finish_reason |= req.beam_group.said
-    return output
-
-
 SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
 LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over
 SHARE = 2  # lists have this part of the rows and KV slots: one half

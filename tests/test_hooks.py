@@ -145,9 +145,6 @@ def test_a_missing_hook_is_named_at_once_or_at_each_import(module, target):
         hook(target, why="a reason", when=when)(around)
         with pytest.raises(RuntimeError, match=sentence):
             hook.install("Engine 1.0", when)
-    hook = Hooks(START)
-    hook(target, why="a reason", optional=True)(around)
-    hook.install("Engine 1.0", START)
     if target.startswith(module):
         sys.modules.pop(module)
         hook = Hooks(IMPORTED)

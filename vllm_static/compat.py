@@ -6,12 +6,13 @@ import contextlib
 import copy
 import dataclasses
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import wrapt
 
 from itemset.serving import hooks
 from itemset.serving.answer_fields import after
@@ -38,6 +39,7 @@ def install(*times: str) -> None:
     installed = vllm_version()
     hooks.check_version("vLLM", installed, SUPPORTED, BROKEN)
     hook.install(f"vLLM {installed}", *times)
+    wrapt.register_post_import_hook(_name_no_kernels, "llvmlite.binding.ffi")
 
 
 def is_ours(vllm_config: Any) -> bool:
@@ -92,14 +94,10 @@ def beams_by_xgrammar(params: Any) -> Any:
     return params
 
 
-@hook("vllm.triton_utils.dispatcher:_rebind_kernels", optional=True, always=True)
-def _hide_llvmlite(scan: Callable[..., Any]) -> Any:
-    """On a CPU, vLLM looks for its kernels in every imported module and trips over Numba's llvmlite."""
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
-    try:
-        return scan()
-    finally:
-        sys.modules.update(hidden)
+def _name_no_kernels(ffi: Any) -> None:
+    """On a CPU, vLLM asks every object of every module for its `__dict__` (triton_utils/dispatcher.py), which Numba's
+    library takes for the name of one of its functions."""
+    ffi.lib._fntab["__dict__"] = {}
 
 
 def without_thread_pool(grammar_init: Callable[..., Any], manager: Any) -> None:

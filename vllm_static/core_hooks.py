@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.metrics import ENGINE_METHOD, ROLLOUT
 from vllm_static.narrow_hooks import sampled_steps
 
-_BACKEND = "static_backend"
-"""Attribute of a StructuredOutputManager that has our backend: whoever looks for it need not import the class."""
+if TYPE_CHECKING:
+    from vllm_static.backend import StaticBackend
+
+_backends: WeakValueDictionary[int, StaticBackend] = WeakValueDictionary()  # by id of their engine's configuration
 
 
-@hook("vllm.v1.structured_output:StructuredOutputManager.__init__", always=True)
-def _manager_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    """The backend object, made at start-up: no request waits for files."""
-    original()
-    if compat.is_ours(vllm_config):
-        from vllm_static.backend import StaticBackend
+def make_backend(vllm_config: Any) -> StaticBackend:
+    """Make the backend of an engine core, for whoever keeps it: at start-up, so that no request waits for files."""
+    from vllm.tokenizers import cached_tokenizer_from_config
 
-        self.backend = StaticBackend(vllm_config, self.tokenizer, vllm_config.model_config.get_vocab_size())
-        setattr(self, _BACKEND, self.backend)
+    from vllm_static.backend import StaticBackend
+
+    model = vllm_config.model_config
+    backend = StaticBackend(vllm_config, cached_tokenizer_from_config(model), model.get_vocab_size())
+    _backends[id(vllm_config)] = backend
+    return backend
 
 
-def add_methods(core: Any) -> None:
-    """Give an EngineCore two methods more: for /metrics its figures, and for followed sets their new versions."""
+def extend(core: Any) -> None:
+    """Give an EngineCore our backend, and two methods: for /metrics its figures, for followed sets new versions."""
+    core.static_backend = backend = make_backend(core.vllm_config)
 
     def figures() -> Any:
         steps: list[dict[str, int]] = [{}]
         if compat.on_device_path(core.vllm_config):
             steps = core.model_executor.collective_rpc(sampled_steps)
-        return core.structured_output_manager.backend.figures() | {"sampled_steps": max(steps, key=len)}
-
-    def answer(message: Any) -> Any:
-        return core.structured_output_manager.backend.preparer.answer(message, core.model_executor)
+        return backend.figures() | {"sampled_steps": max(steps, key=len)}
 
     setattr(core, ENGINE_METHOD, figures)
-    setattr(core, ROLLOUT, answer)
+    setattr(core, ROLLOUT, lambda message: backend.preparer.answer(message, core.model_executor))
+
+
+def _backend_of(manager: Any) -> StaticBackend | None:
+    return _backends.get(id(manager.vllm_config))
 
 
 @hook("vllm.v1.structured_output:StructuredOutputManager.grammar_init")
 def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None:
     """Inline sets reach the engine with their request; an item set's grammar is made at once."""
-    if (backend := getattr(self, _BACKEND, None)) is None:
+    if (backend := _backend_of(self)) is None:
         original()
         return
+    self.backend = backend  # one that vLLM need not make
     if backend.admit(self, request):
         return
     params = request.structured_output_request.params
@@ -69,7 +76,7 @@ def _grammar_bitmask(
     scheduled_spec_decode_tokens: Any,
 ) -> Any:
     """The rows of all item sets are filled at once."""
-    if (backend := getattr(self, _BACKEND, None)) is None or not structured_output_request_ids:
+    if (backend := _backend_of(self)) is None or not structured_output_request_ids:
         return original()
     return backend.fill(original, self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
 
@@ -77,7 +84,7 @@ def _grammar_bitmask(
 @hook("vllm.v1.core.sched.scheduler:Scheduler._free_request")
 def _free_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
     """An ended request's set may leave the device, and its answer is counted."""
-    if (backend := getattr(self.structured_output_manager, _BACKEND, None)) is not None:
+    if (backend := _backend_of(self.structured_output_manager)) is not None:
         backend.forget(request)
     return original()
 

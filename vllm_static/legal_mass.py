@@ -22,20 +22,6 @@ from itemset.serving.wire import read
 from vllm_static.compat import hook
 
 
-@hook(
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__",
-    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
-    when=IMPORTED,
-)
-def sample_on_device(original: Callable[..., Any], self: Any, logits: Tensor, input_batch: Any) -> Any:
-    """V2: an answer's weight. Both samplers leave the logits as they are."""
-    output = original()
-    for processor in getattr(self, "sampler", self).logits_processors:
-        if hasattr(processor, "weigh"):
-            processor.weigh(logits, input_batch, output.logprobs_tensors)
-    return output
-
-
 @hook("vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params", when=IMPORTED)
 def apply_sampling_params(
     original: Callable[..., Tensor], self: Any, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any,

@@ -14,7 +14,7 @@ from vllm_static.compat import hook
 Product = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
 """Makes logits of a head, its bias, and a function that multiplies hidden states by rows and a bias; None leaves it to
 vLLM."""
-NARROW = "narrow"
+NARROW, _SCORED = "narrow", "logprobs or weights"
 _KNOWN = 4  # logits processors: vLLM's three, and ours
 _products: list[Product] = []
 
@@ -57,21 +57,27 @@ def get_logits(original: Callable[..., Any], lm_head: Any, embedding_bias: Any) 
 
 @hook(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
-    why="answers are sampled from the logits of their sets' own tokens; what nobody reads, a list's token, from a few",
+    why="answers are sampled from the logits of their sets' own tokens; what nobody reads, a list's token, from a few; "
+    "an answer's weight",
     when=IMPORTED,
 )
 def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_output: Any) -> Any:
     sets = next((one for one in self.sampler.logits_processors if hasattr(one, "only_lists")), None)
-    if sets is None or not sets.constrained(input_batch.idx_mapping_np):
+    slots = input_batch.idx_mapping_np
+    if sets is None or not (sets.constrained(slots) or sets.asked_to_weigh(slots)):
         return original()
-    narrow, slots = sets.narrow, input_batch.idx_mapping_np
+    if sets.asked_to_weigh(slots):
+        sets.narrow.steps[_SCORED] += 1
+        with _weighed(self, sets):
+            return original()
+    narrow = sets.narrow
     narrow.attach(self)
     reasons = {
         narrow.why_not: narrow.why_not is not None,
         "drafts": bool(input_batch.num_draft_tokens),
         "logits sharded by request": self.batch_sharder is not None,
         "requests on the host path": grammar_output is not None,
-        "logprobs or weights": self.sampler.get_logprobs_dims(slots) is not None,
+        _SCORED: self.sampler.get_logprobs_dims(slots) is not None,
         "other logits processors": len(self.sampler.logits_processors) > _KNOWN,
         "counts of NaN": self.sampler.compute_nans,
     }
@@ -88,3 +94,28 @@ def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_ou
     narrow.steps[NARROW] += 1
     with narrow.only(alphabet, spread=True, clear=sets.any_lists(slots)):
         return original()
+
+
+@contextlib.contextmanager
+def _weighed(runner: Any, sets: Any) -> Iterator[None]:
+    """While this is entered, both samplers of a runner weigh what they sample. They leave the logits as they are."""
+    samplers = {name: getattr(runner, name) for name in ("sampler", "rejection_sampler") if getattr(runner, name)}
+    for name, sampler in samplers.items():
+        setattr(runner, name, _Weighing(sampler, sets))
+    try:
+        yield
+    finally:
+        vars(runner).update(samplers)
+
+
+class _Weighing:
+    def __init__(self, sampler: Any, sets: Any) -> None:
+        self._sampler, self._sets = sampler, sets
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __call__(self, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self._sampler(logits, input_batch, *args, **kwargs)
+        self._sets.weigh(logits, input_batch, output.logprobs_tensors)
+        return output

@@ -116,6 +116,10 @@ class ItemSetProcessor(LogitsProcessor):
         """Return whether any of them is."""
         return bool(self._lists[slots].any())
 
+    def asked_to_weigh(self, slots: np.ndarray) -> bool:
+        """Return whether any of them asks for log p and log q."""
+        return bool(self._temperatures[slots].any())
+
     def constrained(self, slots: np.ndarray) -> bool:
         """Return whether any of these requests has a set."""
         return bool((self._lists[slots] | (self._numbers[slots] != NO_SET)).any())

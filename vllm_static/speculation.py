@@ -55,29 +55,24 @@ def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> N
 
 @hook("vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft", when=SPECULATION)
 def _sample_draft(original: Callable[..., Tensor], self: Any, idx_mapping: Tensor, draft_step: Tensor) -> Tensor:
-    """Which rows a draft model drafts, for `_compute_draft_logits`, which it calls."""
-    self.static_rows = (idx_mapping, draft_step)
-    return original()
+    """A draft model's logits are masked, whichever of vLLM's speculators computes them. All drafts at once are not:
+    what each of them follows is not known yet."""
+    processor, compute = _processors.get(id(self.speculative_config)), self.compute_draft_logits
+    if processor is None or draft_step.numel() != 1:
+        return original()
 
-
-@hook(
-    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits",
-    "vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator:MultiModuleMTPSpeculator.compute_draft_logits",
-    when=SPECULATION,
-)
-def _compute_draft_logits(original: Callable[..., Tensor], self: Any) -> Tensor:
-    """A draft model's logits are masked."""
-    logits = original()
-    processor, rows = _processors.get(id(self.speculative_config)), getattr(self, "static_rows", None)
-    if processor is None or rows is None:
+    def masked(*args: Any, **kwargs: Any) -> Tensor:
+        logits: Tensor = compute(*args, **kwargs)
+        if getattr(self.model, "draft_id_to_target_id", None) is not None:
+            logits.clamp_(min=LACKED)
+        processor.mask_drafts(logits, idx_mapping, draft_step, self.draft_tokens)
         return logits
-    slots, draft_step = rows
-    if draft_step.numel() != 1:
-        return logits  # all drafts at once: what each of them follows is not known yet
-    if getattr(self.model, "draft_id_to_target_id", None) is not None:
-        logits.clamp_(min=LACKED)
-    processor.mask_drafts(logits, slots, draft_step, self.draft_tokens)
-    return logits
+
+    self.compute_draft_logits = masked
+    try:
+        return original()
+    finally:
+        del self.compute_draft_logits
 
 
 @hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator.propose", when=SPECULATION)

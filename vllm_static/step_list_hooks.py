@@ -107,11 +107,11 @@ def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, inp
 @hook("vllm.v1.engine.core:EngineCore._initialize_kv_caches", always=True)
 def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
     """Ranked lists have blocks of the KV cache that the scheduler does not know: in its pool they would count as used,
-    and `reset_prefix_cache` fails while any block is. The engine core answers what our front ends ask."""
+    and `reset_prefix_cache` fails while any block is. The engine core gets our backend, before requests come."""
     cache: KVCacheConfig = original()
     if not compat.is_ours(vllm_config):
         return cache
-    core_hooks.add_methods(self)
+    core_hooks.extend(self)
     from vllm.v1.core import kv_cache_utils
 
     reason = compat.why_rounds(vllm_config)

@@ -10,7 +10,6 @@ from vllm.logger import init_logger
 
 from itemset.serving.config import StaticConfig
 from itemset.serving.hooks import IMPORTED
-from vllm_static import compat
 from vllm_static.compat import hook
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -35,32 +34,25 @@ def asleep(worker: Any) -> bool:
     return enabled and worker.sleep_mode_backend.state() == "SUSPENDED"
 
 
-@hook(
-    "vllm.v1.worker.gpu_worker:Worker.reload_weights",
-    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
-    when=IMPORTED,
-)
-def follow(original: Callable[..., Any], self: Any) -> Any:
-    """What is made of the weights is made again; the draft head is read again, into the memory where it lies: a trainer
-    saves it before it updates the model."""
-    result = original()
-    if not compat.on_device_path(self.vllm_config):
-        return result
+@hook("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.reset_lora_state", when=IMPORTED)
+def follow(original: Callable[..., Any], self: Any) -> None:
+    """The model has new weights, reloaded or transferred: what is made of them is made again. The draft head is read
+    again, into the memory where it lies: a trainer saves it before it updates the model."""
+    original()
     try:
         _follow(self)
     except Exception:  # a worker that raises ends the engine
         logger.exception(
             "What item sets take of the weights stays as it was: check the draft head's file, update again"
         )
-    return result
 
 
-def _follow(worker: Any) -> None:
+def _follow(runner: Any) -> None:
     from itemset.ranking.draft_head import DraftHead
     from vllm_static.processor import ItemSetProcessor
 
-    sampler = getattr(compat.runner_of(worker), "sampler", None)  # none but on a pipeline's last rank
-    path = StaticConfig.of(worker.vllm_config.additional_config).item_set_draft_head
+    sampler = getattr(runner, "sampler", None)  # none but on a pipeline's last rank
+    path = StaticConfig.of(runner.vllm_config.additional_config).item_set_draft_head
     for one in getattr(sampler, "logits_processors", ()):
         if isinstance(one, ItemSetProcessor):
             one.narrow.refresh()

@@ -45,7 +45,6 @@ class Hook(NamedTuple):
     why: str
     ours: Callable[..., Any]
     when: str
-    optional: bool
     always: bool
     extends: bool
 
@@ -64,15 +63,14 @@ class Hooks:
         self._when, self._wrapped, self._failed = when, set[str](), set[str]()
 
     def __call__(
-        self, *targets: str, why: str = "", when: str = "",
-        optional: bool = False, always: bool = False, extends: bool = False,
-    ) -> Callable[[Ours], Ours]:  # fmt: skip
+        self, *targets: str, why: str = "", when: str = "", always: bool = False, extends: bool = False
+    ) -> Callable[[Ours], Ours]:
         """Declare that a function runs around each target: ``ours(original, ...)``. `original()` makes the engine's
         call with all its arguments, `original(name=value)` with other values for those named.
 
-        why: if the docstring of `ours` does not say it. optional: the engine may lack the target. always: run where
-        another backend is chosen too. extends: call ``ours(target)`` at the install, perhaps more than once, and wrap
-        nothing. Raises ValueError if a target is declared already.
+        why: if the docstring of `ours` does not say it. always: run where another backend is chosen too. extends: call
+        ``ours(target)`` at the install, perhaps more than once, and wrap nothing. Raises ValueError if a target is
+        declared already.
         """
 
         def declare(ours: Ours) -> Ours:
@@ -80,7 +78,7 @@ class Hooks:
                 if target in self.declared:
                     raise ValueError(f"two hooks into {target}: only the first would run")
                 reason = why or " ".join((ours.__doc__ or "").split()).rstrip(".")
-                self.declared[target] = Hook(target, reason, ours, when or self._when, optional, always, extends)
+                self.declared[target] = Hook(target, reason, ours, when or self._when, always, extends)
             return ours
 
         return declare
@@ -112,8 +110,6 @@ class Hooks:
         try:
             _, _, target = wrapt.resolve_path(*hook.target.split(":"))
         except (ImportError, AttributeError) as error:
-            if hook.optional:
-                return
             raise _lacking(hook, engine, "") from error
         if hook.extends:
             hook.ours(target)

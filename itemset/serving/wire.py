@@ -170,18 +170,6 @@ class ListResult(msgspec.Struct, omit_defaults=True):
         return cls(items, bool(proven), passes, rounds, **of_worker)
 
 
-class ListTotals(msgspec.Struct, frozen=True):
-    """What SGLang's scheduler sends of a list beside its items, in the reason why the first of them ended.
-
-    counts: how many items the list has, or each race. The rest is as for ListResult.
-    """
-
-    proven: bool
-    passes: int
-    rounds: int
-    counts: list[int]
-
-
 def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
     rows = rows[np.isfinite(rows[:, 0])]
     for score, (length, *tokens) in zip(rows[:, 0].tolist(), rows[:, 1:].astype(np.int64).tolist(), strict=True):

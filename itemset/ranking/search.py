@@ -5,10 +5,10 @@ Algorithm 1), with its end token's. Whoever runs the model, runs the rounds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,49 +19,42 @@ from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answers, Pas
 _PROOF_SHARE = 8  # a round of a proof takes one pass for each eight before it
 
 
-class Ranked(NamedTuple):
-    """An item, its tokens without the end token, and its score."""
+class Item(NamedTuple):
+    """An item that was found: its tokens without the end token, and its log-probability, with its end token's if that
+    is scored. about: what an answer says of it besides."""
 
     tokens: tuple[int, ...]
     score: float
+    about: Mapping[str, Any] = MappingProxyType({})
 
 
-class Best(NamedTuple):
-    """The result of a search, best first: fewer items than `k` if the set has fewer, and none twice.
+class Found(NamedTuple):
+    """The result of rounds: a list, best first, without an item twice, or draws in their order. passes, rounds: what it
+    took.
 
-    proven: whether no other item of the set can score higher than the last of them. passes, rounds: what it took.
+    proven: of a list, whether no other item of the set can score higher than its last one; None for draws.
+    open: the most that items of unscored prefixes may have of the distribution, if draws are approximate; else 0.
     """
 
-    items: list[Ranked]
-    proven: bool
+    items: list[Item]
     passes: int
     rounds: int
+    proven: bool | None = None
+    open: float = 0.0
 
     def of_item(self, i: int) -> dict[str, Any]:
         """Return an answer's fields for one item."""
-        return {"rank": i + 1, "score": self.items[i].score}
+        item, (place, score) = self.items[i], ("draw", "logprob") if self.proven is None else ("rank", "score")
+        return {place: i + 1, score: item.score, **item.about}
 
     @property
     def took(self) -> dict[str, Any]:
-        """An answer's fields for the whole list."""
-        return {"proven": self.proven, "passes": self.passes, "rounds": self.rounds}
+        """An answer's fields for all of them."""
+        proven = {} if self.proven is None else {"proven": self.proven}
+        return {**proven, "passes": self.passes, "rounds": self.rounds, **({"open": self.open} if self.open else {})}
 
 
-class Found(Protocol):
-    """The result of rounds, whose items have `tokens` and a `score`, and an answer's fields for it: see `Best`."""
-
-    @property
-    def items(self) -> Sequence[Any]: ...
-    @property
-    def took(self) -> dict[str, Any]: ...
-    def of_item(self, i: int) -> dict[str, Any]: ...
-
-
-FoundT = TypeVar("FoundT", bound=Found)
-FoundT_co = TypeVar("FoundT_co", bound=Found, covariant=True)
-
-
-class Rounds(ABC, Generic[FoundT_co]):
+class Rounds(ABC):
     """A search of a tree by rounds of passes. Score `passes`, give the answers to `take`, until there are none; then
     read `result`."""
 
@@ -89,7 +82,7 @@ class Rounds(ABC, Generic[FoundT_co]):
 
     @property
     @abstractmethod
-    def result(self) -> FoundT_co: ...
+    def result(self) -> Found: ...
 
     @abstractmethod
     def _next_nodes(self) -> Sequence[int] | NDArray[np.int64]:
@@ -120,7 +113,7 @@ def described(
     ]
 
 
-class Search(Rounds[Best]):
+class Search(Rounds):
     """The search for the `k` best items.
 
     A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
@@ -159,11 +152,11 @@ class Search(Rounds[Best]):
         self._pruned = -np.inf  # the best mass of what is pruned for good
 
     @property
-    def result(self) -> Best:
+    def result(self) -> Found:
         """The result so far."""
-        items = ordered([Ranked(*item) for item in self.tree.items(self._best)])
+        items = ordered(self.tree.items(self._best))
         left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
-        return Best(items, bool(left <= self._bar), self._taken, self._rounds)
+        return Found(items, self._taken, self._rounds, proven=bool(left <= self._bar))
 
     def _next_nodes(self) -> NDArray[np.int64]:
         self._rank_items()
@@ -212,9 +205,9 @@ class Search(Rounds[Best]):
         return max(0, min([most, *(limit - self._taken for limit in limits if limit is not None)]))
 
 
-def ordered(items: list[Ranked]) -> list[Ranked]:
-    """Return them best first; equal scores are ordered by tokens."""
-    return sorted(items, key=lambda one: (-one.score, one.tokens))
+def ordered(items: Iterable[tuple[tuple[int, ...], float]]) -> list[Item]:
+    """Return items, given as tokens and score, best first; equal scores are ordered by tokens."""
+    return sorted((Item(*item) for item in items), key=lambda one: (-one.score, one.tokens))
 
 
 def _largest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from itemset.ranking.scored_tree import Answers, Pass
 from itemset.ranking.search import Rounds
 
 
-class TokenScores(Rounds[Any]):
+class TokenScores(Rounds):
     """The scores of some items' tokens and of the end token after each. Its `result` is itself.
 
     items: of each item log p and log q, [tokens + 1] floats each, once the round is taken.

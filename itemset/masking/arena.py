@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
-from itemset.masking import arena_plan, cpu_kernels
+from itemset.masking import Kernels, arena_plan, cpu_kernels
 from itemset.masking import batch as form
 from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, Slate, aligned, arena_bytes, room_for
-from itemset.masking.batch import NO_BITS, READY, ROW, Kernels, kernels_for
+from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for
 from itemset.masking.table_copies import Copies, Parts
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS

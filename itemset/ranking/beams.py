@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from itemset.masking import Kernels
 from itemset.masking.arena import Arena
-from itemset.masking.batch import Kernels, kernels_for
+from itemset.masking.batch import kernels_for
 from itemset.ranking import beam_state as form
 from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, Rules, score_of
 from itemset.ranking.search import check_positive

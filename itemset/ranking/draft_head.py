@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.masking import Kernels
 from itemset.masking.arena import Arena
-from itemset.masking.batch import Kernels
 from itemset.ranking.beams import Beams
 from itemset.text import TokenizerId
 from itemset.trie.levels import LevelPlan

@@ -112,13 +112,11 @@ class Drawing(Rounds):
     def _next_nodes(self) -> list[int]:
         racing = (race for i, race in enumerate(self._races) if i not in self._known)
         waiting = [race for race in racing if not race.run(self.tree)]
-        left = len(waiting) if self._max_passes is None else self._max_passes - self._taken
-        nodes = list(dict.fromkeys(race.waits_for for race in waiting))[: max(0, left)]
+        nodes = list(dict.fromkeys(race.waits_for for race in waiting))[: self._left]
         if not nodes:
             return []
         self.tree.nodes["expansion"][nodes] = PENDING
-        most = max(1, self._taken // _AHEAD) if self._width is None else self._width
-        most = most if self._max_passes is None else min(most, left)
+        most = min(self._left, max(1, self._taken // _AHEAD) if self._width is None else self._width)
         share = math.ceil((most - len(nodes)) / len(waiting))
         for race in waiting:
             if len(nodes) >= most:

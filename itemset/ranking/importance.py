@@ -67,9 +67,7 @@ class Importance(Rounds):
         return Found(found, self._taken, self._rounds)
 
     def _next_nodes(self) -> list[int]:
-        nodes = list(dict.fromkeys(node for draw in self._draws for node in draw.run(self._walk)))
-        left = len(nodes) if self._max_passes is None else self._max_passes - self._taken
-        return nodes[: max(0, left)]
+        return list(dict.fromkeys(node for draw in self._draws for node in draw.run(self._walk)))
 
     def _walk(self, one: _Candidate) -> int:
         """Sample on inside the set, to an item, an unscored prefix, or a scored one without children; return the

@@ -4,6 +4,7 @@ An item's score is the sum of its tokens' log-probabilities over the whole vocab
 Algorithm 1), with its end token's. Whoever runs the model, runs the rounds.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -76,8 +77,13 @@ class Rounds(ABC):
         self.tree.take(answers, self._bar)
         self._passes = self._ask()
 
+    @property
+    def _left(self) -> int:
+        """How many passes may still be taken."""
+        return sys.maxsize if self._max_passes is None else max(0, self._max_passes - self._taken)
+
     def _ask(self) -> list[Pass]:
-        nodes = self._next_nodes()
+        nodes = self._next_nodes()[: self._left]
         return self.tree.ask(nodes) if len(nodes) else []
 
     @property
@@ -86,7 +92,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def _next_nodes(self) -> Sequence[int] | NDArray[np.int64]:
-        """Return the nodes to score in the next round; none at the end."""
+        """Return the nodes to score in the next round, as many as may be; none at the end."""
 
 
 def check_positive(**numbers: int | None) -> None:
@@ -200,9 +206,10 @@ class Search(Rounds):
     def _budget(self) -> int:
         """Return how many passes the next round may have."""
         # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
-        most = self._width if self._beam else max(self._width, self._taken // _PROOF_SHARE)
-        limits = (self._max_passes, None if self._beam else self._proof_passes)
-        return max(0, min([most, *(limit - self._taken for limit in limits if limit is not None)]))
+        if self._beam:
+            return min(self._width, self._left)
+        most = min(max(self._width, self._taken // _PROOF_SHARE), self._left)
+        return most if self._proof_passes is None else max(0, min(most, self._proof_passes - self._taken))
 
 
 def ordered(items: Iterable[tuple[tuple[int, ...], float]]) -> list[Item]:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from itemset.errors import ItemSetError
-from itemset.masking.batch import Kernels
+from itemset.masking import Kernels
 
 BACKEND = "static"
 Paths = Literal["auto", "device", "host"]

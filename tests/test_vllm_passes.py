@@ -48,10 +48,10 @@ def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], li
 
     lists, own_make, groups = runner_of(llm).prompt_logprobs_worker.static_lists, step_lists.WideLists._make, []
 
-    def make(self: Any, group: list[Any], hidden: Any, logits: Any) -> Any:
-        assert len(group) == len(hidden) == len(logits) <= tokens
+    def make(self: Any, group: list[Any]) -> Any:
+        assert len(group) <= tokens
         groups.append(len(group))
-        return own_make(self, group, hidden, logits)
+        return own_make(self, group)
 
     prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
     params, room = asked("fixed", 6, 3, False), lists._room._replace(tokens=tokens)

@@ -199,7 +199,7 @@ class WideLists:
         """Whether there is room for these lists, which are of one kind: blocks and logits."""
         if lists[0].spec.placeholders:
             assert self._sets.head is not None
-            each = 4 * self._sets.head.width_of_logits * lists[0].spec.width
+            each = 4 * self._sets.head.row_size * lists[0].spec.width
             return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
         passes = self._passes(lists[0])
         return self._have_blocks(lists, passes.rows) and len(lists) * passes.tokens <= self._room.tokens

@@ -57,11 +57,11 @@ class Importance(Rounds):
         """
         if not all(draw.over for draw in self._draws):
             raise CutOffError(f"the draws need more than {self._taken} passes")
-        drawn = [draw for draw in self._draws if draw.node >= 0]
-        items = self.tree.items(self.tree.nodes[np.array([draw.node for draw in drawn], np.int64)])
+        drawn = [(draw, one) for draw in self._draws if (one := draw.taken) is not None]
+        items = self.tree.items(self.tree.nodes[np.array([one.node for _, one in drawn], np.int64)])
         about = [
-            {"exact": False, "weight": math.exp(one.weight), "accepted": one.accepted, "candidates": one.number}
-            for one in drawn
+            {"exact": False, "weight": math.exp(one.weight), "accepted": draw.accepted, "candidates": draw.number}
+            for draw, one in drawn
         ]
         found = [Item(*item, of_draw) for item, of_draw in zip(items, about, strict=True)]
         return Found(found, self._taken, self._rounds)
@@ -95,15 +95,15 @@ class _Candidate:
 
 @dataclass
 class _Draw:
-    """One draw. number: candidates that were begun; the last `limit` of twice as many are the pool."""
+    """One draw. number: candidates that were begun; the last `limit` of twice as many are the pool. taken: the one that
+    was accepted, or else taken from the pool."""
 
     key: np.uint64
     limit: int
     number: int = 0
     under_way: list[_Candidate] = field(default_factory=list)
     over: bool = False
-    node: int = -1
-    weight: float = -math.inf
+    taken: _Candidate | None = None
     accepted: bool = False
 
     def run(self, walk: Callable[[_Candidate], int]) -> list[int]:
@@ -121,17 +121,12 @@ class _Draw:
         return []
 
     def _judge(self, items: list[_Candidate]) -> None:
-        if self.number <= self.limit:
-            if items and uniform(items[0].key, items[0].used) < math.exp(items[0].weight):
-                self._end(items[0], accepted=True)
-            return
-        self.over = True
-        if items:
+        self.over = self.number > self.limit
+        if self.over and items:
             shares, _ = _shares_of(np.array([one.weight for one in items]))
-            self._end(items[_choose(shares, self.key, 0)], accepted=False)
-
-    def _end(self, one: _Candidate, *, accepted: bool) -> None:
-        self.over, self.node, self.weight, self.accepted = True, one.node, one.weight, accepted
+            self.taken = items[_choose(shares, self.key, 0)]
+        elif items and uniform(items[0].key, items[0].used) < math.exp(items[0].weight):
+            self.over, self.taken, self.accepted = True, items[0], True
 
 
 def _shares_of(masses: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
+from itemset.masking.cpu_kernels import children_from
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import first_edge, label
-from itemset.trie.walk import END, TAIL, follow, is_alive, is_terminal, tail_entry
+from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal, tail_token
 
 
 class Pass(NamedTuple):
@@ -235,12 +236,11 @@ def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
     states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
     tokens, size = np.empty(8 * len(edges) + 8, np.int64), 0
     for i in range(len(edges)):
-        first, edge, state = size, np.int64(edges[i]), np.int64(0)
-        token = label(tables, edge) if edge >= 0 else np.int64(-1)
+        first, edge = size, np.int64(edges[i])
         if edge >= 0:
-            state = follow(tables, edge)
+            token, state = label(tables, edge), follow(tables, edge)
         else:
-            token, state = _certain(tables, state, forced)
+            token, state = _certain(tables, np.int64(0), forced)
         while token >= 0:
             if size == len(tokens):
                 tokens = np.concatenate((tokens, np.empty_like(tokens)))
@@ -255,21 +255,12 @@ def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
 def _certain(tables, state, forced):  # type: ignore[no-untyped-def]
     """Return the token that is certain to follow, or -1, and the state after it."""
     if state >= TAIL:
-        entry = tail_entry(tables, state - TAIL)
-        if entry < 0:
-            return np.int64(-1), np.int64(END)
-        return entry & ((np.int64(1) << tables.token_bits) - 1), np.int64(
-            END if entry >> tables.token_bits else state + 1
-        )
+        token = tail_token(tables, state)
+        return token, advance(tables, state, token) if token >= 0 else np.int64(END)
     if not forced or state >= tables.nodes or is_terminal(tables, state):
         return np.int64(-1), state
-    only = np.int64(-1)
-    for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
-        if is_alive(tables, edge):
-            if only >= 0:
-                return np.int64(-1), state
-            only = np.int64(edge)
-    return (label(tables, only), follow(tables, only)) if only >= 0 else (np.int64(-1), state)
+    only, count = children_from(tables, state)
+    return (label(tables, only), follow(tables, only)) if count == 1 else (np.int64(-1), state)
 
 
 @compiled

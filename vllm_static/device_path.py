@@ -17,10 +17,9 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
 from itemset.masking.arena_plan import Holdings, Slate
 from itemset.masking.slots import MAX_STOP_TOKENS
-from itemset.serving.catalogue import Catalogue
+from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.config import StaticConfig
 from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
-from itemset.serving.versions import Opened
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
 from vllm_static.weight_updates import asleep

@@ -22,6 +22,7 @@ from itemset.trie.pointers import first_edge, label, pointers_at
 from itemset.trie.rows import MAX_TOKEN_ID
 from itemset.trie.walk import DEAD, END, TAIL, WAITING, advance, find_edge, is_alive, is_terminal, tail_token
 
+_FREE = -1  # among states: a place without a constraint
 _PLACES = 256  # whose logits are computed in one product
 
 
@@ -107,7 +108,8 @@ def legal_tokens(
     sets = [item_set] * size if isinstance(item_set, ItemSet) else list(item_set)
     tables = _tables(sets, size)
     stops = np.unique([stop_tokens] if isinstance(stop_tokens, int) else np.array(stop_tokens, np.int64))
-    places, found, bad = _walk(tables, stops, np.minimum(tokens, MAX_TOKEN_ID + 1), begin, end)
+    states = np.full(tokens.shape, _FREE, np.int64)
+    bad = _walk(tables, stops, np.minimum(tokens, MAX_TOKEN_ID + 1), begin, end, states)
     if bad >= 0:
         row, column = divmod(int(bad), steps)
         raise ItemSetError(
@@ -115,8 +117,15 @@ def legal_tokens(
             f"tokens of its item, which begins at {begin[row]}. Give the set and the version that the rollout had, as "
             "`starts` where its item begins, and as `lengths` its own tokens if it was cut or padded"
         )
-    numbers, counts, depths, chosen = map(torch.from_numpy, places)
-    return LegalTokens((size, steps), numbers, counts, depths, torch.from_numpy(found), chosen)
+    places = np.flatnonzero(states != _FREE)
+    counts, nothing = np.empty(len(places), np.int64), np.empty(0, np.int64)
+    chosen = np.empty(len(places), np.int64)
+    _list(tables, stops, tokens, states, places, counts, nothing, chosen)
+    found = np.empty(counts.sum(), np.int64)
+    _list(tables, stops, tokens, states, places, counts, found, chosen)
+    depths = places % max(steps, 1) - begin[places // max(steps, 1)]
+    given = (torch.from_numpy(array) for array in (places, counts, depths, found, chosen))
+    return LegalTokens((size, steps), *given)
 
 
 def _array(given: Tensor | ArrayLike) -> NDArray[np.int64]:
@@ -140,43 +149,50 @@ def _tables(sets: list[ItemSet], size: int) -> NDArray[np.int64]:
 
 
 @compiled
-def _walk(tables: Any, stops: Any, ids: Any, begin: Any, end: Any) -> Any:
-    """Return of each place with a constraint its number, how many tokens are legal, how many of the item came before,
-    and where its own token stands, [4, R]; the legal tokens of all; and the first place with an illegal token, or -1.
-    """
-    places, count = np.empty((4, ids.size), np.int64), 0
-    found, size = np.empty(1024, np.int64), 0
+def _walk(tables: Any, stops: Any, ids: Any, begin: Any, end: Any, states: Any) -> Any:
+    """Fill in the state before each token of an item. Return the first place with an illegal token, else -1."""
     for i in range(len(ids)):
         pointers, state = pointers_at(tables[i].ctypes.data), np.int64(0)
         for t in range(begin[i], end[i]):
-            token, own = ids[i, t], size
+            token = ids[i, t]
             if token < 0 or (state == END and not len(stops)):
                 break
-            is_node = state < WAITING
-            first, after = (first_edge(pointers, state), first_edge(pointers, state + 1)) if is_node else (0, 0)
-            room = size + (after - first) + len(stops) + 1
-            if room > len(found):
-                found = np.concatenate((found[:size], np.empty(2 * room - size, np.int64)))
-            if state >= TAIL:
-                found[size] = tail_token(pointers, state)
-                size += 1
-            for edge in range(first, after):
+            states[i, t] = state
+            after = advance(pointers, state, token)
+            if after == DEAD:
+                if is_terminal(pointers, state) and (stops == token).any():
+                    break
+                return i * ids.shape[1] + t
+            state = after
+    return -1
+
+
+@compiled
+def _list(
+    tables: Any, stops: Any, ids: Any, states: Any, places: Any, counts: Any, found: Any, chosen: Any
+) -> None:  # fmt: skip
+    """Count the legal tokens of each place; or write them to `found`, if it has room, and where the batch's own are."""
+    writing, at = len(found) > 0, 0
+    for k in range(len(places)):
+        i, t = places[k] // ids.shape[1], places[k] % ids.shape[1]
+        pointers, state, first = pointers_at(tables[i].ctypes.data), states[i, t], at
+        if state >= TAIL:
+            if writing:
+                found[at] = tail_token(pointers, state)
+            at += 1
+        elif state < WAITING:
+            for edge in range(first_edge(pointers, state), first_edge(pointers, state + 1)):
                 if is_alive(pointers, edge):
-                    found[size] = label(pointers, edge)
-                    size += 1
-            if is_terminal(pointers, state):
-                for stop in stops:
-                    if find_edge(pointers, state, stop) < 0:  # else it is a token of the item
-                        found[size] = stop
-                        size += 1
-            places[0, count], places[1, count], places[2, count] = i * ids.shape[1] + t, size - own, t - begin[i]
-            while own < size and found[own] != token:
-                own += 1
-            if own == size:
-                return places[:, :count], found[:size], places[0, count]
-            places[3, count] = own
-            count += 1
-            state = advance(pointers, state, token)
-            if state == DEAD:  # after a stop token
-                break
-    return places[:, :count], found[:size], np.int64(-1)
+                    if writing:
+                        found[at] = label(pointers, edge)
+                    at += 1
+        if is_terminal(pointers, state):
+            for stop in stops:
+                if find_edge(pointers, state, stop) < 0:  # else it is a token of the item
+                    if writing:
+                        found[at] = stop
+                    at += 1
+        counts[k] = at - first
+        for place in range(first, at if writing else first):
+            if found[place] == ids[i, t]:
+                chosen[k] = place

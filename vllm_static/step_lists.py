@@ -20,7 +20,7 @@ from torch import Tensor
 
 from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
-from itemset.serving.wire import GRAPHS, HEAD, REASONS, ListSpec, NoList, read
+from itemset.serving.wire import GRAPHS, HEAD, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
 from vllm_static.kv_branches import MOST_LOGITS, Branches, Prompt, scratch_needed, to_device
 from vllm_static.narrow_head import Alphabet
@@ -32,7 +32,8 @@ MOST_STEPS = 4  # full steps that a list may take
 
 
 class Asked(NamedTuple):
-    """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders.
+    """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders; its request has no
+    name until a step has it (`of`).
 
     states: if the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as
         they have been computed: [L + 1, hidden size].
@@ -49,6 +50,9 @@ class Asked(NamedTuple):
         spec = self.spec
         end = -1 if spec.scored_end is None else spec.scored_end
         return (spec.placeholders, self.number, spec.width, end, spec.renormalised, spec.k, spec.temperature)
+
+    def of(self, request: str) -> Asked:
+        return self._replace(prompt=self.prompt._replace(request=request))
 
     @property
     def apart(self) -> list[Asked]:
@@ -76,7 +80,7 @@ class Passes(NamedTuple):
 class WideLists:
     """The lists of a worker's steps.
 
-    asked: those whose prompts are not complete, by request.
+    asked: those whose prompts are not complete, by slot.
     narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU,
         where a pass reads tails whole. On an accelerator shapes stay as the set's levels bound them, and a row has one
         token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_passes`.
@@ -88,7 +92,7 @@ class WideLists:
         self._scratch = range(count - room.blocks, count)
         self._block = runner.block_tables.block_sizes[0]
         self._sets = item_sets(runner)
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[int, Asked] = {}
         self.narrow = runner.device.type == "cpu"
         self._warm_up()
 
@@ -118,26 +122,22 @@ class WideLists:
         size = self._runner.model_config.get_hidden_size()
         return torch.zeros(self._sets.head.levels + 1, size, dtype=self._runner.dtype, device=self._runner.device)
 
-    def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
-        """Note that a request asks for a list, whose prompt begins, or begins again. On the host path it has no place
-        in the arena, and gets none."""
-        carried = read(extra)
-        self.remove(request)
+    def add(self, slot: int, carried: EngineRequest | None) -> None:
+        """Note whether the request in a slot asks for a list, whose prompt begins, or begins again. On the host path it
+        has no place in the arena, and gets none. A list whose request has ended, or was aborted, is forgotten with the
+        slot's next request."""
+        self.asked.pop(slot, None)
         if carried is not None and carried.ranked is not None and carried.place is not None:
-            prompt = Prompt(request, slot, int(self._runner.req_states.prompt_len.np[slot]))
+            prompt = Prompt("", slot, int(self._runner.req_states.prompt_len.np[slot]))
             states = self._no_states() if carried.ranked.placeholders else None
-            self.asked[request] = Asked(carried.place[0], prompt, carried.ranked, states)
-
-    def remove(self, request: str) -> None:
-        """Forget a request that has ended, or was aborted."""
-        self.asked.pop(request, None)
+            self.asked[slot] = Asked(carried.place[0], prompt, carried.ranked, states)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Make the lists whose prompts this step completes: of each request a table, as `ListResult.of_table` reads."""
         computed, tables = batch.num_computed_prefill_tokens_np, dict[str, Tensor]()
         lists, rows = list[Asked](), list[int]()
-        for i, request in enumerate(batch.req_ids):
-            if (one := self.asked.get(request)) is None:
+        for i, slot in enumerate(batch.idx_mapping_np.tolist()):
+            if (one := self.asked.get(slot)) is None:
                 continue
             start, end = int(computed[i]), int(computed[i] + batch.num_scheduled_tokens[i])
             if one.states is not None:
@@ -148,12 +148,13 @@ class WideLists:
                     one.states[first - last : after - last] = hidden_states[row + first : row + after]
             if end < batch.prefill_len_np[i]:
                 continue
-            del self.asked[request]
+            del self.asked[slot]
+            one = one.of(batch.req_ids[i])
             if (reason := self._reason(one)) is None:
                 lists.append(one)
                 rows.append(i)
             else:
-                tables[request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
+                tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
         if not lists:
             return tables
         self._sets.arena.use([one.number for one in lists])

@@ -32,7 +32,10 @@ def served(path: str, headers: Any, *bodies: bytes, items: Any = None, each: int
         made.append(weakref.ref(body.made))
         scope["kept"] = send  # as a server's objects of a request do, which refer to each other
         given.append({"type": "http.response.start", "status": 200, "headers": headers})
-        more = [{"type": "http.response.body", "body": one, "more_body": i + 1 < len(bodies)} for i, one in enumerate(bodies)]
+        more = [
+            {"type": "http.response.body", "body": one, "more_body": i + 1 < len(bodies)}
+            for i, one in enumerate(bodies)
+        ]
         given.extend(more)
         for message in given:
             await send(message)
@@ -79,7 +82,8 @@ def test_an_error_after_items_is_sent_whole():
 
 
 def test_events_get_their_items_where_a_choice_ends():
-    events = b'data: {"choices":[{"index":3,"text":"a","finish_reason":null}]}\n\ndata: {"choices":[{"index":3,"text":"","finish_reason":"stop"}]}\n\n'
+    choice = b'data: {"choices":[{"index":3,"text":"a","finish_reason":%s}]}\n\n'
+    events = choice % b"null" + choice % b'"stop"'
     _, left = served("/v1/completions", EVENTS, events, b"data: [DONE]\n\n", items={(1, 1): BLUE}, each=2)
     first, last = (json.loads(line[6:])["choices"][0] for line in left[1]["body"].split(b"\n\n")[:2])
     assert ("item" in first, last["item"], left[2]["body"]) == (False, BLUE["item"], b"data: [DONE]\n\n")

@@ -71,7 +71,7 @@ class ItemSetWords(http_bodies.BodyMiddleware):
         selection = {word: fields[word] for word, kind in kinds.items() if isinstance(fields.get(word), kind)}
         try:
             prepared = front_end.checks.prepare(ItemRequest(name, choice, **selection))
-            body.made = (await http_bodies.while_connected(prepared, request)).choice
+            body.made = await http_bodies.while_connected(prepared, request)
         except ItemSetError as error:
             body.made = error
 
@@ -170,4 +170,4 @@ def _judged(
         raise RefusedError("beam search", message, "beam_width")
     if judged is not None and isinstance(body.made, ItemSetError):
         raise body.made
-    return replace(judged, choice=body.made) if judged is not None and isinstance(body.made, InlineSet) else judged
+    return replace(judged, made=body.made) if judged is not None and isinstance(body.made, InlineSet) else judged

@@ -52,25 +52,21 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     """The item set is attached to its request: every request passes here, with its prompt's length known."""
     from vllm.sampling_params import SamplingParams
 
-    from vllm_static.request import asked, names_sets, put, with_constraint
+    from vllm_static.request import asked, names_sets, put
 
-    front_end, grammar, weighed = self.static_front_end, None, ""
+    front_end, item_request = self.static_front_end, None
     if isinstance(params, SamplingParams):
         with refusals(params):
             if not front_end and names_sets(params):  # it would be ignored
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
-            if front_end and (item_request := asked(params)) is not None:
-                item_request = front_end.checks.pinned(item_request)
-                params, weighed = put(params, item_request), item_request.weighed
-                grammar = front_end.checks.reference(item_request)
-            elif front_end and (grammar := front_end.constraint(params)) is not None:
-                params = with_constraint(params, grammar)
+            if front_end and (judged := asked(params)) is not None:
+                params = put(params, item_request := front_end.pinned(judged))
     request = original(params=params)
-    if grammar is not None:
+    if item_request is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with refusals(params):
-            expecting = front_end.attach(grammar, request.sampling_params, prompt_tokens, weighed=weighed)
+            expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
             setattr(request.sampling_params, answers.EXPECTED, expecting)
     return request
 
@@ -109,17 +105,14 @@ async def _add_request(original: Callable[..., Any], self: Any, params: Any) -> 
     """Inline sets are encoded, and filters applied, beside the event loop."""
     front_end = self.input_processor.static_front_end
     if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
-        from vllm_static.request import asked, constraint_of, put, with_constraint
+        from vllm_static.request import asked, put
         from vllm_static.version_watcher import follow
 
         follow(self)  # where there was no event loop before
         # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
         with refusals(params):
             if (item_request := asked(params)) is not None:
-                params = put(params, await front_end.checks.prepare(item_request))
-            elif (given := constraint_of(params)) is not None:
-                constraint = await front_end.constraints.prepare(*given)
-                params = params if constraint is None else with_constraint(params, constraint)
+                params = put(params, await front_end.prepare(item_request))
     return await original(params=params)
 
 

@@ -71,7 +71,7 @@ class Constraints:
     def get(self, kind: str, spec: Any) -> Constraint | None:
         """Return the constraint, None if no item set stands in it. Waits for all of it.
 
-        Raises RefusedError for what cannot hold, and as `Checks.reference` does.
+        Raises RefusedError for what cannot hold, and as `Checks.made` does.
         """
         if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
@@ -85,7 +85,7 @@ class Constraints:
         marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
         if marked is None:
             return None
-        made = [self._checks.made(await self._checks.prepare(self._asked(place))) for place in marked.holes]
+        made = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
         threads = self._threads if len(marked.grammar) <= SMALL else self._large
         return await loop.run_in_executor(threads, self._assembled, kind, marked, made)
 
@@ -190,8 +190,8 @@ class Constraints:
 
         limits: as of `Checks.slate`.
         """
-        for reference in constraint.references:
-            self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
+        for made in constraint.sets:
+            self._checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
         if constraint.kind == SLATE:
             self._check_stops(constraint, stop_tokens)
             self._checks.slate(constraint.least, prompt_tokens=prompt_tokens, **limits)

@@ -132,6 +132,8 @@ async def _check_model(original: Callable[..., Any], self: Any, request: Any) ->
         try:
             with refusals(request):
                 http.judge_request(request)
+                if (front_end := compat.front_end_of(self)) is not None:
+                    await http.make_sets(front_end)
         except VLLMValidationError as error:  # not every endpoint expects one to be raised here
             return self.create_error_response(error)
     return await original()

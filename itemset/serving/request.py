@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from itemset.errors import shown
 from itemset.serving import request_fields as fields
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.constraint import Constraint
 from itemset.serving.request_fields import (
     BEAMS,
     DRAWS,
@@ -25,6 +24,9 @@ from itemset.serving.request_fields import (
 )
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
+
+if TYPE_CHECKING:  # it imports torch
+    from itemset.serving.constraint import Constraint
 
 BENDING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),

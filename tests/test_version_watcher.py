@@ -197,6 +197,17 @@ def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
     assert os.listdir(tmp_path / "cache") == begin  # nothing was copied
 
 
+def test_a_version_that_stays_open_is_begun_already(films, processes):
+    """As a worker finds that of a rollback."""
+    films.publish()
+    processes.follower.look()
+    worker, first = processes.engines[0], films.versions[0].name
+    opened = worker.begun("films", first)
+    assert opened is not None
+    worker.serve(opened)
+    assert worker.reference("films") == f"version:{first}@films"
+
+
 def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes):
     """Made after its version was closed, as by a request that was slow; nothing of closed versions stays."""
     front = processes.checks[0]

@@ -115,7 +115,8 @@ class FrontEnd(FrontEndBase):
                 self._check_weighed(one.weighed, request, i, params or {})
             if one.choice is not None and one.made is None:
                 one = replace(one, made=made.get(id(one.choice)))
-            pinned = await while_connected(self.prepare(one), http_request)
+            waits = one.chooses or (one.choice is not None and one.made is None)
+            pinned = await while_connected(self.prepare(one), http_request) if waits else self.pinned(one)
             assert pinned is not None
             made[id(one.choice)] = pinned.made
             judged.append(in_place(params or {}, pinned))

@@ -20,11 +20,15 @@ Trainer = Callable[[itemset.ItemSet, Sequence[Item], float], tuple[torch.Tensor,
 
 @pytest.fixture(scope="module")
 def trainer(tiny_model: Path) -> Trainer:
+    return trainer_of(tiny_model)
+
+
+def trainer_of(path: Path) -> Trainer:
     """A function of a set, answers after PROMPT and a temperature: log q and log p of each token, in float32."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def log_probs(item_set: itemset.ItemSet, answers: Sequence[Item], temperature: float) -> Any:
         lengths = [len(answer) for answer in answers]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 MEMORY = 20  # films of a user that the model looks back on
 STEPS, BATCH = 1_500, 48
 TOLD_SECONDS = 5
-TRAINED = Path(__file__).with_name("retrieval.safetensors")  # weights that `train` has made, in half precision, and codes
+TRAINED = Path(__file__).with_name("retrieval.safetensors")  # what `train` has made, in half precision, and codes
 
 
 def text_of(code: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from async_rollouts import check_cycles, cycles
 from candidate_tests import *  # noqa: F403 - its trainer
-from candidate_tests import check_candidates, check_refusals, check_samples, trainer_of
+from candidate_tests import check_candidates, check_logprobs, check_refusals, check_samples, trainer_of
 from engine_words import PROMPT, Answer
 from engines import FAST, answered, given
 from models import cached_tiny_llama
@@ -156,6 +156,27 @@ def test_candidates_have_the_log_probabilities_of_the_trainer(engines, tiny_mode
     check_samples(engine, named_sets, trainer)
     if not speculative:
         check_candidates(engine, named_sets, trainer)
+
+
+@pytest.mark.parametrize(
+    ("way", "mode", "legal", "temperature"),
+    [
+        ("v1", "raw", True, 1.0),
+        ("v1", "processed", True, 0.7),
+        ("v2", "raw", False, 1.0),
+        ("v2", "processed", True, 0.7),
+    ],
+)
+def test_which_number_logprobs_are(engines, tiny_model, static, named_sets, trainer, way, mode, legal, temperature):
+    runner, path, _ = WAYS[way]
+    more = {} if mode == "raw" else {"logprobs_mode": "processed_logprobs"}
+    engine = engines(runner, tiny_model, **on_path(static, path, "numba"), **more)
+
+    def logprobs(answer: Answer) -> list[float]:
+        columns = answer.said["logprobs"]
+        return [column[token].logprob for column, token in zip(columns, answer.tokens, strict=True)]
+
+    check_logprobs(engine, named_sets, trainer, logprobs, legal=legal, temperature=temperature)
 
 
 def test_candidates_beside_samples_of_one_call(engines, tiny_model, static, named_sets):

@@ -9,7 +9,7 @@ import pytest
 from asking import named
 from async_rollouts import check_cycles, cycles
 from candidate_tests import *  # noqa: F403 - its trainer
-from candidate_tests import check_candidates, check_refusals, check_samples, trainer_of
+from candidate_tests import check_candidates, check_logprobs, check_refusals, check_samples, trainer_of
 from engine_words import PROMPT, Answer
 from models import cached_tiny_llama
 from sets import named_flags
@@ -58,6 +58,11 @@ def test_candidates_have_the_log_probabilities_of_the_trainer(static, path, name
     check_samples(engine, named_sets, trainer)
     check_candidates(engine, named_sets, trainer)
     check_refusals(engine)
+
+    def logprobs(answer: Answer) -> list[float]:
+        return [one[0] for one in answer.said["output_token_logprobs"]]
+
+    check_logprobs(engine, named_sets, trainer, logprobs, legal=True, temperature=0.7)
 
 
 def test_log_probabilities_with_speculation_are_refused(static):

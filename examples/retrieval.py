@@ -34,29 +34,26 @@ WIDTHS = (1, 4, 10, 64)
 K = 10
 
 
-def prepare(
-    folder: Path, seen: Sequence[Sequence[int]], *, train: bool = True, **attributes: Sequence[Any]
-) -> tuple[Path, Path]:
+def prepare(folder: Path, seen: Sequence[Sequence[int]], **attributes: Sequence[Any]) -> tuple[Path, Path]:
     """Make semantic IDs, a model that has learnt them, and the index; return the folder of the model, and the index.
 
-    What an earlier run has left is taken. seen: the films that the model learns from, user by user. train: else both
-    are those that come with the examples. attributes: a value for each film, by name.
+    What an earlier run has left is taken. seen: the films that the model learns from, user by user. attributes: a value
+    for each film, by name.
     """
     model, catalogue, index = folder / "model", folder / "films.csv", folder / "films.itemset"
     if not model.exists():
         folder.mkdir(parents=True, exist_ok=True)
         titles = titles_by_key()
-        codes = retrieval_data.semantic_ids(retrieval_data.vectors()) if train else retrieval_model.trained(model)
+        codes = retrieval_data.semantic_ids(retrieval_data.vectors())
         texts = [retrieval_model.text_of(code) for code in codes]
         with catalogue.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["movie_id", "title", "semantic_id", *attributes])
             writer.writerows(zip(titles.keys(), titles.values(), texts, *attributes.values(), strict=True))
-        if train:
-            tokenizer = retrieval_model.make_tokenizer(codes)
-            encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-            print("teaching a small model what users watch next (once)", flush=True)
-            retrieval_model.train(seen, dict(zip(titles, encoded, strict=True)), tokenizer, model)
+        tokenizer = retrieval_model.make_tokenizer(codes)
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        print("teaching a small model what users watch next (once)", flush=True)
+        retrieval_model.train(seen, dict(zip(titles, encoded, strict=True)), tokenizer, model)
     build_index(catalogue, "semantic_id", model, index, list(attributes))
     return model, index
 
@@ -109,11 +106,11 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
     return whole and all(one[0]["proven"] for one in exact)
 
 
-def show(engine: str, users: int, train: bool) -> bool:
+def show(engine: str, users: int) -> bool:
     """Prepare, serve, ask and report; True if all is as it should be."""
     histories = retrieval_data.histories()
     seen = [watched[:-1] for watched in histories]  # the last film is what the model is asked for
-    model, index = prepare(CACHE / ("retrieval-trained" if train else "retrieval"), seen, train=train)
+    model, index = prepare(CACHE / "retrieval", seen)
     with serving(engine, model, index) as retrieval:
         return report(retrieval, histories[:users])
 
@@ -141,11 +138,10 @@ def main() -> int:
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--users", type=int, help="default: 100, and all that there are with --cold-start")
     parser.add_argument("--cold-start", action="store_true", help="films that no training history holds")
-    parser.add_argument("--train", action="store_true", help="train the model again; by default one comes with this")
     arguments = parser.parse_args()
     if arguments.cold_start:
         return run(partial(show_cold_start, arguments.engine, arguments.users or 10_000))
-    return run(partial(show, arguments.engine, arguments.users or 100, arguments.train))
+    return run(partial(show, arguments.engine, arguments.users or 100))
 
 
 if __name__ == "__main__":

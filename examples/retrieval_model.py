@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 MEMORY = 20  # films of a user that the model looks back on
 STEPS, BATCH = 1_500, 48
 TOLD_SECONDS = 5
-TRAINED = Path(__file__).with_name("retrieval.safetensors")  # what `train` has made, in half precision, and codes
 
 
 def text_of(code: Sequence[int]) -> str:
@@ -51,10 +50,23 @@ def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tok
     encoded: each film's tokens by its key.
     """
     import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     chance = random.Random(0)
-    model = _fresh(tokenizer)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS, pct_start=0.1)
     long_enough = [watched for watched in histories if len(watched) > MEMORY]
@@ -74,50 +86,6 @@ def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tok
             told = time.monotonic()
             left = (told - started) * (STEPS / (step + 1) - 1)
             print(f"  step {step + 1} of {STEPS}: loss {loss.item():.2f}, about {left:.0f} s left", flush=True)
-    _save(model, tokenizer, folder)
-
-
-def trained(folder: Path) -> NDArray[Any]:
-    """Save the model that comes with the examples, as `train` does. Return the films' semantic IDs, by their keys."""
-    from safetensors.torch import load_file
-
-    weights = load_file(TRAINED)
-    codes: NDArray[Any] = weights.pop("codes").numpy()
-    tokenizer = make_tokenizer(codes)
-    model = _fresh(tokenizer)
-    model.load_state_dict(weights, strict=False)  # the head's weights are the embedding's
-    _save(model, tokenizer, folder)
-    return codes
-
-
-def ship(folder: Path, codes: NDArray[Any]) -> None:
-    """Write `TRAINED` from a model that `train` has saved and from the semantic IDs that it has learnt."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    weights = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file({**weights, "codes": torch.from_numpy(codes)}, TRAINED)
-
-
-def _fresh(tokenizer: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     unfinished = emptied(folder.with_suffix(".unfinished"))
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

@@ -21,7 +21,7 @@ import itemset
 from itemset import ItemSet
 from itemset.masking import cpu_kernels, triton_kernels
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.batch import CHAIN, TREE, Batch
+from itemset.masking.batch import CHAIN, ROW, TREE, Batch
 from itemset.masking.slots import Slots
 from itemset.masking.table_copies import Copies
 
@@ -113,7 +113,7 @@ class Compared(Slots):
 
     def step(self, batch: Batch, logits: Tensor) -> None:
         by_digest = {item_set.digest: item_set for item_set in self.sets}
-        rows = np.zeros((len(self.arena.sets), cpu_kernels.ROW), np.int64)
+        rows = np.zeros((len(self.arena.sets), ROW), np.int64)
         for resident in self.arena.plan.residents:
             if resident.digest in by_digest:
                 rows[resident.number] = cpu_kernels.table_row(by_digest[resident.digest])

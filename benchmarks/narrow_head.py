@@ -7,9 +7,10 @@ tokens, each level its own; the smallest alphabet is one range of tokens, the ot
 turns in one engine, with the same prompts, which are not cached; ms are the least of several. "same" says whether the
 items or tokens are equal, "apart" is the largest difference of scores.
 
-lists: two layers; ms of one list. memory: how far the process's memory rises while a list is made. answers: 28 layers;
-ms of five greedy steps of all rows, forward pass and head: the sampler, which Triton's interpreter runs on a CPU, is
-not counted. "no set" are the same requests without a set.
+lists: two layers; ms of one list. Raw scores take one product of all tokens while its logits are below 256 MiB.
+memory: how far the process's memory rises while a list is made. answers: 28 layers; ms of five greedy steps of all
+rows, forward pass and head: the sampler, which Triton's interpreter runs on a CPU, is not counted. "no set" are the
+same requests without a set. On a GPU: ms of 64 steps after 512 tokens, all of them and sampled; items are repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from runner import GPU, Engine, Memory, Report, Row, environment_of, in_turns, i
 VOCABULARY, END, CODES, PROMPT = 151_936, 1, 4, 64
 ALPHABETS = (1_024, 8_192, 50_000)
 BRANCHES = (16, 4, 2)  # children of a node of each level but the first, which has a quarter of the alphabet
-WIDTHS, WIDEST, ROWS, STEPS, REPEATS = (64, 256), 1_000, (1, 16, 64), 5, 3
+WIDTHS, WIDEST, REPEATS = (64, 256), 1_000, 3
+ROWS, STEPS, CONTEXT = ((64, 256, 512), 64, 512) if GPU else ((1, 16, 64), 5, 2)
 
 
 def items_of(alphabet: int) -> Any:
@@ -62,7 +64,7 @@ def model_of(folder: Path, layers: int, kv_heads: int) -> str:
 class Switched:
     """An engine whose narrow head can be turned off between two requests."""
 
-    def __init__(self, folder: str, layers: int, kv_heads: int, **given: Any) -> None:
+    def __init__(self, folder: str, layers: int, kv_heads: int, repeated: int = 1, **given: Any) -> None:
         from vllm.model_executor.model_loader import dummy_loader
 
         import itemset
@@ -70,7 +72,8 @@ class Switched:
         dummy_loader.initialize_single_dummy_weight = _weight  # vLLM's are so small that all logits are equal
         sets = {}
         for alphabet in ALPHABETS:
-            itemset.build(items_of(alphabet)).save(sets.setdefault(f"of {alphabet}", f"{folder}/{alphabet}.itemset"))
+            items = np.tile(items_of(alphabet), (1, repeated))
+            itemset.build(items).save(sets.setdefault(f"of {alphabet}", f"{folder}/{alphabet}.itemset"))
         options = {"item_sets": sets, "ranked_list_beams": WIDEST, "item_set_narrow_head": "on"}
         common: Row = {
             "load_format": "dummy",
@@ -103,7 +106,7 @@ class Switched:
 
         words = {"temperature": 0, "max_tokens": STEPS, "detokenize": False} | more
         words |= {"ignore_eos": True} if name is None else {"extra_args": {"item_set": name}}
-        outputs = self.llm.generate(_prompts(0, rows, 2), SamplingParams(**words), use_tqdm=False)
+        outputs = self.llm.generate(_prompts(0, rows, CONTEXT), SamplingParams(**words), use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in outputs]
 
 
@@ -157,8 +160,10 @@ def lists(folder: str) -> dict[str, list[Row]]:
 
 
 def answers(folder: str) -> list[Row]:
-    engine = Switched(folder, 28, 8, max_num_seqs=max(ROWS), max_model_len=64, kv_cache_memory_bytes=1 << 30)
-    spent, model = [0.0], engine.runner.model
+    length = 1_024 if GPU else 64
+    more: Row = {"max_num_seqs": max(ROWS), "max_model_len": length, "kv_cache_memory_bytes": (40 if GPU else 1) << 30}
+    engine = Switched(folder, 28, 8, -(-STEPS // CODES) if GPU else 1, **more)
+    spent, timed_ones = [0.0], (engine, "answers") if GPU else (engine.runner.model, "forward", "compute_logits")
 
     def timed(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
@@ -166,8 +171,8 @@ def answers(folder: str) -> list[Row]:
         spent[0] += 1e3 * (time.perf_counter() - started)
         return result
 
-    for method in ("forward", "compute_logits"):
-        setattr(model, method, partial(timed, getattr(model, method)))
+    for method in timed_ones[1:]:
+        setattr(timed_ones[0], method, partial(timed, getattr(timed_ones[0], method)))
     made = list[Row]()
     for alphabet in ALPHABETS:
         for count in ROWS:

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,15 +15,21 @@ from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
 from itemset.trie.file import Header
-from itemset.trie.keys import KeyList, Keys, as_keys, changed_places, in_item_order
+from itemset.trie.keys import KeyList, Keys, as_keys, in_item_order
 from itemset.trie.levels import LevelPlan, ready_masks
-from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, NO_ROWS, Rows, as_rows, sort_unique
+from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, Distinct, Rows, as_rows, sort_unique
 from itemset.trie.tables import Trie, build_trie
-from itemset.trie.update import change
-from itemset.trie.validate import digest_of, in_order
+from itemset.trie.update import merged
+from itemset.trie.validate import digest_of, lengths_in_order
 
-ORIGIN = ("vocab_size", "tokenizer", "prefix", "escape")
-"""What a set says of how its items were made."""
+
+class Origin(NamedTuple):
+    """How a set's items were made: the number that token ids stay below, and what texts were encoded with."""
+
+    vocab_size: int | None = None
+    tokenizer: TokenizerId | None = None
+    prefix: str = ""
+    escape: Escape | None = None
 
 
 class ItemSet:
@@ -33,13 +39,10 @@ class ItemSet:
         self,
         trie: Trie,
         keys: Keys,
+        origin: Origin = Origin(),  # noqa: B008  it is immutable
         *,
         digest: str | None = None,
         duplicates: int = 0,
-        vocab_size: int | None = None,
-        tokenizer: TokenizerId | None = None,
-        prefix: str = "",
-        escape: Escape | None = None,
         attributes: NDArray[np.uint8] | None = None,
     ) -> None:
         self.trie = trie
@@ -54,12 +57,10 @@ class ItemSet:
         self._digest = digest
         self.duplicates = duplicates
         """Items of the input that equal an earlier one."""
-        self.vocab_size = vocab_size
-        self.tokenizer = tokenizer
-        self.prefix = prefix
-        """Text before every item, as given to `build_text`."""
-        self.escape = escape
-        """How the items stand inside a longer text, as given to `build_text`. None: they are whole texts."""
+        self._origin = origin
+        self.vocab_size, self.tokenizer, self.prefix, self.escape = origin
+        """`prefix`: text before every item, as given to `build_text`. `escape`: how the items stand inside a longer
+        text, as given to it; None if they are whole texts."""
         self._same_tokenizer: Any = None  # the one that was found to be the set's own
 
     def __len__(self) -> int:
@@ -99,7 +100,7 @@ class ItemSet:
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether the tables are a trie in the order of the items: an index file may hold anything."""
-        return in_order(self.trie, tails=True)
+        return lengths_in_order(self.trie) is not None
 
     @property
     def shared(self) -> int:
@@ -282,15 +283,11 @@ class ItemSet:
         total = len(gone) - int(np.count_nonzero(gone)) + added
         if not 0 < total <= MAX_ITEMS:
             raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
-        new = NO_ROWS if given is None else sort_unique(given)
-        starts = self.key_starts
-        items_gone = gone if starts is None else np.logical_and.reduceat(gone, starts[:-1].astype(np.int64))
         try:
-            trie, members, same = change(self.trie, self._terminal_rank, items_gone, new)
+            distinct = merged(self.trie, self._terminal_rank, self.key_starts, ~gone, given)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        places = changed_places(starts, gone, new, members, same)
-        item_set = _assembled(trie, places, pa.concat_arrays(values), columns, **self._origin)
+        item_set = built(distinct, pa.concat_arrays(values), columns, self._origin)
         warn_of_special(item_set.occurring, tokenizer)
         return item_set
 
@@ -309,13 +306,8 @@ class ItemSet:
             token_bits=self.trie.tables.token_bits,
             duplicates=self.duplicates,
             digest=self.digest,
-            **self._origin,
+            **self._origin._asdict(),
         )
-
-    @property
-    def _origin(self) -> dict[str, Any]:
-        """What the items were made with, as `__init__` takes it."""
-        return {name: getattr(self, name) for name in ORIGIN}
 
 
 def build(
@@ -343,41 +335,23 @@ def build(
     given = as_rows(items, vocab_size)
     item_keys = None if keys is None else as_keys(keys, len(given))
     columns = None if attributes is None else attribute_columns.as_attributes(attributes, len(given))
-    rows, order, starts, lcp = sort_unique(given)
+    distinct = sort_unique(given)
     del given
-    trie, members = build_trie(rows, lcp)
-    del rows, lcp
-    places, key_starts = in_item_order(members, starts)
-    item_set = _assembled(
-        trie,
-        (places if order is None else order[places], key_starts),
-        item_keys,
-        columns,
-        vocab_size=vocab_size,
-        tokenizer=identify(tokenizer) if tokenizer is not None else None,
-        prefix=prefix,
-        escape=escape,
-    )
+    origin = Origin(vocab_size, None if tokenizer is None else identify(tokenizer), prefix, escape)
+    item_set = built(distinct, item_keys, columns, origin)
     warn_of_special(item_set.occurring, tokenizer)
     return item_set
 
 
-def _assembled(
-    trie: Trie,
-    of_keys: tuple[NDArray[Any], NDArray[np.uint32] | None],
-    keys: pa.Array | None,
-    attributes: pa.Table | None,
-    **about: Any,
-) -> ItemSet:
-    """Return the set of a trie. of_keys: as `in_item_order` returns them.
-
-    keys, attributes: by place; without keys, the places are the keys.
-    """
-    places, key_starts = of_keys
+def built(distinct: Distinct, keys: pa.Array | None, attributes: pa.Table | None, origin: Origin) -> ItemSet:
+    """Return the set of these rows. keys, attributes: in the order of the input; by default the places are the keys."""
+    trie, members = build_trie(distinct.rows, distinct.lcp)
+    places, key_starts = in_item_order(members, distinct.starts)
+    places = places if distinct.order is None else distinct.order[places]
     values = pa.array(places.astype(np.int64)) if keys is None else keys.take(pa.array(places))
     named = attributes is not None and attributes.column_names
     section = attribute_columns.to_section(attributes, places) if named else None
-    return ItemSet(trie, Keys(values, key_starts), duplicates=len(places) - trie.items, attributes=section, **about)
+    return ItemSet(trie, Keys(values, key_starts), origin, duplicates=len(places) - trie.items, attributes=section)
 
 
 def build_text(

@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.item_set import ORIGIN, ItemSet
+from itemset.item_set import ItemSet, Origin
 from itemset.trie import file as index_file
 from itemset.trie.file import Header
 from itemset.trie.keys import Keys
@@ -89,8 +89,8 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
     return ItemSet(
         trie,
         keys,
+        Origin(*(getattr(header, name) for name in Origin._fields)),
         digest=header.digest,
         duplicates=header.duplicates,
         attributes=arrays.get("attributes"),
-        **{name: getattr(header, name) for name in ORIGIN},
     )

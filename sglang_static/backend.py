@@ -15,10 +15,10 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from itemset import ItemSet, ItemSetError
 from itemset.embedded.vocabulary import Vocabulary
 from itemset.masking.arena import ArenaFullError, Place
-from itemset.masking.device_slate import Slate
+from itemset.masking.arena_plan import Slate
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import MAX_STOP_TOKENS
-from itemset.serving.catalogue import Catalogue, receive_set
+from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import Grammars, SharedGrammar
 from itemset.serving.version_rollout import Preparer
@@ -167,7 +167,7 @@ class StaticBackend:
 
     def _admit_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
         spec, stops = holes.grammar, compat.stop_tokens(request)
-        sets = {one.reference: receive_set(self._catalogue, one) for one in holes.sets}
+        sets = {one.reference: self._catalogue.receive(one).item_set for one in holes.sets}
         for item_set in sets.values():
             self._check_room(manager.scheduler, request, item_set)
         if holes.slate is not None and self._sampler is not None and self._sampler.drafts == 1:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from itemset.item_set import ItemSet
-from itemset.masking.arena import Arena, Place, arena_bytes, check_tables
-from itemset.masking.arena_reservations import Arrivals, Holdings
+from itemset.masking.arena import Arena, Arrivals, Place, arena_bytes, check_tables
+from itemset.masking.arena_plan import Holdings, Slate
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
-from itemset.masking.device_slate import Slate
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue

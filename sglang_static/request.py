@@ -9,7 +9,7 @@ from typing import Any
 
 from itemset import ItemSet
 from itemset.embedded.rewrite import mentions
-from itemset.serving.catalogue import Catalogue, RefusedError, receive_set
+from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
 from itemset.serving.lost_fields import holds_sets
 from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
@@ -122,7 +122,7 @@ def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[Engin
     carried = read(custom)
     assert carried is not None
     assert carried.item_set is not None
-    item_set = receive_set(catalogue, carried.item_set)
+    item_set = catalogue.receive(carried.item_set).item_set
     custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
     return carried, item_set
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.arena import ArenaFullError, check_tables
+from itemset.serving.catalogue import Opened
 from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
-from itemset.serving.versions import Opened
 from itemset.serving.wire import Prepare, Stage
 from sglang_static import compat
 from sglang_static.compat import hook

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from views import made
 
-from itemset.masking.arena import Arena, room_for
+from itemset.masking.arena import Arena, room_for, with_addresses
 from itemset.ranking import cpu_kernels, triton_kernels
 from itemset.ranking.beam_state import EARLIEST, LOG, NOTHING, SCORE, TAIL, Items, Pass, Rows
 from itemset.ranking.beams import Beams
@@ -85,8 +85,11 @@ def close(given: Tensor, expected: Tensor, *, exactly: bool = False) -> None:
 
 
 def to_cpu(value: Any) -> Any:
-    if isinstance(value, Arena):
-        return SimpleNamespace(words=value.words.cpu(), sets=value.sets.cpu(), device=torch.device("cpu"))
+    if isinstance(value, Arena) and value.device.type != "cpu":
+        words = value.words.cpu()
+        rows = with_addresses(value.sets.cpu().numpy(), words.data_ptr())
+        given = {"words": words, "sets": value.sets.cpu(), "rows": rows, "rows_at": rows.ctypes.data}
+        return SimpleNamespace(**given, device=torch.device("cpu"))
     return moved(value, torch.device("cpu"), to_cpu)
 
 

@@ -20,6 +20,7 @@ import itemset
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import LOCAL
 from itemset.ranking import triton_kernels
+from itemset.ranking.beam_state import STATE
 from itemset.ranking.beams import Beams
 from itemset.ranking.search import Best, Search
 from itemset.trie.walk import DEAD
@@ -171,7 +172,7 @@ def test_the_next_pass_is_told() -> None:
     assert (beams.queries, beams.rows, beams.passes_left) == (3, 3, 2)
     assert beams.next_inputs[0].tolist() == [[5, 0, 0], [4, 4, 4], [7, 0, 0], *[[0, 0, 0]] * 5]
     assert beams.parents[0].tolist() == [0] * 8
-    assert (beams.states[0] & LOCAL).tolist()[3:] == [DEAD] * 5
+    assert (beams._rows.table[STATE, 0] & LOCAL).tolist()[3:] == [DEAD] * 5
     assert not beams.all_over
     for wrong in (torch.zeros(2, 3, 9), torch.zeros(3, 2, 9), torch.zeros(9, 3, 9), torch.zeros(3, 9)):
         with pytest.raises(ValueError, match="1 lists of 3 to 8 rows with 3 query tokens"):

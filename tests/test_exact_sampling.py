@@ -21,7 +21,7 @@ from test_search import VOCABULARY, Model, log_probs, oracle
 from views import made
 
 import itemset
-from itemset.ranking.exact_sampling import CutOffError, Drawing, Draws, expected_passes
+from itemset.ranking.exact_sampling import CutOffError, Drawing, Draws
 from itemset.ranking.scored_tree import Answer, Pass
 
 TOYS = toys()
@@ -161,6 +161,15 @@ def test_no_prefix_is_scored_twice_and_no_round_without_need():
     assert len(asked) == len(set(asked)) == found.passes
     assert found.rounds == len(model.rounds)
     assert model.rounds[0][0].tokens == ()
+
+
+def expected_passes(masses: np.ndarray, below: np.ndarray, n: int) -> float:
+    """Return how many passes n draws with replacement take on average, without any ahead of need.
+
+    masses: of each prefix that a pass may score. below: of the set's items below it; the first prefix is the root.
+    """
+    each = masses / (masses + below[0] - below)
+    return float(np.sum(1 - (1 - each) ** n))
 
 
 def passes_of(toy: Toy) -> tuple[np.ndarray, np.ndarray]:

@@ -24,8 +24,7 @@ import itemset
 from itemset import ItemSetError
 from itemset.masking import cpu_kernels, triton_kernels
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.backends import kernels_for
-from itemset.masking.batch import COLUMNS, LOCAL, Batch
+from itemset.masking.batch import COLUMNS, LOCAL, Batch, kernels_for
 from itemset.masking.slots import Slots
 from itemset.trie.walk import DEAD, END, FREE, STATE_BITS, TAIL, WAITING
 from itemset.trie.walk import advance as host_advance

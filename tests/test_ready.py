@@ -12,10 +12,9 @@ from oracle import dict_trie, prefixes
 from views import KINDS, made
 
 import itemset
-from itemset.masking import cpu_kernels
-from itemset.masking.arena import READY, Arena, room_for
-from itemset.masking.batch import Batch
-from itemset.masking.device_slate import Slate
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.arena_plan import Slate
+from itemset.masking.batch import READY, Batch
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import Slots
 from itemset.trie import levels as ready
@@ -59,7 +58,7 @@ def test_wide_rows_on_a_device(kernels: Any, vocabulary: int, kind: str, is_read
     if kernels == "triton":
         assert (int(arena.sets[number, READY]) >= 0) == is_ready
     else:
-        assert bool(arena.rows[number, cpu_kernels.READY]) == is_ready
+        assert bool(arena.rows[number, READY]) == is_ready
     slots = Slots(arena, len(known), max_rows=len(known), max_stop_tokens=2)
     ids = torch.arange(len(known), device=DEVICE)
     slots.assign(ids, torch.full_like(ids, number), torch.tensor([[-1, *STOPS]] * len(known), device=DEVICE))

@@ -16,8 +16,8 @@ from views import made
 import itemset
 from itemset.masking import triton_kernels
 from itemset.masking.arena import Arena, Plan, room_for
+from itemset.masking.arena_plan import Slate
 from itemset.masking.batch import LOCAL, Batch
-from itemset.masking.device_slate import Slate
 from itemset.masking.slots import NO_SET, Slots
 from itemset.trie.walk import END, NO_TOKEN
 

@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 import itemset
 from itemset import ItemSet, ItemSetError
 from itemset.masking import triton_kernels
-from itemset.masking.arena import TAIL_BASE, Arena, room_for
+from itemset.masking.arena import Arena, room_for
+from itemset.masking.batch import TAIL_BASE
+from itemset.masking.cpu_kernels import row_at
 from itemset.opening import from_bytes
 from itemset.ranking import cpu_kernels
 from itemset.trie import targets
 from itemset.trie.levels import LevelPlan
 from itemset.trie.numbering import nth_edge
+from itemset.trie.pointers import pointers_at
 from itemset.trie.tables import Tables
-from itemset.trie.targets import FAR, LENGTH, OF_A_LEVEL, START, START_HIGH, is_leaf, next_tail, nodes_before, tails_of
+from itemset.trie.targets import FAR, LENGTH, OF_A_LEVEL, START, START_HIGH, is_leaf, nodes_before, tails_of
 from itemset.trie.validate import check_items, check_shapes
 from itemset.trie.walk import END, STATE_BITS, TAIL, advance, follow
 
@@ -63,8 +66,6 @@ def test_they_say_the_same(items: list[list[int]]) -> None:
         assert follow(a, edge) == follow(b, edge)
         assert is_leaf(a, edge) == is_leaf(b, edge)
         assert nodes_before(a, edge) == nodes_before(b, edge)
-        assert next_tail(a, edge, one.trie.tail_tokens) == next_tail(b, edge, one.trie.tail_tokens)
-    assert next_tail(a, edges, one.trie.tail_tokens) == one.trie.tail_tokens
     for block in range(len(one.trie.tables.node_base)):
         assert tails_of(a, block) == tails_of(b, block)
     for leaf, count in ((0, nodes - 1), (1, edges - nodes + 1)):
@@ -149,7 +150,7 @@ def test_numba_follows_them(far: int) -> None:
         number, tables = arena.acquire(s), beyond(s.trie.tables, far)
         fields = arena.sets[number].numpy()
         arena.words.numpy().view(np.uint32)[fields[TAIL_BASE] :][: len(tables.tail_base)] = tables.tail_base
-        place = cpu_kernels.pointers_in(arena.words.data_ptr(), arena.sets.numpy(), number << STATE_BITS)
+        place = pointers_at(row_at(arena.rows_at, number << STATE_BITS))
         for edge in range(len(tables.labels)):
             assert cpu_kernels.state_after(place, edge) == follow(tables.pointers, edge)
 

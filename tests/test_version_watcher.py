@@ -19,8 +19,8 @@ from models import tiny_tokenizer
 import itemset
 from itemset import published
 from itemset.errors import ItemSetError
-from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
-from itemset.masking.arena_reservations import Arrivals, Holdings
+from itemset.masking.arena import Arena, ArenaFullError, Arrivals, arena_bytes, room_for
+from itemset.masking.arena_plan import Holdings
 from itemset.serving import private_copies
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions

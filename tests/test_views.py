@@ -16,7 +16,8 @@ from views import KINDS, made
 
 import itemset
 from itemset.embedded.holes import Items
-from itemset.masking.arena import ALIVE, Arena, ArenaFullError, room_for
+from itemset.masking.arena import Arena, ArenaFullError, room_for
+from itemset.masking.batch import ALIVE
 from itemset.select.views import View, view_from_bytes
 from itemset.trie.walk import DEAD
 

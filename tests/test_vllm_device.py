@@ -351,7 +351,7 @@ def watch_indexes(llm: Any) -> None:
     def watched(req_idx: int, sampling_params: Any) -> bool:
         ref = (read(sampling_params.extra_args) or EngineRequest()).item_set or SetRef("")
         processor.indexes += ref.index is not None
-        processor.filters += ref.filter is not None
+        processor.filters += ref.base is not None
         return add_request(req_idx, sampling_params)
 
     processor.add_request = watched

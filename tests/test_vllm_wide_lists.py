@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -391,15 +392,30 @@ def test_lists_of_lora_adapters(engines, tiny_model, static, adapted):
             assert len(items) == 6
 
 
+def with_ranks(llm: Any, lengths: list[int]) -> tuple[list[list[Item]], list[list[Item]], list[list[int]], list[Any]]:
+    """Lists of raw and of renormalised scores, answers, and how each rank's steps were sampled."""
+    from vllm_static.narrow_hooks import sampled_steps
+
+    raw, renormalised = (inside(llm, "fixed", 8, 5, kind, lengths) for kind in (False, True))
+    words = [{"temperature": 0}, {"temperature": 1.3, "seed": 7, "top_k": 3}]
+    params = [SamplingParams(max_tokens=12, extra_args={"item_set": "fixed"}, **one) for one in words]
+    answers = llm.generate([{"prompt_token_ids": prompt_of(9)}] * 2, params, use_tqdm=False)
+    return raw, renormalised, [list(one.outputs[0].token_ids) for one in answers], llm.collective_rpc(sampled_steps)
+
+
 def test_ranks_choose_the_same_rows(engines, tiny_model, static, engine):
-    """Under tensor parallelism every rank makes the lists, from the same logits."""
+    """Under tensor parallelism every rank makes lists and answers, from the same logits; those of a set's own tokens
+    are each rank's share of them, gathered."""
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     two = engines("v2", tiny_model, **static, **ROOMY, tensor_parallel_size=2, env=env, timeout=300)
-    lengths = [20, 32, 33]
-    found = two.call(inside, "fixed", 8, 5, False, lengths)
+    *found, answers, steps = two.call(with_ranks, [20, 32, 33])
     two.close()
-    for items, expected in zip(found, engine.call(inside, "fixed", 8, 5, False, lengths), strict=True):
-        same(items, expected)
+    *expected, alone, _ = engine.call(with_ranks, [20, 32, 33])
+    for items, others in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        same(items, others)
+    assert answers == alone
+    assert len(steps) == 2
+    assert set(steps[0]) == set(steps[1]) == {"narrow"}
 
 
 def ways(llm: Any, requests: list[dict[str, Any]], k: int = 2) -> tuple[int, dict[str, float]]:
@@ -547,7 +563,7 @@ def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[
         return logits
 
     compute = model.compute_logits
-    small = mock.patch.multiple(narrow_head, PART=1, FEWEST=300)
+    small = mock.patch.multiple(narrow_head, WHOLE=0, PART=1, FEWEST=300)
     head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
     with small, mock.patch.object(head, "parts", True), mock.patch.object(model, "compute_logits", counted):
         narrow = wide()
@@ -605,6 +621,10 @@ FULL: dict[str, list[tuple[str | None, dict[str, Any]]]] = {
     "requests without a set": [("fixed", GREEDY), (None, GREEDY)],
     "sets with other tokens": [("fixed", GREEDY), ("ragged", GREEDY)],
     "logprobs or weights": [("fixed", {**GREEDY, "logprobs": 1})],
+    "requests on the host path": [
+        ("fixed", GREEDY),
+        (None, {**GREEDY, "structured_outputs": StructuredOutputsParams(regex="(a|b)+")}),
+    ],
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 import itemset
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, arena_bytes, room_for
-from itemset.serving.catalogue import Catalogue, InlineSet, open_set, receive, receive_set, set_ref
+from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.inline import Chosen
 from itemset.serving.request import ItemRequest
@@ -39,7 +39,7 @@ class Process:
 
     def ref(self, name: str = "films", **selection: Any) -> SetRef:
         made = self.get(name, **selection)  # which a request holds until it is sent
-        return set_ref(self.catalogue, made.reference)
+        return self.catalogue.made(made.reference).ref
 
 
 @pytest.fixture(scope="module")
@@ -85,20 +85,20 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
     for request, _ in [*REQUESTS, *REQUESTS]:
         made, sent_here = front.get(**request).item_set, front.ref(**request)
         for receiver in (engine, Catalogue(config)):
-            found = receive_set(receiver, sent_here)
+            found = receiver.receive(sent_here).item_set
             assert sorted(found.items()) == sorted(made.items())
             assert found.digest == made.digest
             if isinstance(made, itemset.select.views.View):
                 assert found.base is not None
                 assert made.base is not None
                 assert found.base.digest == made.base.digest
-        if kept := receive(engine, sent_here):
+        if sent_here.index is not None:
+            kept = engine.receive(sent_here)
             resident = arena.plan.acquire(kept.item_set)
             below = arena.view(resident.below[-1][0]) if resident.below else None
             held = below is not None and below.digest == kept.item_set.base.digest  # type: ignore[union-attr]
-            own_filter = kept.own_filter.index if kept.own_filter else None
-            sent = SetRef(sent_here.reference, sent_here.index, None if held else own_filter)
-            at_worker = open_set(engine, sent, below)
+            sent = SetRef(sent_here.reference, sent_here.index, None if held else sent_here.base)
+            at_worker = engine.receive(sent, below, keep=False).item_set
             arena.place(at_worker, resident.number, resident.start, resident.below)
             assert arena.holds(made.digest, resident.number, resident.start)
             assert all(arena.view(number) is not None for number, _ in resident.below[1:])
@@ -111,10 +111,10 @@ def test_a_filter_travels_as_a_digest_and_bits(config: StaticConfig) -> None:
         bits = front.get(item_filter=query).index
         for beside in ({}, {"exclude_keys": ["b"]}, {"exclude_keys": ["d"]}):
             sent = front.ref(item_filter=query, **beside)
-            assert sent.filter is bits
-            assert len(sent.reference) + len(sent.index or b"") < len(bits) + 300
+            assert (sent.base or sent).index is bits
+            assert not beside or len(sent.reference) + len(sent.index or b"") < len(bits) + 300
             assert name_of(sent.reference) == "films"
-    assert front.get(item_filter={"year": 2}, exclude_keys=["b"]).filter is front.get(item_filter={"year": 2})
+    assert front.get(item_filter={"year": 2}, exclude_keys=["b"]).base is front.get(item_filter={"year": 2})
 
 
 BRINGS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -137,7 +137,7 @@ def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_pat
     options = {"item_sets": {"films": str(tmp_path / "films.itemset")}, "inline_set_host_memory": limit}
     config = StaticConfig.of(options)
     front, engine = Process(config), Catalogue(config)
-    receive(engine, front.ref(**brings(9_000)))  # what is loaded and made at the first time
+    engine.receive(front.ref(**brings(9_000)))  # what is loaded and made at the first time
 
     def kept() -> int:
         gc.collect()
@@ -147,11 +147,11 @@ def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_pat
     try:
         before, counted = kept(), front.catalogue.inline_bytes + engine.inline_bytes
         for i in range(8):
-            receive(engine, front.ref(**brings(i)))
+            engine.receive(front.ref(**brings(i)))
         grown = kept() - before
         assert grown <= front.catalogue.inline_bytes + engine.inline_bytes - counted
         for i in range(8, 36):
-            receive(engine, front.ref(**brings(i)))
+            engine.receive(front.ref(**brings(i)))
         assert kept() - before <= 2 * limit
     finally:
         tracemalloc.stop()
@@ -160,14 +160,14 @@ def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_pat
 
 def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:
     front = Process(config)
-    assert front.ref(exclude_keys=["a"]).filter is None
-    assert front.ref("new", exclude_keys=["d"]).filter is None
-    assert front.ref(item_filter={"year": 2}, only_keys=["b", "d"]).filter is None
+    assert front.ref(exclude_keys=["a"]).base is None
+    assert front.ref("new", exclude_keys=["d"]).base is None
+    assert front.ref(item_filter={"year": 2}, only_keys=["b", "d"]).base is None
     assert front.ref(exclude_keys=["nobody"]) == SetRef(front.catalogue.reference("films"))
 
 
 CARRIED = [
-    EngineRequest(SetRef("inline:ab", b"\x00index", b"bits"), weighed="return_set_weight"),
+    EngineRequest(SetRef("inline:ab", b"\x00index", SetRef("view:cd", b"bits")), weighed="return_set_weight"),
     EngineRequest(SetRef("films"), ListSpec(3, 8, 2, without_end=True, races=(-(2**63), 7), temperature=0.5)),
     EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")], (3, -1))),
     EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),)), slate=(4, 9)),
@@ -189,7 +189,7 @@ def test_what_a_request_carries_survives_the_engines_own_messages(carried: Engin
 
 def test_a_version_that_is_gone_is_named(config: StaticConfig) -> None:
     with pytest.raises(ItemSetError, match="version 4f3a of item set 'films' is no longer loaded: retry the request"):
-        open_set(Catalogue(config), SetRef("version:4f3a@films"), None)
+        Catalogue(config).receive(SetRef("version:4f3a@films"), keep=False)
 
 
 def test_a_refused_list_is_read_back() -> None:

@@ -25,7 +25,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
-from itemset.serving.catalogue import Catalogue, InlineSet, receive
+from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import ENVELOPE, Grammars, SharedGrammar
 from itemset.serving.metrics import label
@@ -122,30 +122,24 @@ class StaticBackend(StructuredOutputBackend):
             return False
         if carried.holes is not None:
             return self._take_holes(manager, request, carried.holes)
-        ref = carried.item_set
-        assert ref is not None
-        if (kept := receive(self._catalogue, ref)) is not None:
-            ref = kept.ref  # requests that run with the same set share its bytes
-        carried = carried.but(item_set=ref)
-        item_set = self._catalogue[ref.reference]
-        on_device = self._device is not None and self._device.claim(manager, request, item_set, carried)
+        assert carried.item_set is not None
+        made = self._catalogue.receive(carried.item_set)
+        carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
+        on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
         if not on_device:
-            params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(ref.reference))}
+            params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
         self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
     def _take_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
         """Do `admit` for the sets of a constraint, which the request holds. No worker needs them, but for a slate's."""
-        request.item_set_holes = held = [
-            receive(self._catalogue, ref) or self._catalogue[ref.reference] for ref in holes.sets
-        ]
+        request.item_set_holes = held = list(map(self._catalogue.receive, holes.sets))
         request.sampling_params = params = copy.copy(request.sampling_params)
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
         on_device = False
         if holes.slate is not None and self._device is not None:
-            (ref,), (kept,) = holes.sets, held
-            own = EngineRequest(kept.ref if isinstance(kept, InlineSet) else ref, slate=holes.slate)
-            on_device = self._device.claim(manager, request, self._catalogue[ref.reference], own)
+            (made,) = held
+            on_device = self._device.claim(manager, request, made.item_set, EngineRequest(made.ref, slate=holes.slate))
         self._figures.by_path["device" if on_device else "host"] += 1
         return on_device
 

@@ -15,13 +15,11 @@ from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
-from itemset.masking.arena_reservations import Holdings
-from itemset.masking.device_slate import Slate
+from itemset.masking.arena_plan import Holdings, Slate
 from itemset.masking.slots import MAX_STOP_TOKENS
-from itemset.serving.catalogue import Catalogue
+from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.config import StaticConfig
 from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
-from itemset.serving.versions import Opened
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
 from vllm_static.weight_updates import asleep
@@ -147,7 +145,7 @@ def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str
     """Open a version beside the steps of a worker, and copy one piece of it to its device. Return the stage, or why it
     cannot be had: an error in a worker would end the engine.
 
-    pieces: its places, `masking.arena_reservations.Pieces`; None while the engine core opens it.
+    pieces: its places, `masking.arena_plan.Pieces`; None while the engine core opens it.
     """
 
     def prepare() -> Stage:

@@ -28,8 +28,12 @@ from vllm_static.narrow_hooks import reading
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
+SHARE = (
+    3  # an alphabet has at most 1/3 of the vocabulary: a CPU's full head is packed for its product, its rows are not
+)
 MOST_RUNS = 4  # of rows that lie together, which are multiplied where they are; of more, all rows are gathered
-PART = 16 << 20  # bytes of logits that stand in memory at once while sums over all tokens are made
+WHOLE = 256 << 20  # bytes of raw logits that may stand in memory: below, one product of all tokens is faster
+PART = 16 << 20  # bytes of logits that do so of a larger pass, whose sums over all tokens are made part by part
 FEWEST = 1024  # tokens that such a part has at least
 TOLERANCE = 0.02  # of the largest logit: what two orders of adding differ by in 16 bits
 _TRIED = 64  # tokens of the trial
@@ -123,16 +127,17 @@ class NarrowHead:
         smaller for it; others take their columns out of the logits of all tokens, and copy no rows."""
         if self.why_not is not None or not (renormalised or self.parts):
             return None
-        if renormalised and len(key) // 8 > self._runner.vocab_size // 2:
-            return None
-        return self.alphabet(key, copied=renormalised)
+        return None if renormalised and self._large(key) else self.alphabet(key, copied=renormalised)
+
+    def _large(self, key: bytes) -> bool:
+        return bool(SHARE * len(key) // 8 > self._runner.vocab_size)
 
     def of_answers(self, key: bytes | str) -> Alphabet | str:
         """Return the alphabet of a step's rows, or why there is none. key: of all rows, or already a reason."""
         if isinstance(key, str):
             return key
-        if len(key) // 8 > self._runner.vocab_size // 2:
-            return "an alphabet of more than half of the vocabulary"
+        if self._large(key):
+            return "an alphabet of more than a third of the vocabulary"
         return self.alphabet(key) or "item_set_head_memory has no room"
 
     def alphabet(self, key: bytes, *, copied: bool = True) -> Alphabet | None:
@@ -248,22 +253,22 @@ class NarrowHead:
         if renormalised:
             beams.round(shaped(self.logits(flat, alphabet)), columns=alphabet.columns)
             return
-        tokens = max(FEWEST, PART // (len(flat) * hidden.element_size()))
-        if 2 * tokens > size:
+        row_bytes = len(flat) * hidden.element_size()
+        if row_bytes * size <= WHOLE:
             beams.round(shaped(self._runner.model.compute_logits(flat)))
             return
-        shard, sums, own = self._head.shard_indices, None, list[Tensor]()
-        last = shard.org_vocab_end_index - shard.org_vocab_start_index
+        tokens, shard, sums = max(FEWEST, PART // row_bytes), self._head.shard_indices, None
+        last, own = shard.org_vocab_end_index - shard.org_vocab_start_index, flat.new_zeros(len(flat), alphabet.each)
         for first in range(0, last, tokens):
             part = self._part(flat, slice(first, min(first + tokens, last)))
             low, high = np.searchsorted(alphabet.own_np, (first, first + tokens))
-            own.append(part.index_select(1, alphabet.own[low:high] - first))
+            own[:, low:high] = part.index_select(1, alphabet.own[low:high] - first)
             here = beams.log_sums(shaped(part))
             sums = here if sums is None else torch.logaddexp(sums, here)
         assert sums is not None
         if self._head.tp_size > 1:
             sums = get_tp_group().all_gather(sums[None], 0).logsumexp(0)
-        beams.round(shaped(self._of_ranks(torch.cat(own, 1), alphabet)), columns=alphabet.columns, sums=sums)
+        beams.round(shaped(self._of_ranks(own, alphabet)), columns=alphabet.columns, sums=sums)
 
 
 def _product_of(rows: slice, head: Any, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:

@@ -17,14 +17,13 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 )
 
 import itemset
-from itemset.masking.arena import Arena, ArenaFullError, Place, arena_bytes, check_tables
-from itemset.masking.arena_reservations import Arrivals, Pieces
+from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, arena_bytes, check_tables
+from itemset.masking.arena_plan import Pieces, Slate
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
-from itemset.masking.device_slate import Slate
 from itemset.masking.log_probs import log_probs_of
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.draft_head import DraftHead
-from itemset.serving.catalogue import Catalogue, open_set
+from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import EngineRequest, Prepare, Stage, read
 from itemset.trie.walk import FREE
@@ -153,7 +152,7 @@ class ItemSetProcessor(LogitsProcessor):
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                item_set = open_set(self._catalogue, carried.item_set, below)
+                item_set = self._catalogue.receive(carried.item_set, below, keep=False).item_set
                 if carried.slate is not None:
                     item_set = Slate(item_set, place.digest, *carried.slate)
                 self.arena.place(item_set, place.number, place.start, place.below)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from itemset.masking.arena import Arena
-from itemset.masking.backends import Kernels
+from itemset.masking.batch import Kernels
 from itemset.ranking.beams import Beams
 from itemset.ranking.draft_head import DraftHead
 

@@ -24,12 +24,12 @@ from itemset.building.memory import available_memory
 from itemset.building.scratch import ArraySpool, Spool, Zeros, nameless_file, scratch_folder
 from itemset.building.staged_source import ROW, Batch, Stored, can_read_twice
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet
+from itemset.item_set import ItemSet, Origin
 from itemset.storage import files_at
 from itemset.text import Escape, identify, warn_of_special
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, in_item_order
-from itemset.trie.rows import Rows, as_rows, out_of_order, sort_unique, token_dtype
+from itemset.trie.rows import Rows, as_rows, joined, out_of_order, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
@@ -106,16 +106,8 @@ def build_external(
             trie, members = build_trie(merged.rows, merged.lcp, Zeros(scratch, memory))
             merged = merged._replace(rows=None, lcp=None)  # their files are as large as the index
             keys, section = _gather(stored, merged, members, scratch, progress)
-            item_set = ItemSet(
-                trie,
-                keys,
-                duplicates=stored.items - trie.items,
-                vocab_size=stored.vocab_size,
-                tokenizer=identify(tokenizer) if tokenizer is not None else None,
-                prefix=prefix,
-                escape=escape,
-                attributes=section,
-            )
+            origin = Origin(stored.vocab_size, None if tokenizer is None else identify(tokenizer), prefix, escape)
+            item_set = ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
             warn_of_special(item_set.occurring, tokenizer)
             return item_set
     except OSError as error:
@@ -248,14 +240,14 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: 
     items = keys_so_far = tokens_so_far = 0
     last: Rows | None = None  # the last row so far: the next batch goes on from it
     for ordered, columns in batches:
-        joined, known = (ordered, 0) if last is None else (_after(last, ordered), 1)
-        if promised and (row := out_of_order(joined)) is not None:
+        both, known = (ordered, 0) if last is None else (joined(last, ordered), 1)
+        if promised and (row := out_of_order(both)) is not None:
             raise ItemSetError(
                 f"{stored.path}: row {keys_so_far + row + 1 - known:,} is lower than the one before it: sort the items "
                 "by their token ids, an item before those that it begins, over all files in the order of their names; "
                 "or let the build sort them"
             )
-        rows, _, begins_of_keys, lcp = sort_unique(joined)
+        rows, _, begins_of_keys, lcp = sort_unique(both)
         if begins_of_keys is not None and starts is None:  # the first equal items
             starts = Spool(folder, np.uint32)
             for first in range(0, items, _BATCH_KEYS):
@@ -283,13 +275,6 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: 
         offsets.append(np.array([tokens_so_far]))
         distinct = Rows(tokens.map(), offsets.map())
     return _Merged(distinct, lcps.map(), [spool.map() for spool in values], None if starts is None else starts.map())
-
-
-def _after(last: Rows, rows: Rows) -> Rows:
-    tokens, (offsets, width) = np.concatenate((last.tokens, rows.tokens)), rows.layout
-    if width:
-        return Rows(tokens, width=width)
-    return Rows(tokens, np.concatenate((np.zeros(1, np.int64), offsets + len(last.tokens))))
 
 
 def _gather(

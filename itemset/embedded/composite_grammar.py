@@ -6,6 +6,7 @@ A hole is entered where its matcher takes the hole's id, and left by giving it t
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,37 +65,30 @@ _Given = dict[int, Items]
 _Chain = tuple[Any, Found] | None  # items found, the last one first
 
 
+@dataclass(slots=True, eq=False)
 class _Thread:
-    """One reading. Immutable but for `open`, those that begin a hole here, which are found when they are asked for."""
+    """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`.
 
-    __slots__ = ("begin", "depth", "found", "given", "hole", "items", "matcher", "open", "path", "state")
-    items: Items
-    begin: int
-    state: int
-    path: tuple[int, ...]
+    depth: of its matcher, here. open: those that begin a hole here, which are found when they are asked for.
+    """
 
-    def __init__(self, matcher: _Matcher, given: _Given, found: _Chain) -> None:
-        self.matcher, self.depth, self.given, self.found = matcher, matcher.depth, given, found
-        self.hole = -1
-        self.open: list[_Thread] | None = None
+    matcher: _Matcher
+    given: _Given
+    found: _Chain
+    hole: int = -1
+    items: Any = None  # Items, in a hole
+    begin: int = 0
+    state: int = 0
+    path: tuple[int, ...] = ()
+    depth: int = field(init=False)
+    open: "list[_Thread] | None" = field(default=None, init=False)
 
-    def inside(
-        self,
-        hole: int,
-        items: Items,
-        begin: int,
-        state: int = 0,
-        path: tuple[int, ...] = (),
-        matcher: _Matcher | None = None,
-    ) -> "_Thread":
-        """Return the reading inside a hole, at a state of its items."""
-        thread = _Thread(matcher or self.matcher, self.given, self.found)
-        thread.hole, thread.items, thread.begin, thread.state, thread.path = hole, items, begin, state, path
-        return thread
+    def __post_init__(self) -> None:
+        self.depth = self.matcher.depth
 
     def after(self, state: int, token: int, matcher: _Matcher | None = None) -> "_Thread":
         """Return the reading after one more token of the item."""
-        return self.inside(self.hole, self.items, self.begin, state, (*self.path, token), matcher)
+        return replace(self, state=state, path=(*self.path, token), matcher=matcher or self.matcher)
 
 
 class Composite:
@@ -258,7 +252,7 @@ class Composite:
                 items = hole.items
                 if hole.group is not None and not hole.begins:
                     items = thread.given.get(hole.group, items)
-                thread.open.append(thread.inside(number, items, self._read[-1]))
+                thread.open.append(replace(thread, hole=number, items=items, begin=self._read[-1]))
         return thread.open
 
     # The mask

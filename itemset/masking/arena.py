@@ -4,7 +4,7 @@ One allocation, made once. It holds each set's tables in one piece, as the file 
 where. A state on the device is a set's number and the state within that set, so one kernel serves every set.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,35 +14,17 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
-from itemset.masking import cpu_kernels
-from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, piece_of, room_for
-from itemset.masking.backends import Kernels, kernels_for
-from itemset.masking.device_slate import Slate
+from itemset.masking import arena_plan, cpu_kernels
+from itemset.masking import batch as form
+from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, Slate, aligned, arena_bytes, room_for
+from itemset.masking.batch import NO_BITS, READY, ROW, Kernels, kernels_for
 from itemset.masking.table_copies import Copies, Parts
 from itemset.trie.levels import LevelPlan
-from itemset.trie.pointers import Pointers
 from itemset.trie.tables import SECTIONS
-from itemset.trie.walk import NO_TOKEN
 
 __all__ = ["Arena", "ArenaFullError", "Place", "Plan", "Resident", "arena_bytes", "check_tables", "room_for"]
 
-# The columns of `Arena.sets`: the word at which each section begins, then the widths of their elements.
-# DEAD_COUNT is how many entries the section at DEAD_LIST has. ALIVE is NO_BITS if a set has no such section.
-ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST, DEAD_COUNT, WIDTHS = range(11)
-# Of a slate, whose row is written on the device: the token between two items, -1 if nothing stands there, and how many
-# items come after the present one. LEFT is 0 for all other sets.
-SEPARATOR, LEFT = WIDTHS + 1, WIDTHS + 2
-# What only `grow` reads: LEFT and DEAD_COUNT as they are at first, and what would leave out the item so far.
-MORE, FIRST_DEAD, ENTRY = range(LEFT + 1, LEFT + 4)
-READY = ENTRY + 1  # the word at which ready masks begin (trie.levels), NO_BITS if there are none: for wide rows alone
-ROOT_CHILDREN = READY + 1
-COLUMNS = ROOT_CHILDREN + 1
-NO_BITS = -1
-_COLUMNS = dict(zip((*SECTIONS, "alive", "dead", "ready"), (*range(TAILS + 1), ALIVE, DEAD_LIST, READY), strict=True))
-_ADDRESSES = {name: i for i, name in enumerate((*Pointers._fields, "ready")) if name in _COLUMNS}  # in a row of `rows`
-NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
-COUNTED = 1 << 10  # another: counted targets
-FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
+_SECTIONS = dict(zip((*SECTIONS, "alive", "dead"), range(len(SECTIONS) + 2), strict=True)) | {"ready": READY}
 
 
 @dataclass
@@ -70,10 +52,9 @@ class Arena:
 
     kernels: `cpu_kernels` or `triton_kernels`.
     words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
-    sets: [max_sets + 1, COLUMNS] int64. Where each set's sections begin, in words, and their widths. The last row is
+    sets: [max_sets + 1, ROW] int64. Each set's row, see `batch`: where its sections begin, in words. The last row is
         nobody's.
-    rows: [max_sets + 1, cpu_kernels.ROW] int64, on a CPU: where in `words` the tables of each set lie, as addresses.
-    rows_at: the address of `rows`.
+    rows: on a CPU, the same with addresses. rows_at: its own.
     """
 
     def __init__(
@@ -85,8 +66,7 @@ class Arena:
         kernels: Kernels = "auto",
     ) -> None:
         """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
-        self.plan = Plan(nbytes, max_sets=max_sets)
-        self.device = torch.device(device)
+        self.plan, self.device = Plan(nbytes, max_sets=max_sets), torch.device(device)
         nbytes = self.plan.nbytes
         try:
             self.kernels = kernels_for("masking", self.device.type, kernels)
@@ -97,7 +77,7 @@ class Arena:
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
         if self.kernels is cpu_kernels and self.device.type != "cpu":
             raise ItemSetError(f"the kernels in Numba are for CPUs, not for {self.device}: choose triton")
-        self.sets = torch.zeros(max_sets + 1, COLUMNS, dtype=torch.int64, device=self.device)
+        self.sets = torch.zeros(max_sets + 1, ROW, dtype=torch.int64, device=self.device)
         self._nothing = build([[0]])  # read in place of a set that is not there
         if self.device.type == "cpu":
             self.rows = np.tile(cpu_kernels.table_row(self._nothing), (max_sets + 1, 1))
@@ -197,7 +177,7 @@ class Arena:
         known = vars(item_set.whole)
         levels = item_set.level_plan if "level_plan" in known else item_set
         tokens = item_set.token_ids if "token_ids" in known else item_set
-        placed = _Placed(item_set.digest, start, start + piece_of(item_set), row, levels, tokens)
+        placed = _Placed(item_set.digest, start, start + arena_plan.piece_of(item_set), row, levels, tokens)
         overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
         for n in {*overwritten, number}:
             self._placed.pop(n, None)
@@ -208,45 +188,32 @@ class Arena:
             yield
             if self._placed.get(number) is not placed:
                 return
-        if self.device.type == "cpu":
-            self.rows[number] = self._addresses(item_set, start, base)
+        if self.device.type == "cpu":  # nothing is read where a set came from: the file of an old version can go
+            self.rows[number] = with_addresses(row[None], self.words.data_ptr())
         if base is not None and not isinstance(item_set, Slate):
             placed.view = item_set
         placed.there, self._placed[number] = True, self._placed.pop(number)
         self._bases[number] = number if base is None else base
 
-    def _addresses(self, item_set: ItemSet, start: int, base: int | None) -> NDArray[np.int64]:
-        """Return the entry of `rows` of a set that lies from `start` on: its own arrays there, the others the base's.
-
-        So nothing is read where a set came from, and the file of a version that nobody serves can go.
-        """
-        row, at = cpu_kernels.table_row(item_set), self.words.data_ptr() + start
-        if base is not None:
-            shared = [i for name, i in _ADDRESSES.items() if name not in item_set.resident and row[i]]
-            row[shared] = self.rows[base][shared]
-        for name, array in item_set.resident.items():
-            row[_ADDRESSES[name]] = at
-            at += aligned(array.nbytes)
-        if isinstance(item_set, Slate):
-            row[_ADDRESSES["dead"]] += item_set.trie.tables.dead.nbytes  # after the list as it is at first
-        return row
-
     def _parts(self, item_set: ItemSet, number: int, start: int, base: int | None) -> tuple[NDArray[np.int64], Parts]:
         """Return the row of `sets`, and what is to be copied where, the row last. base: the number of a view's base."""
-        row = _first_row(item_set) if base is None else self._placed[base].row.copy()
+        row, tables = cpu_kernels.table_row(item_set), item_set.trie.tables
+        sections = [*_SECTIONS.values()]
+        row[sections] = NO_BITS if base is None else self._placed[base].row[sections]
         if "alive" in item_set.own:
             row[READY] = NO_BITS  # the base's let through what the view leaves out
+        widths = form.NARROW_LABELS if tables.labels.itemsize == 2 else 0
+        widths |= {2: form.NARROW_TARGETS, 4: 0, 8: form.COUNTED}[tables.targets.itemsize]
+        far = len(tables.tail_base) if tables.counted else tables.far_block
+        row[form.WIDTHS] = tables.token_bits | widths | far << form.FAR_BLOCK
         memory, at = self.words[:-1].view(torch.uint8), start
         parts: Parts = []
         for name, array in item_set.resident.items():
-            row[_COLUMNS[name]] = at // 4
+            row[_SECTIONS[name]] = at // 4
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
             at += aligned(array.nbytes)
-        row[DEAD_COUNT] = row[FIRST_DEAD] = len(item_set.trie.tables.dead)
         if isinstance(item_set, Slate):
-            row[MORE] = row[LEFT] = item_set.more
-            row[SEPARATOR] = item_set.separator
-            row[DEAD_LIST] += row[FIRST_DEAD]  # before it lies the list as it is at first
+            row[form.DEAD_LIST] += row[form.FIRST_DEAD]  # before it lies the list as it is at first
         parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
         return row, parts
 
@@ -260,16 +227,37 @@ class Arena:
         raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
 
 
-def _first_row(item_set: ItemSet) -> NDArray[np.int64]:
-    """Return a whole set's row of `Arena.sets`, but for where its sections are."""
-    tables = item_set.trie.tables
-    row = np.zeros(COLUMNS, np.int64)
-    row[ALIVE] = row[READY] = NO_BITS
-    row[WIDTHS], row[SEPARATOR], row[ROOT_CHILDREN] = tables.token_bits, NO_TOKEN, tables.row_offsets[1]
-    row[WIDTHS] |= NARROW_LABELS if tables.labels.itemsize == 2 else 0
-    row[WIDTHS] |= NARROW_TARGETS if tables.targets.itemsize == 2 else 0
-    row[WIDTHS] |= COUNTED | len(tables.tail_base) << FAR_BLOCK if tables.counted else tables.far_block << FAR_BLOCK
-    return row
+class Arrivals:
+    """Brings the tables of versions to an arena in pieces, between an engine's steps."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._coming: dict[str, tuple[arena_plan.Pieces, Iterator[None]]] = {}  # by the name of the set
+
+    def advance(self, name: str, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> bool:
+        """Copy one piece more of a version. Return whether all of its sets are there.
+
+        Raises ItemSetError as `Arena.place` does.
+        """
+        if name not in self._coming or self._coming[name][0] != pieces:
+            self._coming[name] = pieces, self._all(sets, pieces)
+        if next(self._coming[name][1], self) is not self:
+            return False
+        del self._coming[name]  # what was overtaken meanwhile comes again
+        placed = zip(sets.values(), pieces, strict=True)
+        return all(self._arena.holds(item_set.digest, number, start) for item_set, (number, start) in placed)
+
+    def _all(self, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> Iterator[None]:
+        for item_set, (number, start) in zip(sets.values(), pieces, strict=True):
+            yield from self._arena.placing(item_set, number, start)
+
+
+def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:
+    """Return some rows of `Arena.sets` as Numba takes them. words: the address of `Arena.words`."""
+    sections, rows = [*_SECTIONS.values()], rows.copy()
+    at = rows[:, sections]
+    rows[:, sections] = np.where(at == NO_BITS, 0, words + 4 * at)
+    return rows
 
 
 def check_tables(item_set: ItemSet) -> None:

@@ -1,17 +1,17 @@
-"""Which set has which piece of an arena's memory."""
+"""Which set has which piece of an arena's memory, and which are held for requests to come."""
 
 from __future__ import annotations
 
 import threading
-from bisect import insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.batch import SET_BITS
-from itemset.masking.device_slate import Slate
 
 _ALIGNMENT = 128  # bytes: sections begin at a cache line
 
@@ -23,8 +23,7 @@ class ArenaFullError(ItemSetError):
 class Place(NamedTuple):
     """Where a request's set lies in the arenas of its engine, and when its constraint begins.
 
-    number, digest, start, below: those of its Resident. begins_after: the token after which the constraint begins, or
-    -1.
+    begins_after: the token after which the constraint begins, or -1. The rest: of its Resident.
     """
 
     number: int
@@ -71,33 +70,30 @@ class Plan:
         if not 1 <= max_sets <= 1 << SET_BITS:
             raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
         self.nbytes = aligned(max(nbytes, 1))
-        self._holes = [(0, self.nbytes)]  # (start, bytes), ascending, never adjacent
         self._free_numbers = list(range(max_sets - 1, -1, -1))
         self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
         self._by_number: dict[int, Resident] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def acquire(self, item_set: ItemSet) -> Resident:
         """Return the place of this set, or of an equal one. Raises ArenaFullError, which says how much is missing."""
         with self._lock:
-            return self._acquire(item_set)
-
-    def _acquire(self, item_set: ItemSet) -> Resident:
-        resident = self._residents.get(item_set.digest)
-        if resident is None:
-            base = None if item_set.base is None else self._acquire(item_set.base)
-            nbytes = piece_of(item_set)
-            try:
-                start = self._take(nbytes)
-            except ArenaFullError:
-                if base is not None:
-                    self._release(base)
-                raise
-            resident = Resident(self._free_numbers.pop(), item_set.digest, start, nbytes, base=base)
-            resident.once = isinstance(item_set, Slate)
-            self._residents[resident.digest] = self._by_number[resident.number] = resident
-        resident.users += 1
-        return resident
+            resident = self._residents.get(item_set.digest)
+            if resident is None:
+                base = None if item_set.base is None else self.acquire(item_set.base)
+                nbytes = piece_of(item_set)
+                try:
+                    start = self._take(nbytes)
+                except ArenaFullError:
+                    if base is not None:
+                        self._release(base)
+                    raise
+                once = isinstance(item_set, Slate)
+                number = self._free_numbers.pop()
+                resident = Resident(number, item_set.digest, start, nbytes, base=base, once=once)
+                self._residents[resident.digest] = self._by_number[number] = resident
+            resident.users += 1
+            return resident
 
     def release(self, number: int) -> None:
         """Take back one `acquire`. Raises ValueError if there is none to take back."""
@@ -134,16 +130,19 @@ class Plan:
         """Bytes taken by sets that are in use."""
         return sum(resident.nbytes for resident in self.residents if resident.users)
 
+    @property
+    def _holes(self) -> list[tuple[int, int]]:
+        """Start and bytes of each free piece, ascending."""
+        pieces = sorted((resident.start, resident.nbytes) for resident in self._residents.values())
+        ends = [0, *map(sum, pieces)]
+        return [(end, at - end) for end, (at, _) in zip(ends, [*pieces, (self.nbytes, 0)], strict=True) if at > end]
+
     def _take(self, nbytes: int) -> int:
-        """Take a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
+        """Find a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
         while True:
             fitting = [hole for hole in self._holes if hole[1] >= nbytes]
             if fitting and self._free_numbers:
-                start, size = min(fitting, key=lambda hole: hole[1])
-                self._holes.remove((start, size))
-                if size > nbytes:
-                    insort(self._holes, (start + nbytes, size - nbytes))
-                return start
+                return min(fitting, key=lambda hole: hole[1])[0]
             unused = next((resident for resident in self._residents.values() if not resident.users), None)
             if unused is None:
                 raise ArenaFullError(self._what_is_missing(nbytes))
@@ -154,25 +153,87 @@ class Plan:
         if resident.base is not None:
             self._release(resident.base)
         self._free_numbers.append(resident.number)
-        insort(self._holes, (resident.start, resident.nbytes))
-        merged: list[tuple[int, int]] = []
-        for start, size in self._holes:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((start, size))
-        self._holes = merged
 
     def _what_is_missing(self, nbytes: int) -> str:
-        sets = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes"
+        sets, holes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [n for _, n in self._holes]
         if not self._free_numbers:
             return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
-        largest = max((size for _, size in self._holes), default=0)
-        free = sum(size for _, size in self._holes)
+        largest, free = max(holes, default=0), sum(holes)
         return (
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
             f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
         )
+
+
+Pieces = Sequence[tuple[int, int]]
+"""Number and start of each set of a version, in its order."""
+
+
+class Holdings:
+    """The served version of each set has its room, and the one that is on its way. Call it from one thread.
+
+    What was held before stays in the arena until the room is needed: a rollback copies nothing.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._held: dict[str, list[Resident]] = {}
+        self._next: dict[str, list[Resident]] = {}
+
+    def hold(self, name: str, sets: Mapping[str, ItemSet]) -> Pieces:
+        """Hold room for a version's sets, beside the one that is served. Return where they are to be placed.
+
+        Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
+        """
+        taken: list[Resident] = []
+        try:
+            for item_set in sets.values():
+                taken.append(self._plan.acquire(item_set))
+        except ArenaFullError:
+            self._release(taken)
+            raise
+        finally:
+            self.give_up(name)
+        self._next[name] = taken
+        return [(resident.number, resident.start) for resident in taken]
+
+    def give_up(self, name: str) -> None:
+        """Hold no room for the version that was asked for last."""
+        self._release(self._next.pop(name, []))
+
+    def settle(self, name: str) -> None:
+        """The version that was asked for last is served: the one before it holds no room any more."""
+        self._release(self._held.pop(name, []))
+        if name in self._next:
+            self._held[name] = self._next.pop(name)
+
+    def drop(self, name: str) -> None:
+        """Hold nothing under this name any more."""
+        self.give_up(name)
+        self._release(self._held.pop(name, []))
+
+    def _release(self, residents: Sequence[Resident]) -> None:
+        for resident in residents:
+            self._plan.release(resident.number)
+
+
+class Slate(ItemSet):
+    """A view of a set in which the device leaves out each item once it has been given.
+
+    Its list of dead entries has room for them, after a copy of the list as it is at first, to begin anew. It is one
+    request's own: no two may share it, so its digest is a name. Its row of `Arena.sets` says how far the slate is.
+
+    more: items after the first. separator: the token between two items, which no item holds; `walk.NO_TOKEN` if the
+    next one follows at once, for which no item may begin another.
+    """
+
+    def __init__(self, item_set: ItemSet, name: str, more: int, separator: int) -> None:
+        super().__init__(item_set.trie, item_set._keys, digest=name)
+        joins = item_set.base is not None and item_set.own.keys() == {"dead"}  # a view stands on no list of exclusions
+        self.base = item_set.base if joins else item_set
+        dead = item_set.trie.tables.dead
+        self.own = {"dead": np.concatenate((dead, dead, np.zeros(more, np.uint32)))}
+        self.more, self.separator = more, separator
 
 
 def room_for(item_set: ItemSet) -> int:

@@ -1,9 +1,12 @@
-"""What one step tells the kernels about its logits rows, and what a slot's integer holds."""
+"""What kernels read: a step's logits rows, a slot's integer, a set's row. And which kernels a device takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from itemset.trie.pointers import Pointers
 from itemset.trie.walk import STATE_BITS
 
 if TYPE_CHECKING:
@@ -20,6 +23,31 @@ STATE = (1 << CONSUMED) - 1
 ANY_CONSUMED = 1 << 63 - CONSUMED
 CONSUMED_MASK = 2 * ANY_CONSUMED - 1
 COUNT_MASK = ANY_CONSUMED - 1
+
+# A set's row begins with its `Pointers`: where its sections lie, then counts and widths. Triton takes a section's place
+# as a word of `Arena.words`, NO_BITS if there is none; Numba as an address, 0 if there is none.
+ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST, DEAD_COUNT = range(10)
+# READY: where its ready masks lie (trie.levels). Of a slate: the token between two items, NO_TOKEN if nothing stands
+# there; items after the present one, 0 for other sets; that and DEAD_COUNT as at first; what would leave out the item
+# so far. WIDTHS: for Triton, all in one. On the host path: where a request's stop tokens lie, and how many.
+READY, SEPARATOR, LEFT, MORE, FIRST_DEAD, ENTRY, WIDTHS, STOPS, STOP_COUNT = range(18, 27)
+assert len(Pointers._fields) == READY
+ROW = STOP_COUNT + 1
+NO_BITS = -1
+NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
+COUNTED = 1 << 10  # another: counted targets
+FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
+
+Kernels = Literal["auto", "numba", "triton"]
+
+
+def kernels_for(room: Literal["masking", "ranking"], device: str, choice: Kernels = "auto") -> ModuleType:
+    """Return a room's kernels: Numba's on a CPU, Triton's on an accelerator, or as `choice` says.
+
+    device: its kind, "cpu" or another. Raises ImportError without Triton where it is needed.
+    """
+    triton = choice == "triton" or (choice == "auto" and device != "cpu")
+    return importlib.import_module(f"itemset.{room}.{'triton' if triton else 'cpu'}_kernels")
 
 
 CHAIN, TREE, COLUMNS = range(3)

@@ -13,67 +13,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.masking.batch import (
-    ANY_CONSUMED,
-    COLUMNS,
-    CONSUMED,
-    CONSUMED_MASK,
-    COUNT_MASK,
-    LOCAL,
-    STATE,
-    TREE,
-    Batch,
-    refuse_strides,
-)
+from itemset.masking import batch as form
+from itemset.masking.arena_plan import Slate
+from itemset.masking.batch import ANY_CONSUMED, CONSUMED_MASK, COUNT_MASK, LOCAL, STATE, Batch, refuse_strides
 from itemset.masking.bitmask import fill_bitmask_of
-from itemset.masking.device_slate import Slate
+from itemset.trie import walk as trie_walk
 from itemset.trie.jit import compiled
-from itemset.trie.pointers import Pointers, array_at, first_edge, label, load32, load64, pointers_at, store32, store64
+from itemset.trie.pointers import array_at, first_edge, label, load32, load64, pointers_at, store32, store64
 from itemset.trie.tables import TERMINAL
-from itemset.trie.walk import (
-    DEAD,
-    END,
-    FREE,
-    NO_TOKEN,
-    STATE_BITS,
-    TAIL,
-    WAITING,
-    find_edge,
-    first_dead,
-    is_alive,
-    is_terminal,
-    tail_token,
-)
-from itemset.trie.walk import advance as after_edge
+from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, STATE_BITS, TAIL, WAITING, is_alive, is_terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from itemset.masking.arena import Arena
 
-# A row: the set's `Pointers`; the address of its ready masks, 0 if there are none; of a slate the token between two
-# items, items after the present one, both that and entries of `dead` as at first, and the entry of the item so far;
-# of a request on the host path where its stop tokens are, and how many.
-READY, SEPARATOR, LEFT, MORE, FIRST_DEAD, ENTRY, STOPS, STOP_COUNT = (len(Pointers._fields) + i for i in range(8))
-ROW = STOP_COUNT + 1
-DEAD_LIST, DEAD_COUNT = Pointers._fields.index("dead"), Pointers._fields.index("dead_count")
-
 
 def table_row(item_set: ItemSet, stops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Return the row of a set: [ROW] int64. The set and `stops` must live as long as compiled code may read there.
+    """Return the row of a set (see `batch`), with addresses: [ROW] int64. The set and `stops` must live as long as
+    compiled code may read there.
 
     A slate's list of dead entries grows where it lies, so no two rows may be made of the same slate.
     """
     tables, ready = item_set.trie.tables, item_set.ready
-    row = np.zeros(ROW, np.int64)
-    row[:READY], row[SEPARATOR] = tables.pointers, NO_TOKEN
-    row[READY] = ready.ctypes.data if len(ready) else 0
+    row = np.zeros(form.ROW, np.int64)
+    row[: form.READY], row[form.SEPARATOR], row[form.FIRST_DEAD] = tables.pointers, NO_TOKEN, len(tables.dead)
+    row[form.READY] = ready.ctypes.data if len(ready) else 0
     if stops is not None:
-        row[STOPS], row[STOP_COUNT] = stops.ctypes.data, len(stops)
+        row[form.STOPS], row[form.STOP_COUNT] = stops.ctypes.data, len(stops)
     if isinstance(item_set, Slate):
-        row[MORE] = row[LEFT] = item_set.more
-        row[SEPARATOR], row[FIRST_DEAD] = item_set.separator, len(tables.dead)
-        row[DEAD_LIST] = item_set.own["dead"].ctypes.data + tables.dead.nbytes  # after the list as it is at first
+        row[form.MORE] = row[form.LEFT] = item_set.more
+        row[form.SEPARATOR] = item_set.separator
+        row[form.DEAD_LIST] = item_set.own["dead"].ctypes.data + tables.dead.nbytes  # after the list as it is at first
     return row
 
 
@@ -101,10 +72,8 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) 
     out: [rows] int64.
     """
     given = _integers(batch.slots, batch.history, batch.begin, batch.end, batch.above, batch.tokens, batch.positions)
-    _walk(
-        arena.rows_at, cells.numpy(), _marks(marks), given, batch.by_slot, batch.layout, batch.rows_each or 1,
-        out.numpy(),
-    )  # fmt: skip
+    kind = batch.by_slot, batch.layout, batch.rows_each or 1
+    _walk(arena.rows_at, cells.numpy(), _marks(marks), given, kind, out.numpy())
     return out
 
 
@@ -182,7 +151,7 @@ def _integer(given: int, which: int, row: int, column: int) -> Any:
 @compiled
 def row_at(sets: int, state: int) -> Any:
     """Return the address of the row of a state's set. sets: the address of the first row."""
-    return np.int64(sets) + (state >> STATE_BITS) * (8 * ROW)
+    return np.int64(sets) + (state >> STATE_BITS) * (8 * form.ROW)
 
 
 @compiled
@@ -191,9 +160,9 @@ def next_state(row: int, state: int, token: int, begins_after: int, stops: Any) 
     if state == WAITING:
         return np.int64(0) if token >= 0 and token == begins_after else np.int64(WAITING)
     tables = pointers_at(row)
-    after = after_edge(tables, state, token)
-    if load64(row, LEFT) > 0:  # another item of a slate is to come
-        separator = load64(row, SEPARATOR)
+    after = trie_walk.advance(tables, state, token)
+    if load64(row, form.LEFT) > 0:  # another item of a slate is to come
+        separator = load64(row, form.SEPARATOR)
         separates = after == DEAD and token == separator and is_terminal(tables, state)
         return np.int64(0) if (separates if separator >= 0 else after == END) else after
     if after == DEAD and is_terminal(tables, state):
@@ -225,9 +194,8 @@ def _advance(sets: int, states: Any, marks: Any, given: Any, out: Any) -> None:
 
 
 @compiled
-def _walk(
-    sets: int, cells: Any, marks: Any, given: Any, by_slot: bool, layout: int, rows_each: int, out: Any
-) -> None:  # fmt: skip
+def _walk(sets: int, cells: Any, marks: Any, given: Any, kind: tuple[bool, int, int], out: Any) -> None:
+    by_slot, layout, rows_each = kind
     batch = given.ctypes.data
     for row in range(len(out)):
         request = row // rows_each
@@ -240,11 +208,11 @@ def _walk(
         state = _committed(sets, cells, marks[slot], batch, slot, place, row - drafts)
         for i in range(drafts if load64(batch, 4 * _TOKENS) else 0):
             at, column = row - drafts + 1 + i, 0
-            if layout == TREE:
+            if layout == form.TREE:
                 at = row
                 for _ in range(i + 1, drafts):
                     at = _integer(batch, _ABOVE, at, 0)
-            elif layout == COLUMNS:
+            elif layout == form.COLUMNS:
                 at, column = row, i
             token = _integer(batch, _TOKENS, at, column)
             state = next_state(row_at(sets, cells[slot] & STATE), state, token, marks[slot, 0], marks[slot, 1:])
@@ -256,8 +224,8 @@ def _drafts(batch: int, layout: int, row: int, drafts: int) -> Any:
     """Return how many drafts lead to a row; `drafts` if the batch does not say."""
     if not load64(batch, 4 * _ABOVE):
         return drafts
-    above = _integer(batch, _ABOVE, 0 if layout == COLUMNS else row, 0)
-    if layout != TREE:
+    above = _integer(batch, _ABOVE, 0 if layout == form.COLUMNS else row, 0)
+    if layout != form.TREE:
         return above
     drafts = 0
     while above >= 0:
@@ -270,10 +238,10 @@ def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: 
     """Take the committed tokens that a request's cell has not seen. Return the state after them, DEAD as END."""
     begin, end = _integer(batch, _BEGIN, place, 0), _integer(batch, _END, place, 0)
     cell, total = cells[slot], end - begin
-    state, consumed = cell & LOCAL, (cell >> CONSUMED) & CONSUMED_MASK
+    state, consumed = cell & LOCAL, (cell >> form.CONSUMED) & CONSUMED_MASK
     new = total if consumed == 0 else (total - consumed) & COUNT_MASK
     row = row_at(sets, cell & STATE)
-    slate = load64(row, MORE) > 0
+    slate = load64(row, form.MORE) > 0
     if slate and consumed == 0:
         _begin_slate(row)
     known = newest = np.int64(-1)
@@ -287,19 +255,19 @@ def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: 
         if slate:
             _leave_out(row, before, token, state)
     if slate and state == DEAD:  # only its end is right now, whatever is missing
-        store64(row, LEFT, 0)
+        store64(row, form.LEFT, 0)
     count = total & COUNT_MASK | (ANY_CONSUMED if total else 0)
-    cells[slot] = cell & STATE & ~LOCAL | state | count << CONSUMED
+    cells[slot] = cell & STATE & ~LOCAL | state | count << form.CONSUMED
     return np.int64(END) if state == DEAD else state
 
 
 @compiled
 def _begin_slate(row: int) -> None:
-    first = load64(row, FIRST_DEAD)
-    store64(row, LEFT, load64(row, MORE))
-    store64(row, DEAD_COUNT, first)
+    first = load64(row, form.FIRST_DEAD)
+    store64(row, form.LEFT, load64(row, form.MORE))
+    store64(row, form.DEAD_COUNT, first)
     for i in range(first):
-        store32(load64(row, DEAD_LIST), i, load32(load64(row, DEAD_LIST), i - first))
+        store32(load64(row, form.DEAD_LIST), i, load32(load64(row, form.DEAD_LIST), i - first))
 
 
 @compiled
@@ -307,20 +275,20 @@ def _leave_out(row: int, before: int, token: int, after: int) -> None:
     """Note what would leave out a slate's item so far, and leave it out if this token has completed it."""
     tables = pointers_at(row)
     if before < WAITING and after != DEAD:
-        edge, others = find_edge(tables, before, token), children_from(tables, before)[1]
+        edge, others = trie_walk.find_edge(tables, before, token), children_from(tables, before)[1]
         if edge >= 0:
             if before == 0 or others + is_terminal(tables, before) > 1:
-                store64(row, ENTRY, edge)
+                store64(row, form.ENTRY, edge)
         elif others:
-            store64(row, ENTRY, np.int64(TERMINAL) + before)
-    if after == 0 and before != WAITING and load64(row, LEFT) > 0:
-        entry, count = load64(row, ENTRY), tables.dead_count
-        place = first_dead(tables, entry)
+            store64(row, form.ENTRY, np.int64(TERMINAL) + before)
+    if after == 0 and before != WAITING and load64(row, form.LEFT) > 0:
+        entry, count = load64(row, form.ENTRY), tables.dead_count
+        place = trie_walk.first_dead(tables, entry)
         for i in range(count, place, -1):
             store32(tables.dead, i, load32(tables.dead, i - 1))
         store32(tables.dead, place, entry)
-        store64(row, DEAD_COUNT, count + 1)
-        store64(row, LEFT, load64(row, LEFT) - 1)
+        store64(row, form.DEAD_COUNT, count + 1)
+        store64(row, form.LEFT, load64(row, form.LEFT) - 1)
 
 
 @compiled
@@ -335,7 +303,7 @@ def _forced(sets: int, states: Any, marks: Any, given: Any, columns: int, guess:
             token = np.int64(-1)
             if going:
                 if state >= TAIL:
-                    token = tail_token(tables, state)
+                    token = trie_walk.tail_token(tables, state)
                 elif state < WAITING:
                     first, count = children_from(tables, state)
                     ends = is_terminal(tables, state)
@@ -365,12 +333,12 @@ def _mask(sets: int, states: Any, marks: Any, given: Any, rows_each: int, vocabu
             continue
         slot = _integer(given.ctypes.data, _SLOTS, i // rows_each, 0)
         stops = marks[max(slot, 0), 1:]
-        if load64(row, LEFT) > 0:  # another item of a slate is to come
-            separator[0] = load64(row, SEPARATOR)
+        if load64(row, form.LEFT) > 0:  # another item of a slate is to come
+            separator[0] = load64(row, form.SEPARATOR)
             stops = separator[:1]
         if slot < 0:
             stops = stops[:0]
-        fill_bitmask_of(tables, state, stops, load64(row, READY), words)
+        fill_bitmask_of(tables, state, stops, load64(row, form.READY), words)
         at = address + i * stride * size
         if size == 2:
             _forbid(array_at(at, vocabulary, np.uint16), words, np.uint16(forbidden), state == END)

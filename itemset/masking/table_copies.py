@@ -61,13 +61,11 @@ class Copies:
                 elif number in wanted:
                     steps.wait_event(copied)  # and stays pending: `acquire` may have run on another stream
 
-    def copy(self, number: int, overwritten: Iterable[int], parts: Parts) -> None:
-        """Copy each part of a set to its tensor on the device, [bytes] uint8. overwritten: the sets that lay there."""
-        for _ in self.pieces(number, overwritten, parts):
-            pass
-
     def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
-        """Do `copy` in pieces of PIECE bytes, one each time this is advanced: steps may run in between."""
+        """Copy each part of a set to its tensor. PIECE bytes each time this is advanced: steps may run in between.
+
+        overwritten: the sets that lay there.
+        """
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:
@@ -91,12 +89,9 @@ class Copies:
 
 
 class Staging:
-    """Two buffers of pinned memory. Everything is copied through them: only from pinned memory do copies run beside the
-    host.
+    """Two buffers of pinned memory, through which all is copied: only from there do copies run beside the host.
 
-    While the device reads one, the host fills the other, so no process pins more than twice PIECE. For a set larger
-    than both the host waits until the first is free again. The device empties a buffer faster than the host fills one,
-    so this wait is short, unless the copies themselves wait for a step that still reads what they overwrite.
+    While the device reads one, the host fills the other. For a set larger than both it waits until the first is free.
     """
 
     def __init__(self, device: torch.device, streams: Any) -> None:

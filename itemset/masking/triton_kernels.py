@@ -8,6 +8,8 @@ time, so a row costs what its children cost. Nothing is allocated, nothing is re
 tensor holds: each can be captured in a CUDA graph.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,14 +50,9 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) 
 def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch) -> None:
     """Take what each request with a slate has committed, and leave out the items in it. `walk` then finds nothing to
     take: the rows of a request could not write its list together. Other requests stay as they are."""
-    refuse_strides(
-        cells=cells, marks=marks, slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end,
-        above=batch.above, tokens=batch.tokens, positions=batch.positions,
-    )
     _grow_kernel[(batch.rows,)](
-        arena.words, arena.sets, cells, marks, marks.stride(0),
-        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end,
-        batch.above, batch.tokens, batch.positions,
+        arena.words, arena.sets, cells, marks, marks.stride(0), *_arguments(batch, cells=cells, marks=marks),
+        batch.positions,
         BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
     )
 
@@ -76,9 +73,7 @@ def mask(
     return logits
 
 
-def step(
-    arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor
-) -> Tensor:
+def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> Tensor:
     """Launch once if one program masks all of a row, else twice: every program would repeat the walk."""
     refuse_strides(logits=logits)  # before anything is written
     if logits.shape[1] <= WHOLE:
@@ -88,9 +83,7 @@ def step(
     return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
 
 
-def forced(
-    arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False
-) -> Tensor:
+def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False) -> Tensor:
     refuse_strides(states=states, marks=marks, slots=slots, out=out)
     _forced_kernel[(len(states),)](
         arena.words, arena.sets, states, slots, marks, marks.stride(0), out, out.stride(0), out.shape[1],
@@ -100,22 +93,28 @@ def forced(
 
 
 def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
-    refuse_strides(
-        cells=cells, marks=marks, slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end,
-        above=batch.above, tokens=batch.tokens, positions=batch.positions, out=out, logits=logits,
-    )
+    given = _arguments(batch, cells=cells, marks=marks, out=out, logits=logits)
     if batch.slates:
         grow(arena, cells, marks, batch)
     vocabulary = 0 if logits is None else logits.shape[1]
     chunk = _power_of_2(vocabulary)
     _walk_kernel[(batch.rows,)](
-        arena.words, arena.sets, cells, marks, marks.stride(0),
-        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end,
-        batch.above, batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
+        arena.words, arena.sets, cells, marks, marks.stride(0), *given,
+        0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
         BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=chunk,
         ALIGNED=_is_aligned(logits), num_warps=WALK_WARPS if logits is None else step_warps(chunk),
     )
+
+
+def _arguments(batch: Batch, **others: Tensor | None) -> tuple[Any, ...]:
+    """Return what both kernels that walk take of a batch. Raises ValueError for a stride, of `others` too."""
+    refuse_strides(
+        slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end, above=batch.above,
+        tokens=batch.tokens, positions=batch.positions, **others,
+    )
+    history = batch.history, batch.history.stride(0), batch.begin, batch.end
+    return batch.slots, batch.rows_each, *history, batch.above, batch.tokens
 
 
 def step_warps(chunk: int) -> int:
@@ -242,7 +241,7 @@ def _grow_kernel(
             first_dead = tl.load(own + tables.FIRST_DEAD)
             tl.debug_barrier()  # all threads have read the cell
             if consumed == 0:
-                tl.store(own + tables.LEFT, more)
+                tl.store(own + tables.LEFT_COLUMN, more)
                 tl.store(own + tables.DEAD_COUNT, first_dead)
                 listed = words + tl.load(own + tables.DEAD_LIST)
                 for i in range(0, first_dead, LANES):
@@ -265,7 +264,7 @@ def _grow_kernel(
                     state = _taken(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES)
             if state & tables.LOCAL == tables.DEAD:  # only its end is right now, whatever is missing
                 tl.debug_barrier()
-                tl.store(own + tables.LEFT, more * 0)
+                tl.store(own + tables.LEFT_COLUMN, more * 0)
             tl.store(cells + slot, _walked(state, end - begin))
 
 
@@ -303,7 +302,7 @@ def _forced_kernel(
         if going:
             local = state & tables.LOCAL
             if local >= tables.TAIL:
-                token, _ = tables.tail_entry(words, fields, local)
+                token, _ = tables.tail_entry(words, fields, local, True)
             elif local < tables.WAITING:
                 first, count = tables.children(words, fields, local, LANES)
                 ends = tables.ends_here(words, fields, local)
@@ -334,9 +333,7 @@ def _walked(state, total):
 
 
 @triton.jit
-def _taken(
-    words, sets, state, token, row_marks, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr
-):
+def _taken(words, sets, state, token, row_marks, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr):
     """Return a slate's state after one more token. If that completes an item, leave it out."""
     own = tables.set_row(sets, state)
     fields = tables.set_fields(sets, state)
@@ -357,7 +354,7 @@ def _taken(
     if (after == 0) & (before != tables.WAITING) & (fields[tables.LEFT] > 0):
         tables.insert_dead(words, fields, entry, LANES)
         tl.store(own + tables.DEAD_COUNT, fields[tables.DEAD_COUNT] + 1)
-        tl.store(own + tables.LEFT, fields[tables.LEFT] - 1)
+        tl.store(own + tables.LEFT_COLUMN, fields[tables.LEFT] - 1)
     return state
 
 

@@ -23,7 +23,7 @@ def mask_span(
         ended = local == tables.END
         first, count, tail_token, may_end = local * 0, local * 0, local * 0 - 1, ended
         if local >= tables.TAIL:
-            tail_token, _ = tables.tail_entry(words, fields, local)
+            tail_token, _ = tables.tail_entry(words, fields, local, True)
         elif local < tables.WAITING:
             may_end = tables.ends_here(words, fields, local)
             first, end = tables.row_bounds(words, fields, local)
@@ -51,9 +51,7 @@ def mask_span(
 
 
 @triton.jit
-def _keep(
-    words, fields, first, count, tail_token, logits, low, high, LANES: tl.constexpr, CHUNK: tl.constexpr
-):
+def _keep(words, fields, first, count, tail_token, logits, low, high, LANES: tl.constexpr, CHUNK: tl.constexpr):
     """Read what stays of the logits from `low` to `high`, overwrite all of them, write back what stays.
 
     LANES edges at a time, each time up to the label at which the next ones begin. That is a multiple of spare, for

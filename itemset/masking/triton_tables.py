@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from itemset.masking import arena, batch
+from itemset.masking import batch
 from itemset.trie import levels, targets, walk
 from itemset.trie import tables as trie_tables
 
@@ -23,16 +23,16 @@ def constants(module: ModuleType, names: str) -> list[tl.constexpr]:
 
 
 STATE_BITS, TAIL, END, DEAD, FREE, WAITING = constants(walk, "STATE_BITS TAIL END DEAD FREE WAITING")
-ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS = constants(
-    arena, "ROW_OFFSETS TERMINAL LABELS TARGETS NODE_BASE TAIL_BASE TAILS"
+ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST = constants(
+    batch, "ROW_OFFSETS TERMINAL LABELS TARGETS NODE_BASE TAIL_BASE TAILS ALIVE DEAD_LIST"
 )
-ALIVE, DEAD_LIST, DEAD_COUNT, WIDTHS, READY, COLUMNS = constants(
-    arena, "ALIVE DEAD_LIST DEAD_COUNT WIDTHS READY COLUMNS"
+_WIDTHS, _SEPARATOR, LEFT_COLUMN, MORE, FIRST_DEAD, ENTRY, READY, ROW = constants(
+    batch, "WIDTHS SEPARATOR LEFT MORE FIRST_DEAD ENTRY READY ROW"
 )
-SEPARATOR, LEFT, MORE, FIRST_DEAD, ENTRY = constants(arena, "SEPARATOR LEFT MORE FIRST_DEAD ENTRY")
-NARROW_LABELS, NARROW_TARGETS, COUNTED, FAR_BLOCK, NO_BITS = constants(
-    arena, "NARROW_LABELS NARROW_TARGETS COUNTED FAR_BLOCK NO_BITS"
+DEAD_COUNT, NARROW_LABELS, NARROW_TARGETS, COUNTED, FAR_BLOCK, NO_BITS = constants(
+    batch, "DEAD_COUNT NARROW_LABELS NARROW_TARGETS COUNTED FAR_BLOCK NO_BITS"
 )
+WIDTHS, SEPARATOR, LEFT = (tl.constexpr(batch.DEAD_COUNT + i) for i in (1, 2, 3))  # of `set_fields`
 FAR, FIRST_EDGE, START, START_HIGH, LENGTH, OF_A_LEVEL = constants(
     targets, "FAR FIRST_EDGE START START_HIGH LENGTH OF_A_LEVEL"
 )
@@ -60,14 +60,14 @@ def set_fields(sets, state):
     return (
         tl.load(row + ROW_OFFSETS), tl.load(row + TERMINAL), tl.load(row + LABELS), tl.load(row + TARGETS),
         tl.load(row + NODE_BASE), tl.load(row + TAIL_BASE), tl.load(row + TAILS), tl.load(row + ALIVE),
-        tl.load(row + DEAD_LIST), tl.load(row + DEAD_COUNT), tl.load(row + WIDTHS), tl.load(row + SEPARATOR),
-        tl.load(row + LEFT),
+        tl.load(row + DEAD_LIST), tl.load(row + DEAD_COUNT), tl.load(row + _WIDTHS), tl.load(row + _SEPARATOR),
+        tl.load(row + LEFT_COLUMN),
     )
 
 
 @triton.jit
 def set_row(sets, state):
-    return sets + (state >> STATE_BITS) * COLUMNS
+    return sets + (state >> STATE_BITS) * ROW
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def next_state(
     else:
         may_end = local == END
         if local >= TAIL:
-            expected, last = tail_entry(words, fields, local)
+            expected, last = tail_entry(words, fields, local, True)
             if expected == token:
                 result = tl.where(last, END, local + 1).to(tl.int64)
         elif local < WAITING:
@@ -308,21 +308,19 @@ def ends_here(words, fields, node):
 
 
 @triton.jit
-def tail_entry(words, fields, local):
-    """Return the token at this position of the tails, and whether it is the last of its tail."""
+def tail_entry(words, fields, local, mask):
+    """Return the token at each position of the tails, and whether it is the last of its tail; 0 if not `mask`."""
     token_bits = fields[WIDTHS] & 0xFF
     at = (local - TAIL) * (token_bits + 1)
-    low = word(words, fields, TAILS, at >> 5, True)
-    high = word(words, fields, TAILS, (at >> 5) + 1, True)
+    low = word(words, fields, TAILS, at >> 5, mask)
+    high = word(words, fields, TAILS, (at >> 5) + 1, mask)
     entry = (low | (high << 32)) >> (at & 31)
     one = token_bits * 0 + 1
     return entry & ((one << token_bits) - 1), ((entry >> token_bits) & 1) != 0
 
 
 @triton.jit
-def element(
-    words, fields, SECTION: tl.constexpr, index, NARROW: tl.constexpr, mask
-):
+def element(words, fields, SECTION: tl.constexpr, index, NARROW: tl.constexpr, mask):
     """Return element `index` of a section of 16-bit or 32-bit elements."""
     narrow = (fields[WIDTHS] & NARROW) != 0
     whole = word(words, fields, SECTION, tl.where(narrow, index >> 1, index), mask)

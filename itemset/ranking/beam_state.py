@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from itemset.masking.arena import ROW_OFFSETS, Arena
+from itemset.masking.arena import Arena
+from itemset.masking.batch import ROW_OFFSETS
 from itemset.trie.walk import DEAD, STATE_BITS
 
 NOTHING = -(1 << 63)  # the key of no candidate

@@ -3,7 +3,7 @@
 A beam's score is its log-probability, or a Gumbel time. By the first, the search finds ranked lists: those of
 `search.Search` without `exact`, up to the rounding of floats. By the second, it draws from the model's own distribution
 without replacement: stochastic beam search (Kool, van Hoof and Welling 2019), a *race* in place of each list. With the
-same keys, those are the races of `draws.Drawing`.
+same keys, those are the races of `exact_sampling.Drawing`.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,10 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
-from itemset.masking.backends import Kernels, kernels_for
-from itemset.ranking.beam_state import (
-    ALONE,
-    DEGREE,
-    ENDED,
-    KEY,
-    NOTHING,
-    OPEN,
-    PARENT,
-    STATE,
-    Items,
-    Pass,
-    Rows,
-    Rules,
-    score_of,
-)
+from itemset.masking.batch import Kernels, kernels_for
+from itemset.ranking import beam_state as form
+from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, Rules, score_of
+from itemset.ranking.search import check_positive
 from itemset.trie.levels import LevelPlan
 
 __all__ = ["BeamOptions", "Beams", "Found", "LevelPlan", "table_of", "warm_up"]
@@ -46,7 +34,7 @@ class BeamOptions(TypedDict, total=False):
     stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
     longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
     normalised: the logits that come are log-probabilities, so that nobody has to add them up.
-    keys: [lists] int64, on the arena's device: draw, by these keys of `draws.Drawing.races`.
+    keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
     temperature: of draws, above 0 and at most 1.
     kernels: Numba on a CPU and Triton on an accelerator, if "auto".
     """
@@ -92,9 +80,9 @@ class Beams:
     query tokens of its row, and the row's last pass. Open prefixes compete for the `width` places, and what is complete
     is kept apart in the best `k`, whose last is a bar for all that goes on.
 
-    Draws: whatever the width, those that `exact` names are the first ones of `draws.Drawing` with the same keys, as far
-    as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones of several
-    tries would favour likely items.
+    Draws: whatever the width, those that `exact` names are the first ones of an `exact_sampling.Drawing` with the same
+    keys, as far as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones
+    of several tries would favour likely items.
 
     lists, width, k, longest: as given; longest is the most tokens of an item.
     queries: query tokens of each row in the next pass, 1 + the longest tail that may be there.
@@ -126,15 +114,13 @@ class Beams:
             sets[i].fill_(number)  # a copy from the host would make it wait
         self._rows = Rows.roots(arena, sets, self.width, self.longest)
         if keys is not None:
-            self._rows.table[KEY, :, 0] = keys
+            self._rows.table[form.KEY, :, 0] = keys
             self._rows.scores[:, 0] = -_log_exponential(keys)
         self._items = Items.empty(self.lists, self.k, self.longest, arena.device)
         self._items.tokens.fill_(-1)
         for column in self._items[1:]:
             column.fill_(-torch.inf)
-        self._left = [
-            torch.full((self.lists,), NOTHING, device=arena.device)
-        ]  # of each round, the best that was pruned
+        self._left = [torch.full((self.lists,), NOTHING, device=arena.device)]  # of each round, the best it has pruned
         self._alive = [torch.zeros(self.lists, dtype=torch.int64, device=arena.device)]
 
     @property
@@ -148,11 +134,6 @@ class Beams:
         return self._rows.tokens
 
     @property
-    def states(self) -> Tensor:
-        """Each beam's state with its set's number, DEAD if there is no beam: [lists, width] int64."""
-        return self._rows.table[STATE]
-
-    @property
     def scores(self) -> Tensor:
         """What orders the beams, without their tails, best first, -inf without a beam: [lists, width] float64."""
         return self._rows.scores
@@ -160,7 +141,7 @@ class Beams:
     @property
     def parents(self) -> Tensor:
         """The row of the pass before that each beam continues: [lists, width] int64, 0 if there is no beam."""
-        return self._rows.table[PARENT]
+        return self._rows.table[form.PARENT]
 
     @property
     def next_inputs(self) -> Tensor:
@@ -181,7 +162,7 @@ class Beams:
     def open_beams(self) -> Tensor:
         """How many of the beams lead on, and may lead to something better, in the list that has most: an int64 on the
         device. Not counted are those whose item stands alone."""
-        return ((self._rows.table[DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
+        return ((self._rows.table[form.DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
 
     @property
     def bar(self) -> Tensor:
@@ -260,7 +241,7 @@ class Beams:
         return logits.unflatten(0, (self.lists, count))
 
     def _now(self, logits: Tensor, columns: Tensor | None = None) -> Pass:
-        offsets = self._rows.table[DEGREE].cumsum(1)
+        offsets = self._rows.table[form.DEGREE].cumsum(1)
         return Pass(self.arena, logits, self._rows, self._items, offsets, self.taken, self._rules, columns)
 
     def _take(self, logits: Tensor, columns: Tensor | None = None, sums: Tensor | None = None) -> None:
@@ -310,7 +291,7 @@ class Beams:
         alive = self._rows.scores > self.bar
         places = torch.arange(1, self.width + 1, device=alive.device)
         self.rows = min(self.rows, int((alive * places).max()))
-        self._rows.table[DEGREE, :, self.rows :] = 0  # their children are nobody's
+        self._rows.table[form.DEGREE, :, self.rows :] = 0  # their children are nobody's
         if not self.rows:
             self.passes_left = 0
 
@@ -339,7 +320,7 @@ class Beams:
 
 def items_of(end_token: int | None, renormalised: bool) -> int:
     """Return which children are items at once, of `Rules`."""
-    return ALONE if renormalised else ENDED if end_token is None else OPEN
+    return form.ALONE if renormalised else ENDED if end_token is None else OPEN
 
 
 def table_of(found: Found) -> Tensor:
@@ -354,15 +335,13 @@ def _check(lists: int, options: BeamOptions) -> None:
         raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
     if longest is not None and not options.get("stepwise"):
         raise ValueError("longest is given without stepwise: tails are read whole")
-    for name, value in (("width", options["width"]), ("k", options["k"]), ("longest", longest), ("lists", lists)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: make it at least 1")
+    check_positive(width=options["width"], k=options["k"], longest=longest, lists=lists)
     if not 0 < temperature <= 1:
         raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
 
 
 def _log_exponential(keys: Tensor) -> Tensor:
-    """As `clocks.log_exponential`, of int64: float64."""
+    """As `races.log_exponential`, of int64: float64."""
     unit = (((keys >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
     return (-unit.log()).log()
 

@@ -12,36 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from itemset.masking import arena
 from itemset.masking.batch import LOCAL
-from itemset.ranking.beam_state import (
-    DEGREE,
-    EARLIEST,
-    END_LOG,
-    END_SCORE,
-    ENDED,
-    FIRST,
-    KEY,
-    LOG,
-    NOTHING,
-    OPEN,
-    PARENT,
-    SCORE,
-    STATE,
-    TAIL,
-    Items,
-    Pass,
-    Rows,
-)
+from itemset.masking.cpu_kernels import row_at
+from itemset.ranking import beam_state as form
+from itemset.ranking.beam_state import NOTHING, SCORE, STATE, Items, Pass, Rows
 from itemset.ranking.cpu_log_sum import as_float, log_sum, ordered
-from itemset.ranking.random_times import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
+from itemset.ranking.races import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
 from itemset.trie import walk
 from itemset.trie.jit import compiled
-from itemset.trie.pointers import Pointers, first_edge, label
-from itemset.trie.walk import DEAD, END, STATE_BITS, WAITING, is_alive, is_terminal, tail_entry, tail_token
+from itemset.trie.pointers import first_edge, label, pointers_at
+from itemset.trie.walk import DEAD, END, WAITING, is_alive, is_terminal, tail_entry, tail_token
 
 _TAILS = walk.TAIL  # the first state inside a tail
-_NO_BOUND = 1 << 40
 _LOW = (1 << 32) - 1
 
 
@@ -65,7 +47,7 @@ def ended(now: Pass, sums: Tensor) -> Tensor:
 
 def best(now: Pass, sums: Tensor, ends: Tensor, size: int, wanted: int) -> tuple[Tensor, Tensor]:
     items = now.rules.items
-    keys = torch.full((1 if items == OPEN else 2, len(sums), wanted), NOTHING)
+    keys = torch.full((1 if items == form.OPEN else 2, len(sums), wanted), NOTHING)
     places = torch.zeros_like(keys)
     _best(*_arguments(now), sums.numpy(), ends.numpy(), items, now.rules.power, keys.numpy(), places.numpy())
     return keys, places
@@ -93,9 +75,8 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
 
 
 def _arguments(now: Pass) -> tuple[Any, ...]:
-    """What all loops take first: where the arena begins, where its sets lie in it, the logits from the first to the
-    last, how far apart those of two lists, rows and query tokens lie, each token's column, the beams, and the items'
-    scores."""
+    """What all loops take first: the rows of the arena's sets, the logits from the first to the last, how far apart
+    those of two lists, rows and query tokens lie, each token's column, the beams, and the items' scores."""
     logits = now.logits
     if logits.dtype == torch.bfloat16:
         logits = logits.view(torch.int16)  # which NumPy knows; `as_float` reads it
@@ -106,8 +87,7 @@ def _arguments(now: Pass) -> tuple[Any, ...]:
     size = sum((count - 1) * stride for count, stride in zip(logits.shape, logits.stride(), strict=True)) + 1
     flat = logits.as_strided((size,), (1,)).numpy()
     table, tokens, scores = (tensor.numpy() for tensor in (*now.rows, now.items.scores))
-    place = now.arena.words.data_ptr(), now.arena.sets.numpy()
-    return *place, flat, tuple(strides), columns, table, tokens, scores
+    return now.arena.rows_at, flat, tuple(strides), columns, table, tokens, scores
 
 
 @lru_cache(8)
@@ -117,7 +97,7 @@ def _own_columns(vocabulary: int) -> NDArray[np.int32]:
 
 
 @compiled
-def _log_sums(words, sets, logits, strides, columns, table, tokens, bars, sums):  # type: ignore[no-untyped-def]
+def _log_sums(sets, logits, strides, columns, table, tokens, bars, sums):
     lists, count, queries = sums.shape
     scores = table[SCORE].view(np.float64)
     for one in range(lists):
@@ -125,55 +105,49 @@ def _log_sums(words, sets, logits, strides, columns, table, tokens, bars, sums):
             above = scores[one, beam] > bars[one, -1]
             for query in range(queries):
                 sums[one, beam, query] = np.inf  # so that nothing of this beam passes the bar
-                if above and query <= table[TAIL, one, beam]:
+                if above and query <= table[form.TAIL, one, beam]:
                     at = one * strides[0] + beam * strides[1] + query * strides[2]
                     sums[one, beam, query] = log_sum(logits[at : at + len(columns)])
 
 
 @compiled
-def _legal_sums(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums
-):
+def _legal_sums(sets, logits, strides, columns, table, tokens, bars, end_token, sums):
     lists, count, _ = sums.shape
     for one in range(lists):
-        tables = pointers_in(words, sets, table[STATE, one, 0])
+        tables = pointers_at(row_at(sets, table[STATE, one, 0]))
         for beam in range(count):
             at = one * strides[0] + beam * strides[1]
-            begin, degree = table[FIRST, one, beam], table[DEGREE, one, beam]
+            begin, degree = table[form.FIRST, one, beam], table[form.DEGREE, one, beam]
             may_end = 0 <= end_token < len(columns) and is_terminal(tables, table[STATE, one, beam] & LOCAL)
-            most = np.float64(as_float(logits[at + columns[end_token]])) if may_end else -np.inf
-            for edge in range(begin, begin + degree):
-                token = label(tables, edge)
-                if token < len(columns) and is_alive(tables, edge):
-                    most = max(most, np.float64(as_float(logits[at + columns[token]])))
-            base = most if most > -np.inf else 0.0
-            total = np.exp(as_float(logits[at + columns[end_token]]) - base) if may_end else 0.0
-            for edge in range(begin, begin + degree):
-                token = label(tables, edge)
-                if token < len(columns) and is_alive(tables, edge):
-                    total += np.exp(as_float(logits[at + columns[token]]) - base)
-            sums[one, beam, 0] = np.log(total) + base
+            most, total = -np.inf, 0.0
+            for edge in range(begin - may_end, begin + degree):
+                token = end_token if edge < begin else label(tables, edge)
+                if edge < begin or (token < len(columns) and is_alive(tables, edge)):
+                    logit = np.float64(as_float(logits[at + columns[token]]))
+                    if logit > most:
+                        most, total = logit, total * np.exp(most - logit) + 1
+                    elif logit > -np.inf:
+                        total += np.exp(logit - most)
+            sums[one, beam, 0] = np.log(total) + most
 
 
 @compiled
-def _ended(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, power, ends
-):
+def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, power, ends):
     lists, count, queries = sums.shape
-    scores, logs = table[SCORE].view(np.float64), table[LOG].view(np.float64)
+    scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
     for one in range(lists):
-        tables = pointers_in(words, sets, table[STATE, one, 0])
+        tables = pointers_at(row_at(sets, table[STATE, one, 0]))
         for beam in range(count):
-            ends[END_SCORE, one, beam], ends[END_LOG, one, beam], ends[EARLIEST, one, beam] = -np.inf, -np.inf, np.inf
+            ends[: form.EARLIEST, one, beam], ends[form.EARLIEST, one, beam] = -np.inf, np.inf
             if not scores[one, beam] > bars[one, -1]:
                 continue
-            at, tail, log = one * strides[0] + beam * strides[1], table[TAIL, one, beam], logs[one, beam]
-            clock, key, total, nearest = -scores[one, beam], np.uint64(table[KEY, one, beam]), 0.0, math.inf
+            at, tail, log = one * strides[0] + beam * strides[1], table[form.TAIL, one, beam], logs[one, beam]
+            clock, key, total, nearest = -scores[one, beam], np.uint64(table[form.KEY, one, beam]), 0.0, math.inf
             steps = tail + (end_token >= 0)
             if steps > queries or not is_terminal(tables, table[STATE, one, beam] & LOCAL):
                 steps = -1
-            begin = table[FIRST, one, beam]
-            for edge in range(begin, begin + table[DEGREE, one, beam] if power else begin):
+            begin = table[form.FIRST, one, beam]
+            for edge in range(begin, begin + table[form.DEGREE, one, beam] if power else begin):
                 if _lives(tables, edge):
                     token = _token(tables, edge)
                     share = power * (_logit(logits, at, token, columns) - sums[one, beam, 0])
@@ -181,7 +155,7 @@ def _ended(  # type: ignore[no-untyped-def]
                         total += math.exp(share)
                         nearest = min(nearest, log_exponential(mixed(key, TOKEN + token)) - share)
             if power and steps < 0:
-                ends[EARLIEST, one, beam] = min(nearest, _nobody(key, total))
+                ends[form.EARLIEST, one, beam] = min(nearest, _nobody(key, total))
             for column in range(steps):
                 token = tokens[one, beam, taken + column] if column < tail else end_token
                 cost = _logit(logits, at + column * strides[2], token, columns) - sums[one, beam, column]
@@ -192,26 +166,24 @@ def _ended(  # type: ignore[no-untyped-def]
                         here = min(time, _nobody(key, math.exp(share)))
                     else:
                         here = min(time, nearest, _nobody(key, total + math.exp(share)))
-                        ends[EARLIEST, one, beam] = here
+                        ends[form.EARLIEST, one, beam] = here
                     clock, key = _clock(clock, time, here, power * log), after
                 log += cost
             if steps >= 0 and (-clock if power else log) > -math.inf:
-                ends[END_SCORE, one, beam], ends[END_LOG, one, beam] = -clock if power else log, log
+                ends[form.END_SCORE, one, beam], ends[form.END_LOG, one, beam] = -clock if power else log, log
 
 
 @compiled
-def _best(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, columns, table, tokens, bars, sums, ends, items, power, keys, places
-):
+def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items, power, keys, places):
     """The best of each kind stand in a heap, the worst of them first."""
     lists, count, _ = sums.shape
-    scores, logs = table[SCORE].view(np.float64), table[LOG].view(np.float64)
+    scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
     for one in range(lists):
-        tables, bar, before = pointers_in(words, sets, table[STATE, one, 0]), bars[one, -1], 0
+        tables, bar, before = pointers_at(row_at(sets, table[STATE, one, 0])), bars[one, -1], 0
         for beam in range(count):
-            begin, degree, score_here = table[FIRST, one, beam], table[DEGREE, one, beam], scores[one, beam]
+            begin, degree, score_here = table[form.FIRST, one, beam], table[form.DEGREE, one, beam], scores[one, beam]
             sum_here, at = sums[one, beam, 0], one * strides[0] + beam * strides[1]
-            random, mass, base = np.uint64(table[KEY, one, beam]), power * logs[one, beam], score_here - sum_here
+            random, mass, base = np.uint64(table[form.KEY, one, beam]), power * logs[one, beam], score_here - sum_here
             for child in range(degree if score_here > bar else 0):
                 edge = begin + child
                 token = _token(tables, edge)
@@ -221,13 +193,13 @@ def _best(  # type: ignore[no-untyped-def]
                     if not share > -math.inf:
                         continue
                     time = log_exponential(mixed(random, TOKEN + token)) - share
-                    score = -_clock(-score_here, time, ends[EARLIEST, one, beam], mass)
+                    score = -_clock(-score_here, time, ends[form.EARLIEST, one, beam], mass)
                 if score > bar:
                     key = np.int64(ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - (edge & _LOW))
                     kind = 0
-                    if items != OPEN:
+                    if items != form.OPEN:
                         after = state_after(tables, edge)
-                        kind = int(after == END if items == ENDED else after >= END)
+                        kind = int(after == END if items == form.ENDED else after >= END)
                     if key > keys[kind, one, 0] and _lives(tables, edge):
                         _replace(keys[kind, one], places[kind, one], key, before + child)
             before += degree
@@ -237,7 +209,7 @@ def _best(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _replace(keys, places, key, place):  # type: ignore[no-untyped-def]
+def _replace(keys, places, key, place):
     """Put a key in the place of a heap's first, and restore the heap."""
     at, size = 0, len(keys)
     while 2 * at + 1 < size:
@@ -252,63 +224,60 @@ def _replace(keys, places, key, place):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _clear(table, new, new_tokens):  # type: ignore[no-untyped-def]
+def _clear(table, new, new_tokens):
     """Make rows without beams."""
     new[:], new_tokens[:] = 0, -1
     for one in range(new.shape[1]):
-        new[STATE, one], new[TAIL, one] = table[STATE, one, 0] & ~LOCAL | DEAD, -1
-        new[SCORE].view(np.float64)[one], new[LOG].view(np.float64)[one] = -np.inf, -np.inf
+        new[STATE, one], new[form.TAIL, one] = table[STATE, one, 0] & ~LOCAL | DEAD, -1
+        new[SCORE].view(np.float64)[one], new[form.LOG].view(np.float64)[one] = -np.inf, -np.inf
 
 
 @compiled
-def _ride(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, riding, new, new_tokens
-):
+def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, riding, new, new_tokens):
     """Score the next token of each beam's tail, of which others are left for later passes."""
     lists, count, queries = sums.shape
-    scores, new_scores, new_logs = (
-        table[SCORE].view(np.float64),
-        new[SCORE].view(np.float64),
-        new[LOG].view(np.float64),
-    )
+    scores, reals = table[SCORE].view(np.float64), new.view(np.float64)
     for one in range(lists):
         n = 0
         for beam in range(count):
-            tail, score = table[TAIL, one, beam], scores[one, beam]
+            tail, score = table[form.TAIL, one, beam], scores[one, beam]
             if n == riding or not score > bars[one, -1] or tail + (end_token >= 0) <= queries:
                 continue
             at, token = one * strides[0] + beam * strides[1], tokens[one, beam, taken]
-            new_scores[one, n] = score + (_logit(logits, at, token, columns) - sums[one, beam, 0])
-            new_logs[one, n], new_tokens[one, n] = new_scores[one, n], tokens[one, beam]
-            new[STATE, one, n], new[TAIL, one, n], new[PARENT, one, n] = table[STATE, one, beam], tail - 1, beam
+            score += _logit(logits, at, token, columns) - sums[one, beam, 0]
+            reals[SCORE, one, n] = reals[form.LOG, one, n] = score
+            new[STATE, one, n], new[form.TAIL, one, n] = table[STATE, one, beam], tail - 1
+            new[form.PARENT, one, n], new_tokens[one, n] = beam, tokens[one, beam]
             n += 1
 
 
 @compiled
-def _follow(  # type: ignore[no-untyped-def]
-    words, sets, logits, strides, columns, table, tokens, bars, end_token, sums, ends, keys, places, offsets, taken,
+def _follow(
+    sets, logits, strides, columns, table, tokens, bars, end_token, sums, ends, keys, places, offsets, taken,
     whole, power, riding, new, new_tokens,
 ):  # fmt: skip
     lists, count, _ = sums.shape
-    scores, logs = table[SCORE].view(np.float64), table[LOG].view(np.float64)
-    new_scores, new_logs = new[SCORE].view(np.float64), new[LOG].view(np.float64)
+    scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
+    new_scores, new_logs = new[SCORE].view(np.float64), new[form.LOG].view(np.float64)
     for one in range(lists):
         number = table[STATE, one, 0] & ~LOCAL
-        tables = pointers_in(words, sets, number)
+        tables = pointers_at(row_at(sets, number))
         for n in range(riding, new.shape[2]):
             place = places[one, n - riding]
             if keys[one, n - riding] == NOTHING:
                 continue
             at = min(np.searchsorted(offsets[one], place, side="right"), count - 1)
-            edge = table[FIRST, one, at] + place - (offsets[one, at] - table[DEGREE, one, at])
+            edge = table[form.FIRST, one, at] + place - (offsets[one, at] - table[form.DEGREE, one, at])
             token, state = _token(tables, edge), state_after(tables, edge)
             cost = _logit(logits, one * strides[0] + at * strides[1], token, columns) - sums[one, at, 0]
             new_logs[one, n] = new_scores[one, n] = logs[one, at] + cost
             if power:
-                key = mixed(np.uint64(table[KEY, one, at]), TOKEN + token)
+                key = mixed(np.uint64(table[form.KEY, one, at]), TOKEN + token)
                 time = log_exponential(key) - power * cost
-                new_scores[one, n] = -_clock(-scores[one, at], time, ends[EARLIEST, one, at], power * logs[one, at])
-                new[KEY, one, n] = np.int64(key)
+                new_scores[one, n] = -_clock(
+                    -scores[one, at], time, ends[form.EARLIEST, one, at], power * logs[one, at]
+                )
+                new[form.KEY, one, n] = np.int64(key)
             new_tokens[one, n, :taken] = tokens[one, at, :taken]
             new_tokens[one, n, taken] = token
             tail = 0
@@ -320,16 +289,16 @@ def _follow(  # type: ignore[no-untyped-def]
                     if entry >> tables.token_bits:
                         break
                 state = END
-            new[PARENT, one, n], new[TAIL, one, n], new[STATE, one, n] = at, tail, number | state
+            new[form.PARENT, one, n], new[form.TAIL, one, n], new[STATE, one, n] = at, tail, number | state
             if state >= _TAILS:
-                new[FIRST, one, n], new[DEGREE, one, n] = state, 1
+                new[form.FIRST, one, n], new[form.DEGREE, one, n] = state, 1
             elif state < WAITING:
                 begin = first_edge(tables, state)
-                new[FIRST, one, n], new[DEGREE, one, n] = begin, first_edge(tables, state + 1) - begin
+                new[form.FIRST, one, n], new[form.DEGREE, one, n] = begin, first_edge(tables, state + 1) - begin
 
 
 @compiled
-def _merge(  # type: ignore[no-untyped-def]
+def _merge(
     table, tokens, item_tokens, item_scores, item_logs, ends, done, done_tokens, new_tokens, new_scores, new_logs,
     alive, riding,
 ):  # fmt: skip
@@ -337,8 +306,8 @@ def _merge(  # type: ignore[no-untyped-def]
     count = ends.shape[2]
     for one in range(lists):
         alive[one] = np.sum(table[SCORE].view(np.float64)[one, riding:count] > item_scores[one, -1])
-        scores = np.concatenate((item_scores[one], ends[END_SCORE, one], done[SCORE].view(np.float64)[one]))
-        logs = np.concatenate((item_logs[one], ends[END_LOG, one], done[LOG].view(np.float64)[one]))
+        scores = np.concatenate((item_scores[one], ends[form.END_SCORE, one], done[SCORE].view(np.float64)[one]))
+        logs = np.concatenate((item_logs[one], ends[form.END_LOG, one], done[form.LOG].view(np.float64)[one]))
         order = np.argsort(-scores, kind="mergesort")[:k]  # stable
         for place, i in enumerate(order):
             new_scores[one, place], new_logs[one, place] = scores[i], logs[i]
@@ -353,39 +322,24 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _logit(logits, at, token, columns):  # type: ignore[no-untyped-def]
+def _logit(logits, at, token, columns):
     return np.float64(as_float(logits[at + columns[token]])) if token < len(columns) else -np.inf
 
 
 @compiled
-def _nobody(key, total):  # type: ignore[no-untyped-def]
+def _nobody(key, total):
     """The time of what lies outside the set, which has what a total of shares leaves."""
     return log_exponential(mixed(key, NOBODY)) - log_left(total)
 
 
 @compiled
-def _clock(clock, time, earliest, mass):  # type: ignore[no-untyped-def]
+def _clock(clock, time, earliest, mass):
     """When what has such a time rings, after a prefix of such a mass that rings at `clock`."""
     return log_of_sum(clock, gap(time, earliest) - mass) if time < math.inf else math.inf
 
 
 @compiled
-def pointers_in(words, sets, state):  # type: ignore[no-untyped-def]
-    """Return where the tables of a state's set lie. What is in an arena has been checked: it has no bounds here."""
-    fields, base = sets[state >> STATE_BITS], np.int64(words)
-    widths, alive = fields[arena.WIDTHS], fields[arena.ALIVE]
-    return Pointers(
-        base + 4 * fields[arena.ROW_OFFSETS], base + 4 * fields[arena.TERMINAL], base + 4 * fields[arena.LABELS],
-        base + 4 * fields[arena.TARGETS], base + 4 * fields[arena.NODE_BASE], base + 4 * fields[arena.TAIL_BASE],
-        base + 4 * fields[arena.TAILS], base + 4 * alive if alive != arena.NO_BITS else 0,
-        base + 4 * fields[arena.DEAD_LIST], WAITING, _TAILS, widths >> arena.FAR_BLOCK, _NO_BOUND,
-        fields[arena.DEAD_COUNT], widths & 0xFF, widths >> arena.FAR_BLOCK, 2 if widths & arena.NARROW_LABELS else 4,
-        8 if widths & arena.COUNTED else 2 if widths & arena.NARROW_TARGETS else 4,
-    )  # fmt: skip
-
-
-@compiled
-def state_after(tables, edge):  # type: ignore[no-untyped-def]
+def state_after(tables, edge):
     """The state after an edge, or after the next token of a tail."""
     if edge >= _TAILS:
         return np.int64(END) if tail_entry(tables, edge - _TAILS) >> tables.token_bits else edge + 1
@@ -393,12 +347,12 @@ def state_after(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _token(tables, edge):  # type: ignore[no-untyped-def]
+def _token(tables, edge):
     """The token of an edge, or of a state inside a tail that stands in its place."""
     return tail_token(tables, edge) if edge >= _TAILS else label(tables, edge)
 
 
 @compiled
-def _lives(tables, edge):  # type: ignore[no-untyped-def]
+def _lives(tables, edge):
     """Whether there is an edge, or the state inside a tail that stands in its place."""
     return edge >= _TAILS or is_alive(tables, edge)

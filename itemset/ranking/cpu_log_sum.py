@@ -23,14 +23,14 @@ def as_float(value: Any) -> Any:
 
 
 @overload(as_float)
-def _as_float(value):  # type: ignore[no-untyped-def]
+def _as_float(value):
     if isinstance(value, types.Integer):
         return lambda value: np.int32(np.int32(value) << np.int32(16)).view(np.float32)
     return lambda value: value
 
 
 @compiled
-def _greatest(logits):  # type: ignore[no-untyped-def]
+def _greatest(logits):
     """Compare them as integers, of which a core takes eight or sixteen at once."""
     most = np.int32(-(1 << 31))
     for value in logits:
@@ -39,13 +39,13 @@ def _greatest(logits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def ordered(bits):  # type: ignore[no-untyped-def]
+def ordered(bits):
     """The bits of a float32 as an integer that is ordered as the floats are; and back."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @compiled
-def log_sum(logits):  # type: ignore[no-untyped-def]
+def log_sum(logits):
     """Return the log-sum-exp. The greatest logit is looked for only if the sum would leave the float32s without it."""
     base = _greatest(logits[:_GLANCE])
     total = _sum_of_powers(logits, base)
@@ -56,7 +56,7 @@ def log_sum(logits):  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath={"reassoc", "contract"})
-def _sum_of_powers(logits, base):  # type: ignore[no-untyped-def]
+def _sum_of_powers(logits, base):
     """The sum of e^(logit - base): in any order, so that a core takes eight or sixteen at once."""
     total = np.float32(0)
     for value in logits:
@@ -65,7 +65,7 @@ def _sum_of_powers(logits, base):  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath={"contract"})  # what `reassoc` would do to a sum and a difference of the same is no rounding
-def _power(x):  # type: ignore[no-untyped-def]
+def _power(x):
     """Return e^x by plain operations; 2^127 for more than that."""
     power = x * _LOG2_E
     power = np.float32(-126) if power < np.float32(-126) else power  # nan stays nan

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.arena import Arena
-from itemset.masking.backends import Kernels
+from itemset.masking.batch import Kernels
 from itemset.ranking.beams import Beams
 from itemset.text import TokenizerId
 from itemset.trie.levels import LevelPlan
@@ -117,19 +117,15 @@ class DraftHead(nn.Module):
     ) -> None:
         """Raise ItemSetError unless the head is one for a model with this hidden size and vocabulary, and this
         tokenizer's fingerprint. None: not known."""
-        for what, own, given in (
-            ("a hidden size", self.hidden_size, hidden_size),
-            ("a vocabulary", self.vocab_size, vocab_size),
-        ):
+        mend = f"give the model that was trained with it, or {TRAIN_AGAIN}"
+        sizes = ("a hidden size", self.hidden_size, hidden_size), ("a vocabulary", self.vocab_size, vocab_size)
+        for what, own, given in sizes:
             if given is not None and own != given:
-                raise ItemSetError(
-                    f"{self.name} is for a model with {what} of {own:,}, this one has {given:,}: give the model that "
-                    f"was trained with it, or {TRAIN_AGAIN}"
-                )
+                raise ItemSetError(f"{self.name} is for a model with {what} of {own:,}, this one has {given:,}: {mend}")
         if fingerprint is not None and self.tokenizer is not None and self.tokenizer.fingerprint != fingerprint:
+            own_one = f"{self.tokenizer.name} ({self.tokenizer.fingerprint[:12]})"
             raise ItemSetError(
-                f"{self.name} was trained with the tokenizer {self.tokenizer.name} ({self.tokenizer.fingerprint[:12]}),"
-                f" not with this one ({fingerprint[:12]}): give the model that was trained with it, or {TRAIN_AGAIN}"
+                f"{self.name} was trained with the tokenizer {own_one}, not with this one ({fingerprint[:12]}): {mend}"
             )
 
     def check_set(self, item_set: ItemSet, called: str = "the item set") -> None:
@@ -199,14 +195,8 @@ class DraftHead(nn.Module):
         """Write the head into a safetensors file, with all that `load` needs in its metadata."""
         from safetensors.torch import save_file
 
-        about = {
-            "format": FORMAT,
-            "version": VERSION,
-            "levels": str(self.levels),
-            "hidden_size": str(self.hidden_size),
-            "vocab_size": str(self.vocab_size),
-            "placeholders": json.dumps(self.placeholders),
-        }
+        about = {name: str(getattr(self, name)) for name in ("levels", "hidden_size", "vocab_size")}
+        about |= {"format": FORMAT, "version": VERSION, "placeholders": json.dumps(self.placeholders)}
         if self.tokenizer is not None:
             about |= {"tokenizer": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint}
         unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
@@ -230,15 +220,11 @@ class DraftHead(nn.Module):
         if about.get("version") != VERSION:
             raise ItemSetError(f"{name} has the version {about.get('version')}, this library reads {VERSION}: {again}")
         try:
-            head: DraftHead = cls(
-                [tensors[f"codes_{level}"] for level in range(int(about["levels"]))],
-                json.loads(about["placeholders"]),
-                hidden_size=int(about["hidden_size"]),
-                vocab_size=int(about["vocab_size"]),
-                tokenizer=TokenizerId(about["tokenizer"], about["fingerprint"]) if "fingerprint" in about else None,
-                name=name,
-            ).to(device)
-            head.load_state_dict(tensors)
+            sizes: dict[str, Any] = {size: int(about[size]) for size in ("hidden_size", "vocab_size")}
+            codes = [tensors[f"codes_{level}"] for level in range(int(about["levels"]))]
+            tokenizer = TokenizerId(about["tokenizer"], about["fingerprint"]) if "fingerprint" in about else None
+            head: DraftHead = cls(codes, json.loads(about["placeholders"]), **sizes, tokenizer=tokenizer, name=name)
+            head.to(device).load_state_dict(tensors)
         except ItemSetError:
             raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -1,29 +1,8 @@
 """Exact draws from a model's own distribution over a set, in few forward passes however many items there are.
 
-Masking token by token draws from another distribution: it chooses a prefix for what lies outside the set too, and then
-an unlikely item has to follow (DISC, AISTATS 2025, theorem 2.1). This is Gumbel-top-k sampling by stochastic beam
-search over the trie (Kool, van Hoof and Welling 2019), run lazily, best first. A Gumbel variable is an exponential time
-in negative logarithms, so read it as a race. Each sequence of tokens rings after a time of rate p, its probability: the
-first item of the set to ring is x with probability p(x) / p(set), and those after it are drawn without replacement. A
-prefix rings when the earliest below it does, again with a rate that is its probability. So the race runs from the root
-down, and only prefixes that ring before the winner are scored:
-
-- The root rings at time t, of rate 1.
-- If a prefix v rings at t, each child c gets a time of rate p(c) / p(v), and what lies outside the set, "nobody", one
-  of the rate that is left. The earliest of these is independent of whose it is, so t takes its place: child c rings at
-  t plus its time less the earliest, divided by p(v). The others have not rung yet, and times of a constant rate have no
-  memory.
-
-A draw scores a prefix of probability p with probability p / (p + S - S_v), S being the probability of the set and S_v
-that of its items below the prefix: it has to ring before all items that are elsewhere (`expected_passes`).
-
-Temperature. Weights p(x)^a with a = 1/T >= 1 need no other race: let the rate of every prefix be m(v) = p(v)^a. Every
-q(c) = p(c) / p(v) is at most 1, and they add up to 1 at most, so q(c)^a <= q(c), and the children's rates m(v) q(c)^a
-add up to m(v) at most: the rest is nobody's, as before. For a < 1 they may add up to more, and there is no such race.
-
-Random numbers. A prefix's key is a hash (splitmix64) of its parent's key and its token, the root's comes from the seed
-and the draw's number, and a key's own bits are the prefix's random number. So a draw depends on the seed, its number
-and the model alone: not on the rounds, nor on other draws, nor on who runs the race: `beams.Beams` runs it over beams.
+Gumbel-top-k sampling by stochastic beam search over the trie (Kool, van Hoof and Welling 2019), run lazily, as a race
+in which items ring: docs/internals/ranking.md has why it is exact. A draw depends on the seed, its number and the model
+alone: not on the rounds, nor on other draws, nor on who runs the race. `beams.Beams` runs it over beams.
 """
 
 import math
@@ -31,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.ranking.race_heap import Race
+from itemset.ranking.races import Race
 from itemset.ranking.scored_tree import PENDING, ScoredTree
 from itemset.ranking.search import Rounds, check_positive
 
@@ -171,12 +149,3 @@ class Drawing(Rounds[Draws]):
                 break
             nodes += race.look_ahead(self.tree, min(share, most - len(nodes)))
         return nodes
-
-
-def expected_passes(masses: NDArray[np.float64], below: NDArray[np.float64], n: int) -> float:
-    """Return how many passes n draws with replacement take on average, without any ahead of need.
-
-    masses: of each prefix that a pass may score. below: of the set's items below it; the first prefix is the root.
-    """
-    each = masses / (masses + below[0] - below)
-    return float(np.sum(1 - (1 - each) ** n))

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError
-from itemset.ranking.random_times import mixed, uniform
+from itemset.ranking.races import mixed, uniform
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.ranking.search import Rounds, check_positive
-from itemset.trie.jit import compiled
 
 
 class Resampled(NamedTuple):
@@ -79,7 +78,7 @@ class Importance(Rounds[Samples]):
         """
         check_positive(n=n, candidates=candidates, max_passes=max_passes)
         super().__init__(ScoredTree(item_set, end_token=end_token), max_passes)
-        self._sums: dict[int, NDArray[np.float64]] = {}
+        self._shares: dict[int, tuple[NDArray[np.float64], float]] = {}  # of an expansion, see `_shares_of`
         self._draws = [_Draw(key, candidates) for key in np.random.SeedSequence(seed).generate_state(n, np.uint64)]
 
     @property
@@ -90,10 +89,8 @@ class Importance(Rounds[Samples]):
             raise CutOffError(f"the draws need more than {self._taken} passes")
         drawn = [draw for draw in self._draws if draw.node >= 0]
         items = self.tree.items(self.tree.nodes[np.array([draw.node for draw in drawn], np.int64)])
-        found = [
-            Resampled(*item, math.exp(draw.weight), draw.accepted, draw.number)
-            for item, draw in zip(items, drawn, strict=True)
-        ]
+        pairs = zip(items, drawn, strict=True)
+        found = [Resampled(*item, math.exp(of.weight), of.accepted, of.number) for item, of in pairs]
         return Samples(found, self._taken, self._rounds)
 
     def _next_nodes(self) -> list[int]:
@@ -107,12 +104,11 @@ class Importance(Rounds[Samples]):
         nodes, expansions, _ = self.tree.arrays
         while (at := int(nodes["expansion"][one.node])) >= 0 and (count := int(expansions["count"][at])):
             first = int(expansions["first"][at])
-            if at not in self._sums:
-                self._sums[at] = _sums_of(nodes["mass"][first : first + count])
-            sums = self._sums[at]
-            one.weight += float(sums[-1] - nodes["mass"][one.node])
-            child, one.used = _choose(sums, count, one.key, one.used)
-            one.node = first + child
+            if at not in self._shares:
+                self._shares[at] = _shares_of(nodes["mass"][first : first + count])
+            shares, mass = self._shares[at]
+            one.weight += mass - float(nodes["mass"][one.node])
+            one.node, one.used = first + _choose(shares, one.key, one.used), one.used + 1
         return at
 
 
@@ -160,40 +156,21 @@ class _Draw:
             return
         self.over = True
         if items:
-            weights = np.array([one.weight for one in items])
-            shares = np.cumsum(np.exp(weights - weights.max()))
-            self._end(items[int(np.searchsorted(shares, uniform(self.key, 0) * shares[-1], "right"))], accepted=False)
+            shares, _ = _shares_of(np.array([one.weight for one in items]))
+            self._end(items[_choose(shares, self.key, 0)], accepted=False)
 
     def _end(self, one: _Candidate, *, accepted: bool) -> None:
         self.over, self.node, self.weight, self.accepted = True, one.node, one.weight, accepted
 
 
-def _sums_of(masses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return some children's masses, the sums of each two of them, of each two of these, and so on: levels of a tree,
-    one after another. Each sum is made of its parts, so that none is lost to a difference."""
-    levels = [masses]
-    while (size := len(levels[-1])) > 1:
-        pairs = levels[-1][: size // 2 * 2]
-        levels.append(np.append(np.logaddexp(pairs[::2], pairs[1::2]), levels[-1][len(pairs) :]))
-    return np.concatenate(levels)
+def _shares_of(masses: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Return the sums of the first shares, of which the largest is 1, and the logarithm of all. masses: logarithms."""
+    most = float(masses.max())
+    shares = np.cumsum(np.exp(masses - most))
+    return shares, most + math.log(shares[-1])
 
 
-@compiled
-def _choose(sums, count, key, used):  # type: ignore[no-untyped-def]
-    """Draw a child in proportion to its probability; return which, and how many random numbers are taken now."""
-    level, above, at = 0, 0, 0
-    while (count - 1) >> level:
-        above += ((count - 1) >> level) + 1
-        level += 1
-    while level:
-        level -= 1
-        size = ((count - 1) >> level) + 1
-        below = above - size
-        left = 2 * at
-        if left + 1 < size:
-            at = left if uniform(key, used) < math.exp(sums[below + left] - sums[above + at]) else left + 1
-            used += 1
-        else:
-            at = left
-        above = below
-    return at, used
+def _choose(shares: NDArray[np.float64], key: np.uint64, n: int) -> int:
+    """Draw a place in proportion to its share, by number `n` of a key."""
+    place = int(np.searchsorted(shares, uniform(key, n) * shares[-1], "right"))
+    return min(place, len(shares) - 1)  # by a rounding

@@ -32,10 +32,8 @@ def rows_of_passes(
         if races:
             beams = min(width, plan.successors(taken, beams))
         else:
-            groups, beams = (
-                _groups_after(plan, taken, beams, groups, items),
-                _beams_after(plan, taken, beams, width, items),
-            )
+            groups = _groups_after(plan, taken, beams, groups, items)
+            beams = _beams_after(plan, taken, beams, width, items)
         if not beams and not groups:
             break
         counts.append(beams * max(1, races) + sum(rows for rows, _ in groups))

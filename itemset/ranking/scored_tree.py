@@ -152,12 +152,8 @@ class ScoredTree:
             guesses = np.full(len(states), -1, np.int32)
             if self._paths:
                 _guess(self._tables.pointers, flat, counts, guesses)
-            ends = np.cumsum(sizes).tolist()
-            columns = zip(prefixes, runs, edges.tolist(), [0, *ends], ends, strict=False)
-            ones = [
-                Pass(prefix + run, len(prefix) + (edge >= 0), after[first:end])
-                for prefix, run, edge, first, end in columns
-            ]
+            columns = zip(prefixes, runs, edges.tolist(), np.split(after, np.cumsum(sizes)), strict=False)
+            ones = [Pass(prefix + run, len(prefix) + (edge >= 0), own) for prefix, run, edge, own in columns]
             self._scored.append(_Scored(places, ones, flat, counts, guesses))
             going = np.flatnonzero(guesses >= 0)
             places, edges, prefixes = places[going], guesses[going], [ones[i].tokens for i in going.tolist()]

@@ -47,20 +47,11 @@ class Best(NamedTuple):
         return {"proven": self.proven, "passes": self.passes, "rounds": self.rounds}
 
 
-class Item(Protocol):
-    """An item of an answer: its tokens without the end token, and the sum of their log-probabilities."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-    @property
-    def score(self) -> float: ...
-
-
 class Found(Protocol):
-    """The result of rounds, and an answer's fields for it: see `Best`."""
+    """The result of rounds, whose items have `tokens` and a `score`, and an answer's fields for it: see `Best`."""
 
     @property
-    def items(self) -> Sequence[Item]: ...
+    def items(self) -> Sequence[Any]: ...
     @property
     def took(self) -> dict[str, Any]: ...
     def of_item(self, i: int) -> dict[str, Any]: ...

@@ -74,17 +74,15 @@ def follow_kernel(
         if WHOLE:
             step = column - taken - 1
             if (low + TOKENS > taken) & ~over:
-                bits = fields[tables.WIDTHS] & 0xFF
-                bit = (local - tables.TAIL + tl.maximum(step, 0)) * (bits + 1)
+                at_tail = local + tl.maximum(step, 0)
+                bit = (at_tail - tables.TAIL) * ((fields[tables.WIDTHS] & 0xFF) + 1)
                 inside = (step >= 0) & (step < columns)
                 # A tail ends before the tables do; what is read after it may not.
                 exists = inside & ((bit >> 5) + 1 < words_end - fields[tables.TAILS])
-                low_word = tables.word(words, fields, tables.TAILS, bit >> 5, exists)
-                high_word = tables.word(words, fields, tables.TAILS, (bit >> 5) + 1, exists)
-                entry = (low_word | (high_word << 32)) >> (bit & 31)
-                last = tl.min(tl.where(inside & (((entry >> bits) & 1) != 0), step, columns), 0)
+                following, is_last = tables.tail_entry(words, fields, at_tail, exists)
+                last = tl.min(tl.where(inside & is_last, step, columns), 0)
                 inside = inside & (step <= last)
-                value = tl.where(inside, entry & (((bits * 0 + 1) << bits) - 1), value)
+                value = tl.where(inside, following, value)
                 tail += tl.sum(inside.to(tl.int64), 0)
                 over = last < columns
         tl.store(new_tokens + (one * rows + n) * longest + column, value, mask=column < longest)

@@ -4,16 +4,16 @@ import triton
 import triton.language as tl
 
 from itemset.masking import triton_tables as tables
-from itemset.ranking import beam_state, random_times
+from itemset.ranking import beam_state, races
 
 STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE = (tl.constexpr(column) for column in range(beam_state.COLUMNS))
 END_LOG = tl.constexpr(beam_state.END_LOG)
 EARLIEST = tl.constexpr(beam_state.EARLIEST)
 NOTHING = tl.constexpr(beam_state.NOTHING)
 _LOW = tl.constexpr((1 << 32) - 1)
-_NOBODY = tl.constexpr(random_times.NOBODY)
-_TOKEN = tl.constexpr(random_times.TOKEN)
-# The constants of `clocks.mixed`, as int64.
+_NOBODY = tl.constexpr(races.NOBODY)
+_TOKEN = tl.constexpr(races.TOKEN)
+# The constants of `races.mixed`, as int64.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
@@ -112,7 +112,7 @@ def edge_token(words, fields, edge, inside, WHOLE: tl.constexpr):
     token = tables.element(words, fields, tables.LABELS, edge, tables.NARROW_LABELS, inside & (edge < tables.TAIL))
     if not WHOLE:
         in_tail = inside & (edge >= tables.TAIL)
-        token = tl.where(in_tail, _tail_entry(words, fields, edge, in_tail)[0], token)
+        token = tl.where(in_tail, tables.tail_entry(words, fields, edge, in_tail)[0], token)
     return token
 
 
@@ -122,20 +122,9 @@ def state_after_edge(words, fields, edge, inside, WHOLE: tl.constexpr):
     after = tables.state_after(words, fields, edge, inside & (edge < tables.TAIL))
     if not WHOLE:
         in_tail = inside & (edge >= tables.TAIL)
-        last = _tail_entry(words, fields, edge, in_tail)[1]
+        last = tables.tail_entry(words, fields, edge, in_tail)[1]
         after = tl.where(in_tail, tl.where(last, tables.END, edge + 1), after)
     return after
-
-
-@triton.jit
-def _tail_entry(words, fields, state, inside):
-    """As `tables.tail_entry`, where `inside`."""
-    bits = fields[tables.WIDTHS] & 0xFF
-    at = (state - tables.TAIL) * (bits + 1)
-    low = tables.word(words, fields, tables.TAILS, at >> 5, inside)
-    high = tables.word(words, fields, tables.TAILS, (at >> 5) + 1, inside)
-    entry = (low | (high << 32)) >> (at & 31)
-    return entry & (((bits * 0 + 1) << bits) - 1), ((entry >> bits) & 1) != 0
 
 
 @triton.jit
@@ -146,7 +135,7 @@ def token_bits(key, token):
 
 @triton.jit
 def random_bits(key, n):
-    """As `clocks.mixed`, on int64."""
+    """As `races.mixed`, on int64."""
     z = key + (n + 1) * _GOLDEN
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _FIRST
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _SECOND
@@ -155,7 +144,7 @@ def random_bits(key, n):
 
 @triton.jit
 def log_exponential(bits):
-    """As `clocks.log_exponential`."""
+    """As `races.log_exponential`."""
     unit = (((bits >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.0**-52
     return tl.log(-tl.log(unit))
 

@@ -12,14 +12,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet, build
+from itemset.item_set import ItemSet, built
 from itemset.opening import from_index
 from itemset.select.filters import leaves, passing
 from itemset.trie import file as index_file
 from itemset.trie.key_index import KeyIndex
 from itemset.trie.keys import KeyList, Keys, in_item_order
 from itemset.trie.numbering import items_at
-from itemset.trie.rows import as_rows
+from itemset.trie.rows import as_rows, sort_unique
 from itemset.trie.view import bits_of, dead_of
 
 
@@ -43,8 +43,8 @@ class View(ItemSet):
         super().__init__(
             replace(base.trie, tables=replace(base.trie.tables, **own), items=items),  # type: ignore[arg-type]
             keys or base._keys,
+            base._origin,
             digest=digest,
-            **base._origin,
         )
         self.base, self.own = base, own
 
@@ -211,9 +211,7 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     whole, numbers = base.whole, base._keys.owners(places)
     rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
     keys = base.keys.take(pa.array(places))
-    small = build(rows, keys=keys, vocab_size=base.vocab_size, prefix=base.prefix, escape=base.escape)
-    small.tokenizer = base.tokenizer
-    return small
+    return built(sort_unique(as_rows(rows)), keys, None, base._origin)
 
 
 def _nothing_left(why: str) -> ItemSetError:

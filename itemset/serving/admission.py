@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from itemset.errors import ItemSetError
-from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError, where
+from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import Chosen, InlineTexts
 from itemset.serving.request import ItemRequest
 from itemset.serving.startup import opening, seconds
-from itemset.serving.versions import Opened
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint
@@ -65,7 +64,7 @@ class Checks:
 
     def _check(self, opened: Opened) -> None:
         item_set, limits = opened.sets[opened.name], self._limits
-        called = f"the item set {opened.name!r} ({where(self._config, opened.name)})"
+        called = f"the item set {opened.name!r} ({self._config.where(opened.name)})"
         if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != self.fingerprint():
             model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
             raise ItemSetError(
@@ -114,7 +113,7 @@ class Checks:
         reference = self.catalogue.reference(asked.item_set or "")
         if asked.chooses:
             return self._selections.get(asked, reference)
-        return InlineSet(reference, b"", self.catalogue[reference], 0)
+        return self.catalogue.made(reference)
 
     def reference(self, asked: ItemRequest) -> str:
         """The reference of a request's set. Raises as `made` does."""

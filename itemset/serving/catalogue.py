@@ -1,27 +1,35 @@
-"""The item sets of a process: registered ones by name, inline ones and parts of sets by a digest."""
+"""The item sets of a process: registered ones by name and version, inline ones and parts of sets by a digest.
+
+A version's life: `begin` opens it on a thread, `serve` makes it the current one, and the second `serve` after that (or
+`drop`) forgets it. The version before the current one stays open, so that a rollback opens nothing. A request carries
+its version in its reference, and what it holds lives for as long as it does.
+"""
 
 import difflib
 import os
+import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
-from itemset import published
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
-from itemset.select.views import view_from_bytes
+from itemset.select.filters import passing
+from itemset.select.views import view, view_from_bytes
 from itemset.serving.config import StaticConfig
-from itemset.serving.private_copies import delete_unused
+from itemset.serving.private_copies import Seal, delete_unused, open_copy
 from itemset.serving.startup import opening
-from itemset.serving.versions import Opened, Versions
-from itemset.serving.wire import SetRef, part_of, version_of, whole_of
-from itemset.storage import is_uri
+from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
+ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
+_KEPT = 2  # versions of a set that stay open
 
 
 class RefusedError(ItemSetError):
@@ -33,72 +41,227 @@ class RefusedError(ItemSetError):
 
 
 @dataclass(frozen=True, eq=False)
-class InlineSet:
-    """A set that came with its request, in whose place it then stands: texts, or a part of a registered set.
+class Opened:
+    """A version of a registered set that this process has open. sets: it and the views of it, by name."""
 
-    reference: what the request carries through the engine. index: its index file, or a view's own arrays. item_set:
-    opened over these same bytes. nbytes: of all of it in this process. filter: the one that exclusions stand on.
+    name: str
+    version: str
+    sets: Mapping[str, ItemSet]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in an arena, at most."""
+        own = [array.nbytes + ROUNDING for item_set in self.sets.values() for array in item_set.resident.values()]
+        return sum(own) + ROUNDING * len(self.sets)
+
+    def reference(self, name: str) -> str:
+        """How a request carries this version of the set, or of a view of it."""
+        return version_reference(self.version, name)
+
+
+@dataclass(frozen=True, eq=False)
+class InlineSet:
+    """The set of a request, in whose place it then stands: a registered one, or one that came with requests.
+
+    reference: what the request carries through the engine. index: of texts the index file, of a part of another set the
+    view's own arrays, None of a registered set. item_set: opened over these same bytes. nbytes: of all that came, in
+    this process. base: the filter that it stands on.
     """
 
     reference: str
-    index: bytes = field(repr=False)
     item_set: ItemSet
-    nbytes: int
-    filter: "InlineSet | None" = None
+    index: bytes | None = field(default=None, repr=False)
+    nbytes: int = 0
+    base: "InlineSet | None" = None
 
     @classmethod
     def from_index(
-        cls, reference: str, index: bytes, base: ItemSet | None = None, *, token_ids: bool = False, **more: Any
-    ) -> Self:
-        """base: of which it is a part. token_ids: find them now, in a process that asks what occurs in the set. more:
-        fields. Raises ItemSetError as `from_bytes` does."""
-        if base is None:
+        cls, reference: str, index: bytes, below: ItemSet | None = None, *, token_ids: bool = False,
+        base: "InlineSet | None" = None,
+    ) -> Self:  # fmt: skip
+        """below: of which it is a part. token_ids: find them now, in a process that asks what occurs in the set.
+
+        Raises ItemSetError as `from_bytes` does.
+        """
+        if below is None:
             item_set = from_bytes(index, reference)
             item_set.in_order = True  # a process of this server built it, and its checksums hold
         else:
-            item_set = view_from_bytes(base, index, reference)
+            item_set = view_from_bytes(below, index, reference)
         nbytes = len(index) + OVERHEAD + (item_set.token_ids.nbytes if token_ids else 0)
-        return cls(reference, index, item_set, nbytes, **more)
-
-    @property
-    def own_filter(self) -> "InlineSet | None":
-        """The filter that it is or stands on."""
-        return self if "alive" in self.item_set.own else self.filter
+        return cls(reference, item_set, index, nbytes, base)
 
     @property
     def ref(self) -> SetRef:
         """What a request with this set carries: requests with equal sets then share its bytes."""
-        below = self.own_filter
-        return SetRef(self.reference, None if below is self else self.index, None if below is None else below.index)
+        return SetRef(self.reference, self.index, None if self.base is None else self.base.ref)
 
 
-class Catalogue(Versions):
+class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
     What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
+
+    serving: the current version of each registered set. registered: the current sets and views by name. Both are new
+    objects whenever that changes. inline_bytes: of what came with requests and is cached.
     """
 
-    def __init__(self, config: StaticConfig) -> None:
-        """Open every registered set from its private copy. Raises ItemSetError as `private_copies.open_copy` and
-        `published.current` do."""
-        super().__init__(config)
+    def __init__(self, config: StaticConfig, *, make_views: bool = True) -> None:
+        """Open every registered set from its private copy.
+
+        make_views: else only judge their queries, and let a set stand for its views. Raises ItemSetError as `open` and
+        `StaticConfig.at_start` do, and for a view of no set, unless that may come.
+        """
+        self._config, self._make_views = config, make_views
+        self._bases = {name: base for name, (base, _) in config.views.items()}
+        self._files = {name for name in config.item_sets if not os.path.isdir(config.where(name))}
+        self.serving: tuple[Opened, ...] = ()
+        self.registered: Mapping[str, ItemSet] = {}
+        self._current: Mapping[str, Opened] = {}  # by the names of sets and views
+        self._open: dict[str, list[Opened]] = {}  # by set: those that stay open, the current one last
+        self._opening: dict[tuple[str, str], Future[Opened]] = {}  # by set and version: begun, and not served yet
+        self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # registered ones, by reference
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
-        self.inline_bytes = 0  # of what came with requests and is cached
+        self.inline_bytes = 0
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
-        self._files = {name for name in config.item_sets if not os.path.isdir(where(config, name))}
-        for name, (version, path) in at_start(config).items():
+        self._thread = ThreadPoolExecutor(1, "item-set-versions")
+        self._lock = threading.RLock()
+        for name, (version, path) in config.at_start().items():
             self.serve(self.open(name, version, path))
-        _check_bases(config, self.registered)
+        for name, base in self._bases.items():
+            if name not in self.registered and config.item_set_dir is None:
+                raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
+
+    # Versions of registered sets
+
+    def open(self, name: str, version: str | None, path: str | Path | None, seal: Seal | None = None) -> Opened:
+        """Open a version of a set and make its views, which may take seconds.
+
+        version, path, seal: as for `open_copy`. Raises ItemSetError as that does, and for a view that cannot be made.
+        """
+        try:
+            item_set = self._known.get(version_reference(version or "", name))
+            if item_set is None or version is None:
+                item_set, version = open_copy(path, self._config.item_set_cache, version, seal)
+        except ItemSetError as error:
+            raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
+        sets = {name: item_set}
+        for view_name, (base, query) in self._config.views.items():
+            if base not in sets:
+                continue
+            try:
+                sets[view_name] = view(sets[base], query) if self._make_views else sets[base]
+                if not self._make_views:
+                    passing(query, sets[base].attributes.slice(0, 0))
+            except ItemSetError as error:
+                raise ItemSetError(f"the item view {view_name!r} cannot be made: {error}") from error
+        opened = Opened(name, version, sets)
+        with self._lock:
+            self._known |= {opened.reference(name): item_set for name, item_set in sets.items()}
+        return opened
+
+    def begin(self, message: Prepare, check: Callable[[ItemSet], object]) -> Opened | None:
+        """Return the version once it is open, and until then None: a thread opens it, and checks the set and each view.
+
+        Raises ItemSetError as `open` and `check` do, once.
+        """
+        key = name, version = message.name, message.version
+
+        def work() -> Opened:
+            opened = self.open(name, version, message.path, message.seal)
+            for item_set in opened.sets.values():
+                check(item_set)
+            return opened
+
+        with self._lock:
+            if (opened := self.begun(name, version)) is not None:
+                return opened
+            if (future := self._opening.get(key)) is None:
+                for other in [one for one in self._opening if one[0] == name and self._opening[one].done()]:
+                    del self._opening[other]  # it was never served
+                self._opening[key] = self._thread.submit(work)
+            elif future.done():
+                del self._opening[key]  # another time it may be well
+                future.result()
+        return None
+
+    def begun(self, name: str, version: str) -> Opened | None:
+        """Return a version that is open, served or not; None if there is none."""
+        with self._lock:
+            for opened in self._open.get(name, ()):
+                if opened.version == version:
+                    return opened
+            future = self._opening.get((name, version))
+            return future.result() if future and future.done() and not future.exception() else None
+
+    def serve(self, opened: Opened) -> list[str]:
+        """Make this the current version of its set and its views. Return the versions of it that are forgotten."""
+        with self._lock:
+            before = [one for one in self._open.get(opened.name, ()) if one.version != opened.version]
+            self._open[opened.name] = [*before[1 - _KEPT :], opened]
+            self._opening.pop((opened.name, opened.version), None)
+            return self._forget(before[: 1 - _KEPT])
+
+    def drop(self, name: str) -> list[str]:
+        """Forget a set. Return its versions."""
+        with self._lock:
+            for key in [key for key in self._opening if key[0] == name]:
+                del self._opening[key]
+            return self._forget(self._open.pop(name, []))
+
+    def _forget(self, closed: list[Opened]) -> list[str]:
+        """Note which versions are current, and forget the parts of closed ones. Return these versions."""
+        versions = [one.version for one in closed]
+        for reference in [one for one in self._inline if version_of(one)[0] in versions]:
+            self.inline_bytes -= self._inline.pop(reference).nbytes
+        self.serving = tuple(opened[-1] for opened in self._open.values())
+        self._current = {name: opened for opened in self.serving for name in opened.sets}
+        self.registered = {name: opened.sets[name] for name, opened in self._current.items()}
+        return versions
+
+    def open_sets(self) -> set[str]:
+        """Return the digests of the sets, not of views, whose versions stay open."""
+        with self._lock:
+            return {one.sets[one.name].digest for opened in self._open.values() for one in opened}
+
+    def current(self, name: str) -> Opened | None:
+        """Return the version that requests for this set, or view, get; None if there is no such name."""
+        return self._current.get(name)
+
+    def of(self, name: str) -> str:
+        """Return the set that this is, or is a view of."""
+        while name in self._bases:
+            name = self._bases[name]
+        return name
+
+    def follows(self, name: str) -> bool:
+        """Return whether this is a published set, which may change, and no file."""
+        return name not in self._files
+
+    def headroom(self) -> int:
+        """Bytes of an arena for a next version of a followed set beside the present one."""
+        if (given := self._config.item_set_headroom) is not None:
+            return given
+        return max((one.nbytes for one in self.serving if self.follows(one.name)), default=0)
+
+    # References
 
     def __getitem__(self, reference: str) -> ItemSet:
-        """Do `get`. Raises RefusedError if this process cannot have the set."""
-        if (item_set := self.get(reference)) is None:
+        """Return the set of a reference or a name. Raises RefusedError if this process cannot have it."""
+        item_set, (version, name) = self.known(reference), version_of(reference)
+        if item_set is None and reference.startswith(VERSION):
+            with suppress(ItemSetError):  # closed here, while a request elsewhere has held it: there is a copy then
+                item_set = self.open(self.of(name), version, None).sets.get(name)
+        if item_set is None:
             raise self.unknown(reference)
         return item_set
 
     def known(self, reference: str) -> ItemSet | None:
-        inline = self.inline(reference)
-        return inline.item_set if inline else super().known(reference)
+        """Return the set of a reference or a name, but open nothing."""
+        if (inline := self.inline(reference)) is not None:
+            return inline.item_set
+        item_set = self._known.get(reference)
+        return self.registered.get(reference) if item_set is None else item_set
 
     def reference(self, name: str) -> str:
         """Return the reference of what a request for this set or view gets. Raises RefusedError if there is none."""
@@ -112,54 +275,6 @@ class Catalogue(Versions):
         """Return what an answer says of its set: of one that is followed, its version."""
         version, name = version_of(reference)
         return {"item_set_version": version} if version and self.follows(self.of(name)) else {}
-
-    def follows(self, name: str) -> bool:
-        """Return whether this is a published set, which may change, and no file."""
-        return name not in self._files
-
-    def serve(self, opened: Opened) -> list[str]:
-        """Do `Versions.serve`, and forget the parts of what it returns."""
-        return self._forget(super().serve(opened))
-
-    def drop(self, name: str) -> list[str]:
-        """Do `Versions.drop`, and forget the parts of what it returns."""
-        return self._forget(super().drop(name))
-
-    def _forget(self, versions: list[str]) -> list[str]:
-        with self._lock:
-            for reference in [one for one in self._inline if version_of(one)[0] in versions]:
-                self.inline_bytes -= self._inline.pop(reference).nbytes
-        return versions
-
-    def headroom(self) -> int:
-        """Bytes of an arena for a next version of a followed set beside the present one."""
-        if (given := self._config.item_set_headroom) is not None:
-            return given
-        return max((one.nbytes for one in self.serving if self.follows(one.name)), default=0)
-
-    def inline(self, reference: str) -> InlineSet | None:
-        """Return what came with a request, None if it is no longer here."""
-        with self._lock:
-            if reference in self._inline:
-                self._inline.move_to_end(reference)
-            return self._held.get(reference)
-
-    def keep(self, inline_set: InlineSet) -> InlineSet:
-        """Cache an inline set, in place of the least recently used ones if room is short. Return it, or its equal here.
-
-        A part of a version that is closed by now is not cached, but known for as long as somebody holds it.
-        """
-        with self._lock:
-            if inline_set.reference in self._inline:
-                return self._inline[inline_set.reference]
-            self._held[inline_set.reference] = inline_set
-            if self.is_closed(whole_of(inline_set.reference)):
-                return inline_set
-            self._inline[inline_set.reference] = inline_set
-            self.inline_bytes += inline_set.nbytes
-            while self.inline_bytes > self._config.inline_set_host_memory and len(self._inline) > 1:
-                self.inline_bytes -= self._inline.popitem(last=False)[1].nbytes
-            return inline_set
 
     def unknown(self, reference: str) -> RefusedError:
         """Return the error for a name that no set has, or a version. Its work does not grow with the name."""
@@ -178,104 +293,66 @@ class Catalogue(Versions):
             hint = "this server has none, start it with --item-set NAME=FILE"
         return RefusedError("unknown set", f"no item set is called {shown(reference)}: {hint}")
 
+    # Sets that come with requests
 
-def where(config: StaticConfig, name: str) -> Path | str:
-    """Return the file of a set or its URI, or the folder of a published one."""
-    given = config.item_sets.get(name) or Path(config.item_set_dir or "", name)
-    return str(given) if is_uri(given) else Path(given).expanduser()
+    def inline(self, reference: str) -> InlineSet | None:
+        """Return what came with a request, None if it is no longer here."""
+        with self._lock:
+            if reference in self._inline:
+                self._inline.move_to_end(reference)
+            return self._held.get(reference)
 
+    def made(self, reference: str) -> InlineSet:
+        """Return the set of a request. Raises RefusedError if this process cannot have it."""
+        return self.inline(reference) or InlineSet(reference, self[reference])
 
-def at_start(config: StaticConfig) -> dict[str, tuple[str | None, Path | str]]:
-    """Return the version and the file of each set that a process begins with; None for the file's own version.
+    def keep(self, inline_set: InlineSet) -> InlineSet:
+        """Cache an inline set, in place of the least recently used ones if room is short. Return it, or its equal here.
 
-    Raises ItemSetError as `published.current` does.
-    """
-    versions, in_folder = config.item_set_versions, set[str]()
-    if versions is not None:
-        in_folder = {*versions}
-    elif config.item_set_dir is not None:
-        in_folder = published.sets_in(config.item_set_dir)
-    sets: dict[str, tuple[str | None, Path | str]] = {}
-    for name in (*config.item_sets, *sorted(in_folder - config.item_sets.keys() - config.item_views.keys())):
-        path, version = where(config, name), versions[name] if versions is not None else None
-        if os.path.isdir(path) or (version is not None and name not in config.item_sets):
-            try:
-                version = version or published.current(path).name
-            except ItemSetError as error:
-                raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
-            path = published.file_of(path, version)
-        sets[name] = version, path
-    return sets
+        A part of a version that is closed by now is not cached, but known for as long as somebody holds it.
+        """
+        with self._lock:
+            if inline_set.reference in self._inline:
+                return self._inline[inline_set.reference]
+            self._held[inline_set.reference] = inline_set
+            version, name = version_of(inline_set.reference)
+            if version and all(one.version != version for one in self._open.get(self.of(name), ())):
+                return inline_set
+            self._inline[inline_set.reference] = inline_set
+            self.inline_bytes += inline_set.nbytes
+            while self.inline_bytes > self._config.inline_set_host_memory and len(self._inline) > 1:
+                self.inline_bytes -= self._inline.popitem(last=False)[1].nbytes
+            return inline_set
+
+    def receive(self, ref: SetRef, below: ItemSet | None = None, *, keep: bool = True) -> InlineSet:
+        """Return the set of a request, opened unless it is here.
+
+        An engine may have forgotten any set that came with a request, so each request brings all of its own. below: of
+        which it is a part, if that came before. keep: whether other requests find here what this one has brought.
+        Raises ItemSetError as `InlineSet.from_index` does, and for a set that is not known.
+        """
+        base = None if ref.base is None else self.receive(ref.base, keep=keep)
+        if ref.index is None:
+            return self.made(ref.reference)
+        if (kept := self.inline(ref.reference)) is not None:
+            return kept
+        below = below if base is None else base.item_set
+        if below is None and (of := part_of(ref.reference)).startswith(VERSION):
+            below = self[of]
+        made = InlineSet.from_index(ref.reference, ref.index, below, base=base)
+        return self.keep(made) if keep else made
 
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plugin's options with the versions of their sets: the process that starts an engine decides them.
 
-    Views are judged, not made. Raises ItemSetError as `StaticConfig.of` does, for a set that cannot be opened, and for
-    a view of none or whose query does not go with its set's attributes.
+    Views are judged, not made. Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
     """
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)
-    versions = Versions(config)
     with opening():
-        opened = [versions.open(name, *file, make_views=False) for name, file in at_start(config).items()]
-    _check_bases(config, {name for one in opened for name in one.sets})
+        opened = Catalogue(config, make_views=False).serving
     if opened:
         delete_unused(config.item_set_cache)
     return {**options, "item_set_versions": {one.name: one.version for one in opened}}
-
-
-def _check_bases(config: StaticConfig, registered: Collection[str]) -> None:
-    """Raises ItemSetError for a view of no set, unless that may come."""
-    for name, (base, _) in config.views.items():
-        if name not in registered and config.item_set_dir is None:
-            raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
-
-
-def set_ref(catalogue: Catalogue, reference: str) -> SetRef:
-    """Return what a request with this set carries.
-
-    An engine may have forgotten any set that came with a request, so each request brings all of its own.
-    """
-    inline = catalogue.inline(reference)
-    return SetRef(reference) if inline is None else inline.ref
-
-
-def receive(catalogue: Catalogue, ref: SetRef) -> InlineSet | None:
-    """Return the set that came with a request, opened unless the catalogue has it; None for a registered one.
-
-    Raises ItemSetError as `InlineSet.from_index` does.
-    """
-    below, of = None, part_of(ref.reference)
-    if ref.filter is not None:
-        name = ref.reference if ref.index is None else of
-        below = catalogue.inline(name)
-        below = below or catalogue.keep(InlineSet.from_index(name, ref.filter, catalogue[part_of(name)]))
-    if ref.index is None:
-        return below
-    if kept := catalogue.inline(ref.reference):
-        return kept
-    base = catalogue.get(of) if below is None else below.item_set
-    return catalogue.keep(InlineSet.from_index(ref.reference, ref.index, base, filter=below))
-
-
-def receive_set(catalogue: Catalogue, ref: SetRef) -> ItemSet:
-    """Return the set of a request. Raises ItemSetError as `receive` does, and for a set that is not known."""
-    inline = receive(catalogue, ref)
-    return inline.item_set if inline else catalogue[ref.reference]
-
-
-def open_set(catalogue: Catalogue, ref: SetRef, below: ItemSet | None) -> ItemSet:
-    """Return the set of a request, for a worker, which keeps none of those that came with requests.
-
-    below: the filter that the set stands on, if its bits came before. Raises ItemSetError as `InlineSet.from_index`
-    does, and for a version of a set that is no longer loaded.
-    """
-    of = part_of(ref.reference)
-    if ref.filter is not None:
-        name = ref.reference if ref.index is None else of
-        below = InlineSet.from_index(name, ref.filter, catalogue[part_of(name)]).item_set
-    if ref.index is not None:
-        return InlineSet.from_index(ref.reference, ref.index, catalogue.get(of) or below).item_set
-    return catalogue[ref.reference] if ref.filter is None or below is None else below

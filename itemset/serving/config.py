@@ -1,15 +1,19 @@
 """What the user configures, the same in every engine: registered sets and limits, and their flags on a command line."""
 
 import argparse
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
 from msgspec import Meta
 
+from itemset import published
 from itemset.errors import ItemSetError
-from itemset.masking.backends import Kernels
+from itemset.masking.batch import Kernels
+from itemset.storage import is_uri
 
 BACKEND = "static"
 Paths = Literal["auto", "device", "host"]
@@ -125,6 +129,33 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
                     f"got {given!r:.200} ({error})"
                 ) from error
         return views
+
+    def where(self, name: str) -> Path | str:
+        """The file of a set or its URI, or the folder of a published one."""
+        given = self.item_sets.get(name) or Path(self.item_set_dir or "", name)
+        return str(given) if is_uri(given) else Path(given).expanduser()
+
+    def at_start(self) -> dict[str, tuple[str | None, Path | str]]:
+        """The version and the file of each set that a process begins with; None for the file's own version.
+
+        Raises ItemSetError as `published.current` does.
+        """
+        versions, in_folder = self.item_set_versions, set[str]()
+        if versions is not None:
+            in_folder = {*versions}
+        elif self.item_set_dir is not None:
+            in_folder = published.sets_in(self.item_set_dir)
+        sets: dict[str, tuple[str | None, Path | str]] = {}
+        for name in (*self.item_sets, *sorted(in_folder - self.item_sets.keys() - self.item_views.keys())):
+            path, version = self.where(name), versions[name] if versions is not None else None
+            if os.path.isdir(path) or (version is not None and name not in self.item_sets):
+                try:
+                    version = version or published.current(path).name
+                except ItemSetError as error:
+                    raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
+                path = published.file_of(path, version)
+            sets[name] = version, path
+        return sets
 
 
 def _by_name(given: Any, option: str, what: str, example: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from itemset.ranking.search import Rounds
 from itemset.serving import metrics
 from itemset.serving.admission import Checks
 from itemset.serving.answer_fields import Expected
-from itemset.serving.catalogue import RefusedError, set_ref
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint, ExpectedItems
 from itemset.serving.embedded_sets import Constraints
@@ -79,10 +79,10 @@ class FrontEndBase:
         """
         if isinstance(grammar, str):
             self.checks.request(grammar, stop_tokens=stop_tokens, **least)
-            carried = EngineRequest(set_ref(self.checks.catalogue, grammar), weighed=weighed)
+            carried = EngineRequest(self.checks.catalogue.made(grammar).ref, weighed=weighed)
         else:
             self.constraints.check(grammar, stop_tokens=stop_tokens, max_tokens=max_tokens, **least)
-            sets = [set_ref(self.checks.catalogue, one) for one in grammar.references]
+            sets = [self.checks.catalogue.made(one).ref for one in grammar.references]
             carried = EngineRequest(holes=HolesSpec(grammar.spec(), sets, grammar.slate))
         for reference in [grammar] if isinstance(grammar, str) else grammar.references:
             metrics.REQUESTS.labels(metrics.label(reference)).inc()
@@ -119,7 +119,7 @@ class FrontEndBase:
             )
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         spec = self.one_request.spec(asked, reference, search, end_token, **options)
-        carried = None if spec is None else EngineRequest(set_ref(catalogue, reference), spec)
+        carried = None if spec is None else EngineRequest(catalogue.made(reference).ref, spec)
         return ListJob(item_set, search, catalogue.version_fields(reference), carried)
 
     def expected(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet, build
+from itemset.item_set import build
 from itemset.select.filters import check_size, digits
 from itemset.select.views import View, view, view_from_bytes
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
@@ -284,26 +284,24 @@ class Chosen:
         lists = {word: keys for word, keys in given if keys is not None}
         for word, keys in lists.items():
             self._check_size(word, keys)
-        filtered, base = None, self._catalogue[of]
+        whole = self._catalogue.made(of)
         if asked.item_filter is not None:
-            filtered = self._filtered(asked.item_filter, base, of)
-            base, of = filtered.item_set, filtered.reference
-            if not lists:
-                return filtered
-        reference = _reference(lists, of)
-        if kept := self._catalogue.inline(reference):
+            whole = self._filtered(asked.item_filter, whole)
+        reference = _reference(lists, whole.reference)
+        if kept := self._catalogue.inline(reference) if lists else whole:
             return kept
-        seen = base
+        seen = whole.item_set
         for word, keys in lists.items():
             with _naming(word):
                 seen = view(seen, **{word: keys})  # type: ignore[arg-type]
-        if seen is base:  # exclusions that the set has not
-            return filtered or InlineSet(of, b"", base, 0)
+        if seen is whole.item_set:  # exclusions that the set has not
+            return whole
         index = seen.to_bytes()
         if not isinstance(seen, View):  # it stands on nothing
             return self._catalogue.keep(InlineSet.from_index(reference, index, token_ids=True))
         nbytes = len(index) + seen.nbytes + seen._keys.own_bytes + OVERHEAD
-        return self._catalogue.keep(InlineSet(reference, index, seen, nbytes, filter=filtered))
+        base = whole if whole.index is not None else None
+        return self._catalogue.keep(InlineSet(reference, seen, index, nbytes, base))
 
     def _check_size(self, word: str, keys: list[Any]) -> None:
         """Raises RefusedError for a list over the limits."""
@@ -321,18 +319,18 @@ class Chosen:
                 word,
             )
 
-    def _filtered(self, query: Any, base: ItemSet, of: str) -> InlineSet:
+    def _filtered(self, query: Any, whole: InlineSet) -> InlineSet:
         with _naming(FILTER):
             check_size(query)  # before anything is made of it
-        reference = _reference({FILTER: query}, of)
+        reference = _reference({FILTER: query}, whole.reference)
         if kept := self._catalogue.inline(reference):
             return kept
         with _naming(FILTER):
-            seen = view(base, query)
+            seen = view(whole.item_set, query)
         index = seen.to_bytes()
-        item_set = view_from_bytes(base, index, reference, keys=seen._keys)
+        item_set = view_from_bytes(whole.item_set, index, reference, keys=seen._keys)
         nbytes = len(index) + seen._keys.own_bytes + OVERHEAD
-        return self._catalogue.keep(InlineSet(reference, index, item_set, nbytes))
+        return self._catalogue.keep(InlineSet(reference, item_set, index, nbytes))
 
 
 def _reference(asked: Mapping[str, Any], of: str) -> str:

@@ -19,7 +19,7 @@ from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError, Draw, Drawing, Draws
 from itemset.ranking.importance import Importance
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.search import Best, Found, FoundT, Item, Ranked, Rounds, Search, described, ordered
+from itemset.ranking.search import Best, Found, FoundT, Ranked, Rounds, Search, described, ordered
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
@@ -265,7 +265,7 @@ class Lists:
 
     async def entries(
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any]
-    ) -> AsyncGenerator[list[tuple[Item, dict[str, Any]]], None]:
+    ) -> AsyncGenerator[list[tuple[Any, dict[str, Any]]], None]:
         """The items, SLICE at a time, each with what an answer says of it (`described`); between them others get their
         turn."""
         (entries,) = await self._on_thread(described, [best], item_set, of_set)

@@ -4,7 +4,7 @@ A version's life:
 
               front end (Follower)      engine (Preparer)             its workers or ranks
     seen      published.current
-    opened    Checks.open           ->  Prepare: Versions.begin   ->  Versions.begin
+    opened    Checks.open           ->  Prepare: Catalogue.begin   ->  Catalogue.begin
     copied    asks again            ->  Prepare: Holdings.hold    ->  Arrivals.advance, a piece for each message
     current   Catalogue.serve       <-  Catalogue.serve           ->  Catalogue.serve
     forgotten by the second `serve` after it; its copy on disk once no process has it open
@@ -21,8 +21,7 @@ import msgspec
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.serving.catalogue import Catalogue
-from itemset.serving.versions import Opened
+from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 
 Result = TypeVar("Result")

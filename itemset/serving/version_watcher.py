@@ -21,7 +21,7 @@ from itemset import published
 from itemset.errors import ItemSetError
 from itemset.serving import metrics
 from itemset.serving.admission import Checks
-from itemset.serving.catalogue import RefusedError, where
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, seal
 from itemset.serving.wire import Answer, Drop, Message, Prepare, Serves, Stage
@@ -70,7 +70,7 @@ class Follower:
         self._lock = threading.RLock()  # one look at a time
         self._started = threading.Event()
         for opened in checks.catalogue.serving:
-            self._sets[opened.name] = Followed(Path(where(config, opened.name)), path)
+            self._sets[opened.name] = Followed(Path(config.where(opened.name)), path)
             if checks.catalogue.follows(opened.name):
                 metrics.served(opened.name, opened.version)
         self.follows = config.item_set_dir is not None or any(map(checks.catalogue.follows, self._sets))
@@ -170,7 +170,7 @@ class Follower:
                 self._log.warning("Item sets stay as they are: %s", error)
             return
         for name in names - self._sets.keys() - self._config.item_views.keys():
-            self._sets[name] = Followed(Path(where(self._config, name)), self._path)
+            self._sets[name] = Followed(Path(self._config.where(name)), self._path)
         for name in self._sets.keys() - names - self._config.item_sets.keys():
             del self._sets[name]
             closed = self._checks.catalogue.drop(name)

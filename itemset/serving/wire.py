@@ -28,13 +28,13 @@ Tokens = tuple[int, ...]
 class SetRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which set a request has.
 
-    index: the index file of an inline set, or what a selection has of its own; None of a registered set or a filter.
-    filter: bits of the filter that the set is or stands on.
+    index: the index file of an inline set, or what a selection has of its own; None of a set that the receiver knows.
+    base: the filter that the set stands on, if the receiver does not know it.
     """
 
     reference: str
     index: bytes | None = None
-    filter: bytes | None = None
+    base: SetRef | None = None
 
 
 class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError, shown
 from itemset.trie.key_index import KeyIndex, values_to_sections
-from itemset.trie.rows import Distinct
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
 
@@ -154,42 +153,6 @@ def in_item_order(
     np.cumsum(counts, out=begins[1:])
     # Differences of unsigned numbers wrap around, and so do the sums: the results are right.
     return np.arange(begins[-1], dtype=np.uint32) + np.repeat(first - begins[:-1], counts), begins
-
-
-def changed_places(
-    starts: NDArray[np.uint32] | None,
-    gone: NDArray[np.bool_],
-    new: Distinct,
-    members: NDArray[np.uint32],
-    same: NDArray[np.int64],
-) -> tuple[NDArray[Any], NDArray[np.uint32] | None]:
-    """Return the places of a changed set's keys, as `in_item_order` does, among the old keys and then the new ones.
-
-    starts: of the old keys; gone: which of them do not stay. members, same: as in `update.Changed`.
-    """
-    old = len(gone) if starts is None else len(starts) - 1
-    order = np.arange(len(new.rows), dtype=np.uint32) if new.order is None else new.order
-    equal = np.flatnonzero(same >= 0)
-    equal = equal[np.argsort(same[equal])]
-    new_places = (len(gone) + order).astype(np.uint32)
-    if starts is None and new.starts is None and not len(equal):
-        inner = np.flatnonzero(members >= old)
-        places = members.copy()
-        places[inner] = new_places[members[inner] - old]
-        return places, None
-    counts = (~gone).astype(np.int64)
-    if starts is not None:
-        counts = np.add.reduceat(counts, starts[:-1].astype(np.int64))
-    new_counts = np.ones(len(new.rows), np.int64) if new.starts is None else np.diff(new.starts).astype(np.int64)
-    # New keys of an item that stays come after its own; those of other new rows after all.
-    at = np.repeat(np.cumsum(counts)[same[equal]], new_counts[equal])
-    kept = np.insert(np.flatnonzero(~gone).astype(np.uint32), at, new_places[in_item_order(equal, new.starts)[0]])
-    counts[same[equal]] += new_counts[equal]
-    begins = np.zeros(len(counts) + len(new_counts) + 1, np.uint32)
-    np.cumsum(np.concatenate((counts, new_counts)), out=begins[1:])
-    places, key_starts = in_item_order(members, begins)
-    places = np.concatenate((kept, new_places))[places]
-    return places, None if len(places) == len(members) else key_starts
 
 
 def as_keys(keys: KeyList, items: int) -> pa.Array:

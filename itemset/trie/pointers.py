@@ -33,11 +33,11 @@ class Pointers(NamedTuple):
     tails: int
     alive: int
     dead: int
+    dead_count: int
     nodes: int
     edges: int
     level_words: int
     tail_words: int
-    dead_count: int
     token_bits: int
     far_block: int
     label_bytes: int
@@ -147,7 +147,7 @@ def bit(address, place):  # type: ignore[no-untyped-def]
 @compiled
 def set_bit(address, place):  # type: ignore[no-untyped-def]
     """Set a bit of a bitmap of 32-bit words."""
-    store32(address, place >> 5, load32(address, place >> 5) | np.int64(1) << (place & 31))
+    or32(address, place >> 5, np.int64(1) << (place & 31))
 
 
 @compiled
@@ -158,22 +158,6 @@ def bits_from(address, at, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def put_bits(address, at, bits):  # type: ignore[no-untyped-def]
-    """Set those of 32 bits, from bit `at` of 32-bit words on, that are set in `bits`."""
-    pair = np.uint64(bits) << np.uint64(at & 31)
-    store32(address, at >> 5, load32(address, at >> 5) | np.int64(pair & np.uint64(0xFFFFFFFF)))
-    store32(address, (at >> 5) + 1, load32(address, (at >> 5) + 1) | np.int64(pair >> np.uint64(32)))
-
-
-@compiled
-def copy_bits(source, at, target, to, bits):  # type: ignore[no-untyped-def]
-    """Copy bits into zeros, from one address to another. `source` has a word after the last bit's."""
-    if bits <= 0:
-        return
-    size = min(-to & 31, bits)
-    put_bits(target, to, bits_from(source, at, size))
-    at, to, bits = at + size, to + size, bits - size
-    for k in range(bits >> 5):  # whole words
-        store32(target, (to >> 5) + k, bits_from(source, at + 32 * k, 32))
-    if bits & 31:
-        put_bits(target, to + (bits & ~31), bits_from(source, at + (bits & ~31), bits & 31))
+def or32(address, index, bits):  # type: ignore[no-untyped-def]
+    """Set those of a word of 32 bits that are set in the lowest ones of `bits`."""
+    store32(address, index, load32(address, index) | bits)

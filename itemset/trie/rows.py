@@ -59,6 +59,14 @@ class Rows:
         return Rows(tokens, taken)
 
 
+def joined(first: Rows, second: Rows) -> Rows:
+    """Return the rows of both."""
+    tokens, width = np.concatenate((first.tokens, second.tokens)), first.layout[1]
+    if width and width == second.layout[1]:
+        return Rows(tokens, width=width)
+    return Rows(tokens, np.concatenate((first.offsets, first.offsets[-1] + second.offsets[1:])))
+
+
 def as_rows(items: Any, vocab_size: int | None = None, *, before: int = 0) -> Rows:
     """Check `items` and return them as rows of uint16, or of uint32 if a token id needs it.
 
@@ -146,9 +154,6 @@ class Distinct(NamedTuple):
     lcp: NDArray[np.uint16]
 
 
-NO_ROWS = Distinct(Rows(np.zeros(0, np.uint16), np.zeros(1, np.int64)), None, None, np.zeros(1, np.uint16))
-
-
 def sort_unique(rows: Rows) -> Distinct:
     """Sort the rows by their tokens, and fold equal ones."""
     lcp = np.empty(len(rows) + 1, np.uint16)
@@ -158,7 +163,7 @@ def sort_unique(rows: Rows) -> Distinct:
     if verdict == _REPEATS:
         order = np.arange(len(rows), dtype=np.uint32)
     else:
-        order = _sort_order(rows)
+        order = sort_order(rows)
         rows = rows.take(order)
         verdict, _ = common_prefixes(rows.tokens, *rows.layout, lcp)
     if verdict == _ASCENDING:
@@ -175,7 +180,7 @@ def out_of_order(rows: Rows) -> int | None:
     return int(row) if verdict == _UNSORTED else None
 
 
-def _sort_order(rows: Rows) -> NDArray[np.uint32]:
+def sort_order(rows: Rows) -> NDArray[np.uint32]:
     """Return the positions of the rows in ascending order.
 
     Rows are sorted by as many first tokens as fit in 64 bits beside the position; those that tie, by the next ones.

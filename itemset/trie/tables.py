@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.trie import targets
 from itemset.trie.jit import compiled
-from itemset.trie.pointers import Pointers, put_bits, put_label, set_bit, store32
+from itemset.trie.pointers import Pointers, or32, put_label, set_bit, store32
 from itemset.trie.rows import Rows, bounds
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 
@@ -134,17 +134,21 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     that stand alone after an edge come first, in edge order; after them come those that end at a node, in node order.
     Raises ItemSetError if nodes or edges pass MAX_INDEX, or tail tokens MAX_TAIL_TOKENS, before any table is made.
     """
-    longest = rows.longest
+    shortest, longest = rows.shortest, rows.longest
     per_level = np.zeros((COUNTS, longest + 2), np.int64)
     longest_tail = count(*rows.layout, lcp, per_level)
     per_level[NODES, 0] = 1
     token_bits = max(1, int(rows.tokens.max()).bit_length())
-    length = longest if rows.shortest == longest else 0
+    length = longest if shortest == longest else 0
     target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
     tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, target_type, length, room)
     members = room(len(rows), np.uint32)
-    fill(rows.tokens, *rows.layout, lcp, starts, tables.pointers, members, 0)
-    return finish(tables, per_level, len(rows), rows.shortest, longest), members
+    fill(rows.tokens, *rows.layout, lcp, starts, tables.pointers, members)
+    tables = replace(tables, far_block=int(set_bases(tables.pointers)))
+    for array in tables.sections.values():
+        array.flags.writeable = False
+    nodes, edges = (tuple(per_level[count, : levels_of(per_level)].tolist()) for count in (NODES, EDGES))
+    return Trie(tables, len(rows), shortest, longest, nodes, edges, int(per_level[TAIL_TOKENS].sum())), members
 
 
 NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)
@@ -193,23 +197,6 @@ def allocate(
     return tables, starts
 
 
-def finish(tables: Tables, per_level: NDArray[np.int64], items: int, shortest: int, longest: int) -> Trie:
-    """Return the trie of tables that `fill` has filled."""
-    tables = replace(tables, far_block=int(set_bases(tables.pointers)))
-    for array in tables.sections.values():
-        array.flags.writeable = False
-    levels = levels_of(per_level)
-    return Trie(
-        tables,
-        items=items,
-        shortest=shortest,
-        longest=longest,
-        level_nodes=tuple(per_level[NODES, :levels].tolist()),
-        level_edges=tuple(per_level[EDGES, :levels].tolist()),
-        tail_tokens=int(per_level[TAIL_TOKENS].sum()),
-    )
-
-
 @compiled
 def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
     """Count each level's nodes (but the root), edges, leaves, tail tokens and terminals; return the longest tail."""
@@ -234,10 +221,10 @@ def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # type: ignore[no-untyped-def]
+def fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
     """Fill the tables, zeros before, in one pass over the items, with one write position for each level.
 
-    number: of the first item. `targets` holds afterwards what `set_bases` takes.
+    `targets` holds afterwards what `set_bases` takes.
     """
     width = tables.token_bits + 1
     last_bit = np.int64(1) << tables.token_bits
@@ -258,15 +245,22 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members, number):  # t
         if alone == length:
             node = cursor[NODES, length] - 1
             set_bit(tables.terminal, node)
-            members[cursor[TERMINALS, length]] = number + i
+            members[cursor[TERMINALS, length]] = i
             cursor[TERMINALS, length] += 1
             continue
         tail = length - alone - 1
         put_leaf(tables, cursor[EDGES, alone] - 1, tail)
-        members[cursor[LEAVES, alone]] = number + i
+        members[cursor[LEAVES, alone]] = i
         cursor[LEAVES, alone] += 1
         position = cursor[TAIL_TOKENS, alone]
         cursor[TAIL_TOKENS, alone] += tail
-        for k in range(tail):
-            entry = np.int64(tokens[item + alone + 1 + k])
-            put_bits(tables.tails, (position + k) * width, entry | last_bit if k == tail - 1 else entry)
+        at, word = position * width, np.int64(0)  # bits below `at` of its word are 0 in `word`
+        for k in range(length - tail, length):
+            entry = np.int64(tokens[item + k]) | (last_bit if k == length - 1 else np.int64(0))
+            word |= entry << (at & 31)
+            if (at & 31) + width >= 32:
+                or32(tables.tails, at >> 5, word)
+                word = word >> 32 & 0xFFFFFFFF
+            at += width
+        if tail:
+            or32(tables.tails, at >> 5, word)

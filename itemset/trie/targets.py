@@ -94,27 +94,6 @@ def tails_of(tables, block):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def next_node(tables, edge):  # type: ignore[no-untyped-def]
-    """Return the node that the first edge to a node leads to, from `edge` on."""
-    return tables.nodes if edge >= tables.edges else nodes_before(tables, edge) + 1
-
-
-@compiled
-def next_tail(tables, edge, tail_tokens):  # type: ignore[no-untyped-def]
-    """Return where the first tail starts of the edges from `edge` on."""
-    block = edge >> 5
-    if tables.target_bytes == 8:
-        if edge >= tables.edges:
-            return np.int64(tail_tokens)
-        return _counted_tail(tables, _level_of(tables, edge), edge)
-    for e in range(edge, min((block + 1) * 32, tables.edges)):
-        position = tail_at(tables, e) if is_leaf(tables, e) else np.int64(-1)
-        if position >= 0:
-            return position
-    return tails_of(tables, block + 1) if (block + 1) * 32 < tables.edges else np.int64(tail_tokens)
-
-
-@compiled
 def nodes_before(tables, edge):  # type: ignore[no-untyped-def]
     """Count the edges before `edge` that lead to a node."""
     count = load32(tables.node_base, edge >> 5) - 1

@@ -10,7 +10,7 @@ from itemset.trie.jit import compiled
 from itemset.trie.pointers import bit, first_edge, label, load32
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import Tables, Trie
-from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, is_leaf, set_levels, sizes, tail_at, tails_of, type_of_targets
+from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, set_levels, sizes, tails_of, type_of_targets
 from itemset.trie.walk import END, TAIL, follow, tail_entry
 
 
@@ -77,101 +77,60 @@ def check_items(trie: Trie) -> None:
 
     Reads every tail once, and every edge twice. Each item then leads to its number, and back.
     """
-    if not in_order(trie, tails=True):
+    if (extent := lengths_in_order(trie)) is None:
         raise ValueError("its tables are no trie")
-    shortest, longest = lengths_in_order(trie)
-    if (shortest, longest) != (trie.shortest, trie.longest):
-        raise ValueError(f"its items have {shortest} to {longest} tokens, not {trie.shortest} to {trie.longest}")
+    if extent != (trie.shortest, trie.longest):
+        raise ValueError(f"its items have {extent[0]} to {extent[1]} tokens, not {trie.shortest} to {trie.longest}")
 
 
-def in_order(trie: Trie, *, tails: bool) -> bool:
-    """Return whether the tables are a trie as `build_trie` makes it, of these levels.
-
-    tails: look into the tails, too, for where each ends. That takes five times as long.
-    """
-    levels = np.array(trie.level_nodes), np.array(trie.level_edges)
-    return bool(_in_order(trie.tables.pointers, trie.tail_tokens, *levels, tails))
-
-
-def lengths_in_order(trie: Trie) -> tuple[int, int]:
-    """Return the tokens of the shortest and of the longest item of tables that are `in_order`."""
-    shortest, longest = _lengths(trie.tables.pointers, trie.tail_tokens, np.array(trie.level_edges))
-    return int(shortest), int(longest)
+def lengths_in_order(trie: Trie) -> tuple[int, int] | None:
+    """Return the tokens of the shortest and of the longest item, None unless the tables are a trie of these levels."""
+    extent = _in_order(trie.tables.pointers, trie.tail_tokens, np.array(trie.level_nodes), np.array(trie.level_edges))
+    return (int(extent[0]), int(extent[1])) if extent[1] else None
 
 
 @compiled
-def _in_order(tables, tail_tokens, level_nodes, level_edges, tails):  # type: ignore[no-untyped-def]
-    """As `in_order`.
+def _in_order(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-untyped-def]
+    """Return the tokens of the shortest and of the longest item of a trie as `build_trie` makes it, 0 of any other.
 
     Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
     follow without gaps, and each block's bases say how far both have come. Items end at nodes but the root alone.
     """
     node, parent, edges, position = np.int64(1), np.int64(0), np.int64(0), np.int64(0)
+    shortest, longest = np.int64(MAX_ITEM_TOKENS + 1), np.int64(0)
     for depth in range(len(level_nodes)):
         for _ in range(level_nodes[depth]):
             first, end = first_edge(tables, parent), first_edge(tables, parent + 1)
             parent += 1
             if first == end:
-                return False
+                return 0, 0
             for edge in range(first, end):
-                if edge & 31 == 0:
-                    begins = tails_of(tables, edge >> 5)
-                    if load32(tables.node_base, edge >> 5) != node or begins < position:
-                        return False
-                    if tails and begins != position:
-                        return False
-                    position = begins
+                if edge & 31 == 0 and (
+                    load32(tables.node_base, edge >> 5) != node or tails_of(tables, edge >> 5) != position
+                ):
+                    return 0, 0
                 if edge > first and label(tables, edge) <= label(tables, edge - 1):
-                    return False
-                state = follow(tables, edge)
+                    return 0, 0
+                state, length = follow(tables, edge), np.int64(depth + 1)
                 if state == node:
                     node += 1
-                    continue
-                if state == END:
-                    continue
-                if tails:
+                    if not bit(tables.terminal, state):
+                        continue
+                elif state != END:
                     if state != TAIL + position:
-                        return False
+                        return 0, 0
                     entry = np.int64(0)
                     while entry >> tables.token_bits == 0:
                         entry = tail_entry(tables, position)
-                        position += 1
-                else:
-                    if state < TAIL + position:
-                        return False
-                    position = state - TAIL + 1
+                        position, length = position + 1, length + 1
+                shortest, longest = min(shortest, length), max(longest, length)
         edges += level_edges[depth]
         below = level_nodes[depth + 1] if depth + 1 < len(level_nodes) else 0
         if node != parent + below or first_edge(tables, parent) != edges or position > tail_tokens:
-            return False
+            return 0, 0
     last = load32(tables.terminal, parent >> 5) >> (parent & 31) if parent & 31 else np.int64(0)
-    return last == 0 and bit(tables.terminal, 0) == 0 and (not tails or position == tail_tokens)
-
-
-@compiled
-def _lengths(tables, tail_tokens, level_edges):  # type: ignore[no-untyped-def]
-    """As `lengths_in_order`. A tail ends where the next one begins, so the tails themselves are not read."""
-    edge, node = np.int64(0), np.int64(1)
-    shortest, longest = np.int64(1 << 62), np.int64(0)
-    tail, above = np.int64(-1), np.int64(0)  # where the last tail begins, and the tokens that lead there
-    for depth in range(len(level_edges)):
-        length = np.int64(depth + 1)
-        for _ in range(level_edges[depth]):
-            leaf = is_leaf(tables, edge)
-            begins = tail_at(tables, edge) if leaf else np.int64(-1)
-            edge += 1
-            if begins >= 0:
-                if tail >= 0:
-                    shortest, longest = min(shortest, above + begins - tail), max(longest, above + begins - tail)
-                tail, above = begins, length
-                continue
-            if not leaf:
-                node += 1
-                if not bit(tables.terminal, node - 1):
-                    continue
-            shortest, longest = min(shortest, length), max(longest, length)
-    if tail >= 0:
-        shortest, longest = min(shortest, above + tail_tokens - tail), max(longest, above + tail_tokens - tail)
+    if last or bit(tables.terminal, 0) or position != tail_tokens:
+        return 0, 0
     return shortest, longest
 
 

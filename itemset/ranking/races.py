@@ -1,4 +1,5 @@
-"""The frontier of a draw: a heap of nodes of a scored tree, by the times at which they ring (see `exact_sampling`)."""
+"""Races of exact draws (see `exact_sampling`): their random numbers and times, which are logarithms; on the host the
+frontier of a draw: a heap of nodes of a scored tree, by the times at which they ring."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.ranking.random_times import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.trie.jit import compiled
 
+_GOLDEN, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S31, _S12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
+NOBODY, TOKEN = 0, 1  # numbers of a key: for what lies outside the set, and the first of those for its tokens
 ENTRY = np.dtype([("clock", "f8"), ("key", "u8"), ("rung", "f8"), ("node", "i4"), ("window", "i4")])
 """clock: when it rings. key: of its random numbers. window: 0 for a node. Other entries stand for the children of a
 scored node, which rang at `rung`, that ring in this window of time or later: so a heap holds only those of many
@@ -80,7 +83,7 @@ class Race:
 
 
 @compiled
-def _run(nodes, expansions, runs, heap, size, known_only):  # type: ignore[no-untyped-def]
+def _run(nodes, expansions, runs, heap, size, known_only):
     """Let nodes ring until an item or an unscored one is next; return the heap, its size, and whether it is an item."""
     while size > 0:
         top = heap[0]
@@ -107,7 +110,7 @@ def _run(nodes, expansions, runs, heap, size, known_only):  # type: ignore[no-un
 
 
 @compiled
-def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ignore[no-untyped-def]
+def _let_in(nodes, expansion, heap, size, node, clock, key, window):
     """Replace the heap's first entry by the node's children of this window of time, and one entry for later ones."""
     begin, count, mass = expansion.first, expansion.count, expansion.mass
     total = 0.0
@@ -139,7 +142,7 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
 
 
 @compiled
-def _push(heap, size, clock, key, rung, node, window):  # type: ignore[no-untyped-def]
+def _push(heap, size, clock, key, rung, node, window):
     """Add an entry; return the heap, a larger one if it was full, and its size."""
     if size == len(heap):
         heap = np.concatenate((heap, heap))
@@ -153,7 +156,7 @@ def _push(heap, size, clock, key, rung, node, window):  # type: ignore[no-untype
 
 
 @compiled
-def _pop(heap, size):  # type: ignore[no-untyped-def]
+def _pop(heap, size):
     """Take the earliest entry out of a heap; return its size."""
     size -= 1
     clock, at = heap[size].clock, 0
@@ -167,3 +170,49 @@ def _pop(heap, size):  # type: ignore[no-untyped-def]
         at = below
     heap[at] = heap[size]
     return size
+
+
+@compiled
+def mixed(key, n):
+    """Return number `n` of a key: splitmix64 (Steele, Lea and Flood 2014)."""
+    z = key + (np.uint64(n) + np.uint64(1)) * _GOLDEN
+    z = (z ^ (z >> _S30)) * _FIRST
+    z = (z ^ (z >> _S27)) * _SECOND
+    return z ^ (z >> _S31)
+
+
+@compiled
+def uniform(key, n):
+    """Return number `n` of a key as one between 0 and 1, both excluded."""
+    return _unit(mixed(key, n))
+
+
+@compiled
+def _unit(bits):
+    return (np.float64(bits >> _S12) + 0.5) * 2.0**-52
+
+
+@compiled
+def log_exponential(bits):
+    """Return an exponential time of rate 1."""
+    return math.log(-math.log(_unit(bits)))
+
+
+@compiled
+def log_left(total):
+    """Return the logarithm of 1 - total, where rounding may have brought the total above 1."""
+    return math.log1p(-total) if total < 1 else -math.inf
+
+
+@compiled
+def gap(time, earliest):
+    """Return the time since the earliest."""
+    if time <= earliest:
+        return -math.inf
+    return time + math.log1p(-math.exp(earliest - time))
+
+
+@compiled
+def log_of_sum(a, b):
+    """Return the sum of two times, the first of them not 0."""
+    return max(a, b) + math.log1p(math.exp(-abs(a - b)))

@@ -46,7 +46,7 @@ from itemset.training import legal_log_probs
 WAYS = {"unconstrained": None, "log p": None, "log q": 0.0, "log q + 0.1 log m": 0.1}
 """The ways, and the weight of the log legal mass of those that train log q."""
 SEEDS = (0, 1, 2)
-STEPS, EVERY = 120, 20  # of training; between two looks
+STEPS, EVERY = 60, 15  # of training; between two looks
 USERS, DRAWS = 24, 8  # of a step; rollouts of each user
 LOOKED_AT, LOOKS = 64, 16  # windows of a look, and rollouts of each
 RATE = 3e-4

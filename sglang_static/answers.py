@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from itemset.serving import http_bodies
 from itemset.serving.answer_fields import FIELDS
 from sglang_static import legal_mass
 from sglang_static.compat import hook
@@ -22,9 +23,6 @@ EXPECTED = "expected_item"
 
 CALLED = "item_set_of_answer"
 """Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
-
-ITEMS = "item_set_items"
-"""Attribute of the `GenerateReqInput` of an endpoint: the items found so far, by the index of their choice."""
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")
@@ -47,35 +45,9 @@ async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any
             yield part
 
 
-def note(request: Any, part: Any) -> None:
-    """Keep what is said of items in a streamed output for the event that its endpoint makes of it."""
-    info = part.get("meta_info", {}) if isinstance(part, dict) else {}
-    if told := {name: info[name] for name in FIELDS if name in info}:
-        vars(request).setdefault(ITEMS, {})[part.get("index", 0)] = told
-
-
-@hook(
-    "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._generate_completion_stream",
-    "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._generate_chat_stream",
-)
-async def openai_stream(original: Callable[..., Any], adapted_request: Any) -> AsyncGenerator[str, None]:
-    """An answer's item, streamed."""
-    from itemset.serving import http_bodies
-
-    async with aclosing(original()) as events:
-        async for event in events:
-            yield http_bodies.with_items(event, getattr(adapted_request, ITEMS, {}))
-
-
-@hook(
-    "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._build_completion_response",
-    "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._build_chat_response",
-)
-def openai_response(original: Callable[..., Any], ret: Any) -> Any:
-    """Each answer's item in its choice; a list's ranks and scores."""
-    from itemset.serving.http_bodies import body
-    from sglang_static.list_requests import with_items
-
-    response = original()
-    # The answer of /v1/messages is made of a chat's, which must stay SGLang's own object for it.
-    return response if body().path == "/v1/messages" else with_items(response, ret)
+def note(output: Any) -> None:
+    """Keep what an output says of items, for the choices that its endpoint makes: of one answer, or of all."""
+    given = http_bodies.body()
+    for i, one in enumerate(output if isinstance(output, list) else [output]):
+        if fields := {name: one["meta_info"][name] for name in FIELDS if name in one["meta_info"]}:
+            given.items[0, one.get("index", i)] = fields

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarRow
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarRow, register_grammar_backend
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
@@ -19,7 +19,7 @@ from itemset.masking.arena_plan import Slate
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.constraint import Grammars, SharedGrammar
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
@@ -194,6 +194,11 @@ class StaticBackend:
                 f"the item set has an item of {item_set.longest} tokens, but the KV cache leaves room for {room}: "
                 "shorten the prompt or the item, or raise --mem-fraction-static or --max-total-tokens"
             )
+
+
+def register() -> None:
+    """Register the backend with SGLang."""
+    register_grammar_backend(BACKEND, make_backend)
 
 
 def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:

@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.answer_fields import after
 from itemset.serving.config import BACKEND
@@ -25,7 +26,17 @@ BROKEN: tuple[str, ...] = ()  # among them and later
 VARIABLE = "SGLANG_STATIC"
 """The environment variable with the options, as JSON: SGLang's configuration has no place for a plugin's."""
 
-hook = hooks.Hooks(IMPORTED)
+
+def _put(target: str, around: Callable[..., Any]) -> None:
+    """Put a hook in place by SGLang's registry, which logs it, and finds what has imported the function by name."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource(BACKEND, "static-backend")
+    HookRegistry.register(target.replace(":", "."), around, HookType.AROUND, source=source)
+    HookRegistry.apply_hooks()
+
+
+hook = hooks.Hooks(IMPORTED, _put)
 """Declares a hook into SGLang."""
 
 
@@ -48,14 +59,14 @@ def install() -> None:
 
 
 def options() -> dict[str, Any]:
-    """The plugin's options in this process. Raises ValueError where the environment variable is no JSON object."""
+    """The plugin's options in this process. Raises ItemSetError where the environment variable is no JSON object."""
     text = os.environ.get(VARIABLE) or "{}"
     try:
         given = json.loads(text)
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        raise ValueError(f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
+        raise ItemSetError(f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
     return given
 
 

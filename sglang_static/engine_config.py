@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
@@ -19,18 +20,6 @@ def add_backend_name() -> None:
 
     if BACKEND not in GRAMMAR_BACKEND_CHOICES:
         add_grammar_backend_choices([BACKEND])
-
-
-@hook("sglang.srt.constrained.base_grammar_backend:register_grammar_backend", extends=True)
-def _register_backend(register: Callable[..., None]) -> None:
-    """SGLang's official registry of backends."""
-
-    def make(*args: Any) -> Any:
-        from sglang_static.backend import make_backend
-
-        return make_backend(*args)
-
-    register(BACKEND, make)
 
 
 @hook("sglang.srt.entrypoints.engine:Engine", extends=True)
@@ -78,7 +67,7 @@ def apply_flags(args: argparse.Namespace) -> None:
     named = {option: getattr(args, flag, None) for flag, option in NAMING_FLAGS.items()}
     single = {option: given for option in FLAGS if (given := getattr(args, option, None))}
     if (any(named.values()) or single) and args.grammar_backend != BACKEND:
-        raise ValueError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
+        raise ItemSetError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
     for option, given in named.items():
         if given:
             compat.set_options(with_named(compat.options(), option, given))

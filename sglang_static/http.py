@@ -9,7 +9,7 @@ from typing import Any
 
 from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.lost_fields import constraints_of, refuse_loose_tools
+from itemset.serving.lost_fields import constraints_of, disguised, refuse_loose_tools
 from itemset.serving.request import check_options, wants_draws, with_beams
 from itemset.serving.request_fields import (
     BEAMS,
@@ -26,7 +26,8 @@ from itemset.serving.request_fields import (
     WORDS,
 )
 from sglang_static import compat
-from sglang_static.request import KINDS, constraint_of, disguised
+from sglang_static.request import KINDS, constraint_of
+from sglang_static.version_watcher import follower_of
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
@@ -56,7 +57,12 @@ UNSEEN = ("/generate", "/v1/responses")
 
 
 class ItemSetFields(http_bodies.BodyMiddleware):
-    """Keeps the fields that SGLang does not know, and would drop, in `asgi.body()`: `FrontEnd.prepare` reads them."""
+    """Keeps the fields that SGLang does not know, and would drop, in `body()`: `FrontEnd.prepare` reads them."""
+
+    async def begin(self, scope: Any) -> None:
+        """At the start of a server published sets are followed."""
+        if scope["type"] == "lifespan":
+            follower_of(compat.server_manager())
 
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""

@@ -19,6 +19,7 @@ from itemset.masking.log_probs import log_probs_of
 from itemset.serving.answer_fields import Logs
 from itemset.serving.request_fields import LOGPROBS
 from itemset.serving.wire import read
+from sglang_static import processor
 from sglang_static.compat import hook
 
 ASKED = "item_set_weight"
@@ -49,23 +50,42 @@ def note(batch: Any) -> None:
         setattr(batch.sampling_info, _ROWS, _asking(batch))
 
 
-@hook("sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.apply_logits_bias")
-def apply_logits_bias(original: Callable[..., Any], self: Any, logits: Tensor) -> None:
-    """An answer's weight needs its logits before and after the mask."""
-    rows = getattr(self, _ROWS, None)
-    if not rows:
-        original()
-        return
+@hook("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits")
+def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
+    """The mask of the rows with item sets, after that of grammars; an answer's weight needs its logits before and after
+    all that is done to them here."""
+    rows, logits = getattr(sampling_info, _ROWS, None), logits_output.next_token_logits
+    with _asked_of(sampling_info, logits, rows) if rows else contextlib.nullcontext():
+        result = original()
+        if (sampler := processor.current()) is not None:
+            sampler.mask(sampling_info, logits)
+    return result
+
+
+@contextlib.contextmanager
+def _asked_of(info: Any, logits: Tensor, rows: dict[int, int]) -> Iterator[None]:
     logged = _on(logits, list(rows.values()))
-    temperatures = torch.where(logged > 0, self.temperatures[_on(logits, list(rows)), 0], 1.0)
+    temperatures = torch.where(logged > 0, info.temperatures[_on(logits, list(rows)), 0], 1.0)
     with _weighed(logits, list(rows), temperatures) as weighed:
-        original()
-    setattr(self, _WEIGHTS, (rows, logged, *weighed))
+        yield
+    setattr(info, _WEIGHTS, (rows, logged, *weighed))
 
 
-@hook("sglang.srt.layers.sampler:Sampler.forward", why="an answer's weight, or log p and log q of its tokens")
+class _Synchronised:
+    """Sampling info by which all ranks must sample the same token, as with grammars: masked rows have more near
+    ties."""
+
+    def __init__(self, info: Any) -> None:
+        self._info, self.grammars = info, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
+
+
+@hook("sglang.srt.layers.sampler:Sampler.forward", why="all ranks sample the same token; an answer's weight")
 def sample(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
-    result = original()
+    has_sets = getattr(sampling_info, "item_sets", None) is not None
+    result = original(sampling_info=_Synchronised(sampling_info) if has_sets else sampling_info)
     if (weighed := vars(sampling_info).pop(_WEIGHTS, None)) is not None:
         requests, logged, rows, legal, whole = weighed
         log_p, log_q = log_probs_of(legal, whole, result[rows]).unbind(1)
@@ -91,10 +111,7 @@ def verified(batch: Any, logits: Tensor) -> Iterator[None]:
     setattr(batch.sampling_info, _WEIGHTS, (_on(logits, list(requests)), table))
 
 
-@hook(
-    "sglang.srt.speculative.eagle_worker_common:compute_spec_logprobs",
-    "sglang.srt.speculative.ngram_worker:compute_spec_logprobs",
-)
+@hook("sglang.srt.layers.logprob_processor:compute_spec_logprobs")
 def accepted(original: Callable[..., Any], batch: Any, logits_output: Any, accept_index: Any) -> None:
     """An answer's weight, with speculation. accept_index: rows of accepted drafts, [requests, any], -1 for none."""
     original()

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 from fastapi import HTTPException
-from fastapi.responses import ORJSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.token_scores import TokenScores
-from itemset.serving.answer_fields import FIELDS, item_logprobs
+from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected
 from itemset.serving.list_runner import AbortedError
@@ -33,11 +32,11 @@ from sglang_static.request import CARRIED
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 _OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
-IN_ITEM = ("rank", "key", "keys", "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
+_IN_ITEM = ("rank", "key", "keys", "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
-async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> Any:
+async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> AsyncGenerator[Any, None]:
     """What `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one prompt,
     a list for several."""
     prompts = request.text if request.input_ids is None else request.input_ids
@@ -65,21 +64,10 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         for info in (one["meta_info"] for one in items):
             if "sequence_score" in info:
                 score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
-                info["item"] = score | {name: info[name] for name in IN_ITEM if name in info}
-        return items
-    return answers[0] if single else answers
-
-
-def with_items(response: Any, results: Sequence[Any]) -> Any:
-    """An OpenAI response with each answer's item in its choice: its key, in a ranked list also all its keys, its rank
-    and score, and what the list took. Responses to requests without a set stay as they are."""
-    infos = [result["meta_info"] for result in results or ()]
-    if not any(info.keys() & {*FIELDS} for info in infos) or not hasattr(response, "choices"):
-        return response
-    body = response.model_dump(mode="json")
-    for choice, info in zip(body["choices"], infos, strict=True):
-        choice.update({name: info[name] for name in FIELDS if name in info})
-    return ORJSONResponse(body)
+                info["item"] = score | {name: info[name] for name in _IN_ITEM if name in info}
+        yield items
+    else:
+        yield answers[0] if single else answers
 
 
 async def _one(

@@ -53,7 +53,8 @@ class Step(NamedTuple):
 
 
 class Mask:
-    """SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other grammars' bitmask."""
+    """Of verified drafts, SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other
+    grammars' bitmask."""
 
     def __init__(self, other: Any, sampler: ItemSetSampler, numbers: list[int], batch: Batch) -> None:
         self._other, self._sampler, self._numbers, self._batch = other, sampler, numbers, batch
@@ -145,15 +146,16 @@ class ItemSetSampler:
         """The sets of the batch's requests that take the device path."""
         return [request.item_set.place.number for request in batch.reqs if hasattr(request, "item_set")]
 
-    def mask(self, info: Any) -> None:
-        """Where SGLang makes the mask of a step's grammars, add the item sets that `stage` has noted."""
+    def mask(self, info: Any, logits: Tensor) -> None:
+        """Mask the rows of a step that `stage` has noted, in place. logits: [rows, vocabulary]."""
         step: Step | None = getattr(info, "item_sets", None)
         if step is None:
             return
         rows = len(step.slots)
         history, end = step.last.view(rows, 1), self._one[:rows]
         batch = Batch(step.slots, history, step.begin, end, by_slot=False, slates=step.slates)
-        info.grammar_mask = Mask(info.grammar_mask, self, step.numbers, batch)
+        self.arena.use(step.numbers)
+        self.slots.step(batch, logits)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
         """The mask of the rows of draft chains or trees, [requests x drafts], for verification.

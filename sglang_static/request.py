@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from itemset import ItemSet
-from itemset.embedded.rewrite import mentions
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
-from itemset.serving.lost_fields import holds_sets
+from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
@@ -25,7 +22,6 @@ KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 """SGLang's own constraints, in `sampling_params`."""
-_DISGUISE = f"item_set {secrets.token_hex(8)} "  # begins no client's text
 
 
 def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -127,36 +123,6 @@ def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[Engin
     return carried, item_set
 
 
-def disguised(tag: Any) -> Any:
-    """A structural tag of a body, with what SGLang's body model takes (xgrammar's `Format`) in place of its sets: a
-    constant text, out of which `constraint_of` takes the set again."""
-
-    def constant(node: dict[str, Any]) -> Any:
-        text = {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
-        return text if node.get("type") == REFERENCE else None
-
-    return _replaced(tag, constant) if mentions(tag) else tag
-
-
-def _undisguised(tag: str) -> str:
-    def item_set(node: dict[str, Any]) -> Any:
-        value = node.get("value")
-        return json.loads(value[len(_DISGUISE) :]) if isinstance(value, str) and value.startswith(_DISGUISE) else None
-
-    return json.dumps(_replaced(json.loads(tag), item_set)) if _DISGUISE in tag else tag
-
-
-def _replaced(node: Any, other: Callable[[dict[str, Any]], Any]) -> Any:
-    """The same with other formats in place of those for which there is one; JSON schemas are left as they are."""
-    if isinstance(node, list):
-        return [_replaced(one, other) for one in node]
-    if not isinstance(node, dict):
-        return node
-    return other(node) or {
-        key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()
-    }
-
-
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
 
@@ -166,7 +132,7 @@ def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple
         if place.get(SLATE) is not None:
             return SLATE, place[SLATE]
     given = next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
-    return (TAG, _undisguised(given[1])) if given is not None and given[0] == TAG else given
+    return (TAG, undisguised(given[1])) if given is not None and given[0] == TAG else given
 
 
 def names_sets(params: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.serving import startup
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import REFERENCE
@@ -44,17 +45,16 @@ async def _generate_request(
     original: Callable[..., Any], self: Any, obj: Any, request: Any
 ) -> AsyncGenerator[Any, None]:
     """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
+    version_watcher.follower_of(self)  # once there is an event loop
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
         from itemset.serving.metrics import refusals
         from sglang_static import list_requests
 
         with refusals():
             # Encoding a large inline set takes seconds, and all below runs on the event loop.
-            if await self.static_front_end.prepare(obj, request):
-                yield await list_requests.ranked(original, self, obj, request)
-                return
-            async for part in original():
-                answers.note(obj, part)
+            ranked = await self.static_front_end.prepare(obj, request)
+            async for part in list_requests.ranked(original, self, obj, request) if ranked else original():
+                answers.note(part)
                 yield part
             return
     async for part in original():
@@ -79,7 +79,7 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
         named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
         if named or names_sets(given):  # ignored, or an unknown parameter
-            raise ValueError("this engine has no item sets: start it with --grammar-backend static and --item-set")
+            raise ItemSetError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original()
     if (carried := getattr(obj, CARRIED, None)) is not None:
         tokenized = original()

@@ -32,10 +32,13 @@ def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> N
 
 @hook("sglang.srt.model_executor.model_runner:ModelRunner.load_model", always=True)
 def _load_model(original: Callable[..., Any], self: Any) -> Any:
-    """Device memory for item sets, before the KV cache is sized."""
+    """Device memory for item sets, before the KV cache is sized; the backend of grammars, by SGLang's own registry."""
     result = original()
     if not compat.is_ours(self.server_args) or self.is_draft_worker:
         return result
+    from sglang_static.backend import register
+
+    register()
     config = StaticConfig.of(compat.options())
     if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
         sampler = processor.ItemSetSampler(config, self.device, self.model_config.vocab_size)
@@ -52,10 +55,7 @@ def _alloc_memory_pool(original: Callable[..., Any], self: Any) -> Any:
     return result
 
 
-@hook(
-    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",
-    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_split_prefill",
-)
+@hook("sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation")
 def _forward(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     """Which rows of a step have an item set."""
     if batch is not None:
@@ -63,21 +63,3 @@ def _forward(original: Callable[..., Any], self: Any, batch: Any) -> Any:
             sampler.stage(batch)
         legal_mass.note(batch)
     return original()
-
-
-@hook("sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask", why="the mask of these rows")
-def _update_mask(original: Callable[..., Any], self: Any) -> None:
-    original()
-    if (sampler := processor.current()) is not None:
-        sampler.mask(self)
-
-
-class _Synchronised:
-    grammars = True
-
-
-@hook("sglang.srt.layers.sampler:Sampler._sync_token_ids_across_tp")
-def _sync_tokens(original: Callable[..., Any], sampling_info: Any) -> None:
-    """All ranks must sample the same token, as with grammars: masked rows have more near ties."""
-    has_sets = getattr(sampling_info, "item_sets", None) is not None
-    original(sampling_info=_Synchronised if has_sets else sampling_info)

@@ -10,22 +10,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from sglang.srt.beam_search.beam_group import BeamGroup, BeamGroupState, BeamResult
+from sglang.srt.beam_search.coordinator import BeamCoordinator
 from sglang.srt.beam_search.fork import MEMBER_LENGTH_MARGIN
 from torch import Tensor
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
-from itemset.serving.wire import ListResult, ListSpec, ListTotals, NoList
+from itemset.serving.hooks import require
+from itemset.serving.wire import ListResult, ListSpec, ListTotals, NoList, read
 from sglang_static import processor
 from sglang_static.processor import ItemSetSampler
 from sglang_static.request import receive_request
-from sglang_static.turns import WHOLE
+from sglang_static.turns import WHOLE, is_list, promised_rows
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
 
@@ -267,6 +270,41 @@ def rows_of(item_set: ItemSet, spec: ListSpec) -> tuple[int, ...]:
     """How many rows each pass after the prompt's has at most."""
     options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
     return rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
+
+
+class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
+    """SGLang's, for its own beam searches and for lists, which are beam searches inside a set."""
+
+    def validate_and_init(self, req: Any, recv_req: Any, **later: Any) -> str | None:
+        """Give a request its group; return why it gets none."""
+        make_group = partial(super().validate_and_init, req, recv_req, **later)
+        carried = read(req.sampling_params.custom_params)
+        of_list = carried is not None and carried.ranked is not None
+        error: str | None = give_group(self, req, make_group) if of_list else make_group()
+        return error
+
+    def pending_member_rows(self, *args: Any, **kwargs: Any) -> int:
+        """The rows also of groups that are admitted in the same step, or whose prompts are in pieces."""
+        pending: int = super().pending_member_rows(*args, **kwargs)
+        return max(pending, promised_rows())
+
+    def _select_group(self, group: Any, top_logprobs: Any, top_tokens: Any, tick: int, **later: Any) -> Any:
+        """top_logprobs: of a list, the pieces of its logits."""
+        if is_list(group):
+            return group.select(top_logprobs, tick, self.req_to_token_pool.req_to_token)
+        return super()._select_group(group, top_logprobs, top_tokens, tick, **later)
+
+    def _reclaim_orphans(self, group: Any, up_to_tick: int | None = None, **later: Any) -> None:
+        """What is reclaimed of an aborted list was written on another stream, and perhaps not yet."""
+        if up_to_tick is None and is_list(group):
+            group.await_selections()
+        super()._reclaim_orphans(group, up_to_tick, **later)
+
+
+def coordinator_of(coordinator: Any) -> ItemCoordinator:
+    """Return one of ours in place of SGLang's. Raises RuntimeError if SGLang's has no such methods."""
+    require(BeamCoordinator, ItemCoordinator)
+    return ItemCoordinator(**msgspec.structs.asdict(coordinator))
 
 
 def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:

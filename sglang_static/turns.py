@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import torch
 
-from itemset.serving.wire import read
 from sglang_static import compat, processor
 from sglang_static.compat import hook
 
@@ -66,35 +65,12 @@ def promised_rows() -> int:
     return sum(int(group.beam_width) - 1 for group in waiting)
 
 
-@hook(f"{_COORDINATOR}:BeamCoordinator.pending_member_rows")
-def pending_member_rows(original: Callable[..., Any]) -> int:
-    """The rows of groups that are admitted in the same step, or whose prompts are in pieces."""
-    pending: int = original()
-    return max(pending, promised_rows())
-
-
 @hook(f"{_COORDINATOR}:_rows_topk_logprobs", why="a list's beams read whole logits")
 def rows_topk_logprobs(original: Callable[..., Any], pieces: Any, num_candidates: int) -> Any:
     return (pieces, None) if num_candidates == WHOLE else original()
 
 
-@hook(f"{_COORDINATOR}:BeamCoordinator._select_group", why="the next beams of a list come from its set")
-def select_group(original: Callable[..., Any], self: Any, group: Any, top_logprobs: Any, tick: int) -> Any:
-    """top_logprobs: of a list, the pieces of its logits."""
-    if is_list(group):
-        return group.select(top_logprobs, tick, self.req_to_token_pool.req_to_token)
-    return original()
-
-
-@hook(f"{_COORDINATOR}:BeamCoordinator._reclaim_orphans")
-def reclaim_orphans(original: Callable[..., Any], group: Any, up_to_tick: int | None) -> None:
-    """What is reclaimed of an aborted list was written on another stream, and perhaps not yet."""
-    if up_to_tick is None and is_list(group):
-        group.await_selections()
-    original()
-
-
-@hook(f"{_COORDINATOR}:free_member_rows", "sglang.srt.managers.schedule_batch:free_member_rows")
+@hook("sglang.srt.beam_search.fork:free_member_rows")
 def free_member_rows(original: Callable[..., Any], group: Any, req_to_token_pool: Any) -> None:
     """A list's rows take part in some steps and not in others."""
     if is_list(group):
@@ -123,8 +99,12 @@ _TURNS = "static_turns"
 
 @hook(f"{_SCHEDULER}.init_beam_coordinator")
 def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
-    """The memory of the largest pass of lists is tried before a request comes: without it lists take rounds."""
+    """Beams of lists are of ours; the memory of the largest pass of lists is tried before a request comes: without it
+    lists take rounds."""
+    from sglang_static.step_lists import coordinator_of
+
     original()
+    self.beam_coordinator = coordinator_of(self.beam_coordinator)
     if (sampler := processor.current()) is None:
         return
     most = self.req_to_token_pool.size
@@ -217,18 +197,6 @@ def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
         if late or (over and len(admitted) > 1):
             late.append(request)
     return late
-
-
-@hook(f"{_COORDINATOR}:BeamCoordinator.validate_and_init")
-def validate_and_init(original: Callable[..., Any], self: Any, req: Any) -> str | None:
-    """A ranked list is a beam search inside its set, not a refused constraint."""
-    carried = read(req.sampling_params.custom_params)
-    if carried is not None and carried.ranked is not None:
-        from sglang_static.step_lists import give_group
-
-        return give_group(self, req, original)
-    error: str | None = original()
-    return error
 
 
 @hook(f"{_SCHEDULER}.get_next_batch_to_run")

@@ -26,23 +26,15 @@ METHOD = "item_sets"
 scheduler, and others back."""
 
 
-@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop")
-def _auto_create_handle_loop(original: Callable[..., Any], self: Any) -> None:
-    """Published sets are followed once the event loop is known."""
-    original()
-    front = getattr(self, "static_front_end", None)
-    if front is not None and front.follower is None:
-        front.follower = _follower(self, front)
-        front.follower.start()
-
-
 def follower_of(manager: Any) -> Follower | None:
-    """Return what follows the sets of a TokenizerManager; None if it has none. Call it on the event loop."""
-    if getattr(manager, "static_front_end", None) is None:
-        return None
-    manager.auto_create_handle_loop()
-    follower: Follower = manager.static_front_end.follower
-    return follower
+    """Return what follows the sets of a TokenizerManager, which begins now; None if it has none. Call it on the event
+    loop."""
+    front = getattr(manager, "static_front_end", None)
+    if front is not None and front.follower is None:
+        manager.auto_create_handle_loop()
+        front.follower = _follower(manager, front)
+        front.follower.start()
+    return front and front.follower
 
 
 def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ CALLED = "STATIC_HOOKS_CALLED"
 _wrap = hooks.wrap
 
 
-def wrap(target: str, around: Callable[..., Any]) -> None:
+def wrap(target: str, around: Callable[..., Any], put: Any = None) -> None:
     """Do `hooks.wrap`, as if the engine's callers gave the function one argument more, which it must get."""
 
     folder = os.environ.get(CALLED)
@@ -37,7 +37,7 @@ def wrap(target: str, around: Callable[..., Any]) -> None:
 
         return around(later, *args, **kwargs, **{FURTHER: target})
 
-    _wrap(target, given)
+    _wrap(target, given, put)
 
 
 if _wrap.__module__ == hooks.__name__:  # once, whoever asks for it

@@ -6,8 +6,11 @@ Only sources are read: of what is installed, of a wheel, or of a release that `c
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
 import importlib
 import importlib.util
+import inspect
 import json
 import subprocess
 import sys
@@ -16,12 +19,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from itemset.serving import hooks
 
 Read = Callable[[str], str | None]
 """The text of a file below site-packages; None if there is none."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 FOLDED = (ast.If, ast.Try, ast.With)  # statements whose body belongs to the module or class around them
 
 
@@ -86,6 +91,26 @@ def mismatches(node: Function, around: Callable[..., Any]) -> Iterator[str]:
     """What our hook names that the function does not take. What it takes besides, a hook passes on."""
     takes = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     yield from (f"takes {', '.join(takes)}, not {name}" for name in hooks.absent(takes, around))
+
+
+def lossy(hook: hooks.Hooks) -> list[str]:
+    """The hooks that lose an argument of a later version, or the answer, while another backend is chosen."""
+    lost = []
+    for one in hook.declared.values():
+        if not one.extends:
+            takes = dict.fromkeys([each.name for each in hooks.read(one.ours)], inspect.Parameter("any", KEYWORD))
+            given = {name: object() for name in takes} | {"of_a_later_version": object()}
+            answer, function = object(), mock.Mock()
+            function.return_value = answer
+            result = hook.around(one, takes)(function, **given)
+            if inspect.iscoroutine(result):
+                with contextlib.suppress(TypeError):  # the function is none of those that are awaited
+                    asyncio.run(result)
+                function = mock.AsyncMock(return_value=answer)
+                result = asyncio.run(hook.around(one, takes)(function, **given))
+            if result is not answer or any(call.kwargs != given for call in function.call_args_list):
+                lost.append(one.target)
+    return lost
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

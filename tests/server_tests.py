@@ -310,7 +310,8 @@ def test_the_playground_shows_what_the_server_says(server: HttpServer, named_set
 
 
 def test_no_body_loses_its_set(any_server: HttpServer, dialect: Dialect) -> None:
-    assert not lost_words.lost(any_server.post, dialect.bases)
+    wrong = lost_words.lost(any_server.post, dialect.bases)
+    assert not wrong, "\n".join(map(str, wrong))
     assert not lost_words.unread(any_server.post, dialect.bases, dialect.applies)
 
 
@@ -331,7 +332,7 @@ def test_hostile_bodies_end_in_an_error_of_their_own(any_server: HttpServer, dia
                 continue
             if status >= 500 or (meant and status < 400 and path != "/tokenize"):
                 wrong.append((path, body[:100], status, str(answer)[:200]))
-    assert not wrong
+    assert not wrong, wrong
     assert complete(any_server, item_set="one")["item"] == {"key": 0}
 
 

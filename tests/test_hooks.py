@@ -3,12 +3,14 @@ backend is chosen."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 
 import further
 import pytest
 
+from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.hooks import IMPORTED, START, Hooks
 
@@ -190,3 +192,58 @@ def test_a_function_is_hooked_by_one_declaration_which_the_table_shows():
         "|---|---|",
         "| `m:h` * | The docstring says why |",
     ]
+
+
+FAILING = """
+class A:
+    def method(self, a): return [a]
+    async def later(self, a):
+        if a is None: raise KeyError(a)
+        return [a]
+"""
+
+
+@pytest.fixture
+def failing(module, tmp_path):
+    """Hooks into an engine with another backend, and what is to happen in them."""
+    (tmp_path / f"{module}.py").write_text(FAILING)
+    hook, happens = Hooks(START), {}
+
+    @hook(f"{module}:A.method", why="a reason", always=True)
+    def around(original, self, a):
+        _ = original() if happens["after"] else None
+        raise happens["error"]
+
+    @hook(f"{module}:A.later", why="a reason", always=True)
+    async def later(original, self, a):
+        _ = await original() if happens["after"] else None
+        raise happens["error"]
+
+    hook.install("Engine 1.0", START)
+    return hook, happens, importlib.import_module(module).A()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_hook_that_fails_where_another_backend_is_chosen_is_passed_over(failing, caplog, after):
+    hook, happens, engine = failing
+    happens |= {"after": after, "error": TypeError("a fault of ours")}
+    for _ in range(2):
+        assert engine.method(1) == [1]
+        assert asyncio.run(engine.later(2)) == [2]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"The hook into hooked_engine:A.{name} has failed, and is passed over: TypeError('a fault of ours')"
+        for name in ("method", "later")
+    ]
+    happens["error"] = ItemSetError("a refusal")
+    with pytest.raises(ItemSetError, match="a refusal"):
+        engine.method(1)
+    with pytest.raises(ItemSetError, match="a refusal"):
+        asyncio.run(engine.later(1))
+    happens["after"] = True
+    with pytest.raises(KeyError):  # the engine's own
+        asyncio.run(engine.later(None))
+    hook.choose(True)
+    happens["error"] = TypeError("a fault of ours")
+    with pytest.raises(TypeError, match="a fault of ours"):
+        engine.method(1)

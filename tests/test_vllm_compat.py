@@ -246,7 +246,41 @@ def test_caches_that_beams_cannot_share():
     assert not suits(ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=64))
 
 
+OF_XGRAMMAR = {"structured_outputs_config": {"backend": "xgrammar"}}
+OTHERS = [
+    {"max_tokens": 8, "logprobs": 2},
+    {"max_tokens": 8, "choice": ["river", "letter", "station"]},
+    {"max_tokens": 8, "regex": "[a-z]{4}"},
+    {"max_tokens": 8, "json": {"type": "boolean"}},
+    {"max_tokens": 8, "temperature": 0.9, "seed": 3, "n": 2, "stop": ["e"]},
+]
+"""Requests without item sets."""
+
+
+def leave_vllm_alone() -> None:
+    """Load the plugin without its hooks, but for the one that this process needs because it has Numba as well."""
+    declared = compat.hook.declared
+    compat.hook.declared = {target: declared[target] for target in declared if target.endswith(":_rebind_kernels")}
+
+
+def test_another_backend_answers_as_without_the_plugin(engines, tiny_model):
+    def answers(engine):
+        words = [{"temperature": 0.0} | one for one in OTHERS]
+        return [(one.tokens, one.text, one.finish) for one in engine.ask(["Once upon a time"] * len(words), words)]
+
+    without = answers(engines("v1", tiny_model, prepare=leave_vllm_alone, **OF_XGRAMMAR))
+    engine = engines("v1", tiny_model, **OF_XGRAMMAR)
+    assert len(without) == 6
+    assert answers(engine) == without
+    assert "passed over" not in engine.log()
+
+
+def test_no_hook_changes_a_call_while_another_backend_is_chosen(monkeypatch):
+    monkeypatch.setattr(compat.hook, "chosen", False)
+    assert hooked_names.lossy(compat.hook) == []
+
+
 def test_another_backend_refuses_an_item_set(engines, tiny_model):
-    engine = engines("v1", tiny_model, structured_outputs_config={"backend": "xgrammar"})
+    engine = engines("v1", tiny_model, **OF_XGRAMMAR)
     with pytest.raises(VLLMValidationError, match="this engine has no item sets: start it with"):
         engine.generate(["p"], SamplingParams(extra_args={"item_set": "films"}))

@@ -160,23 +160,23 @@ def test_batches_and_responses_name_their_items_key(server, named_sets):
         assert answer["item"]["key"] in range(3)
 
 
-def test_a_slow_reader_of_a_stream_loses_no_item(monkeypatch):
+def test_a_slow_reader_of_a_stream_loses_no_item():
+    """VLLM joins its outputs, and keeps of them what it knows."""
     from vllm import CompletionOutput, RequestOutput
 
-    from vllm_static.compat import hook
-    from vllm_static.plugin import register
+    from itemset.serving import http_bodies
+    from vllm_static import answers
 
-    def output(index: int, **item: object) -> RequestOutput:
-        completion = CompletionOutput(index, "a", [5], 0.0, None, finish_reason="stop" if item else None)
-        vars(completion).update(item)
-        return RequestOutput("r", None, [1], None, [completion], bool(item))
+    def result(index: int, reason: str | None = None) -> RequestOutput:
+        return RequestOutput("r", None, [1], None, [CompletionOutput(index, "a", [5], 0.0, None, reason)], bool(reason))
 
-    register()
-    monkeypatch.setattr(hook, "chosen", True)  # as in the process of an engine with sets
-    merged = output(0)
-    merged.add(output(1), aggregate=True)
-    merged.add(output(0, item={"key": 7}), aggregate=True)
-    assert [getattr(one, "item", "none yet") for one in merged.outputs] == [{"key": 7}, "none yet"]
+    joined = result(0)
+    joined.add(result(1), aggregate=True)
+    joined.add(result(0, "stop"), aggregate=True)
+    place = answers.Place(http_bodies.Body(), 3)
+    assert answers.noted(joined, place, {0: {"item": {"key": 7}}}) is joined
+    assert [getattr(one, "item", "none yet") for one in joined.outputs] == [{"key": 7}, "none yet"]
+    assert place.body.items == {(3, 0): {"item": {"key": 7}}}
 
 
 def test_metrics(server, runner):

@@ -138,12 +138,13 @@ def test_on_v1_the_host_waits_for_no_copy():
     """Which rows are weighed, or whose tokens are scored, goes to the device beside its work."""
     from vllm.v1.sample.sampler import Sampler
 
-    from vllm_static import legal_mass, v1_token_logprobs
+    from vllm_static import model_runner_v1
 
     logits, rows = torch.zeros(4, 9, device="meta"), [(0, 0, 1), (1, 0, 3)]
     with PageableCopies() as copies:
-        assert legal_mass._scaled(logits, rows, legal_mass.to_device([1, 1], logits.device)[:, None]).shape == (2, 9)
-        ids, scores = v1_token_logprobs._scores(Sampler(), logits, [0, 2], [[1, 2, 3], [4]])
+        temperatures = model_runner_v1.to_device([1, 1], logits.device)[:, None]
+        assert model_runner_v1._scaled(logits, rows, temperatures).shape == (2, 9)
+        ids, scores = model_runner_v1._scores(Sampler(), logits, [(0, 0, 0), (1, 0, 2)], [[1, 2, 3], [4]])
     assert ids.shape == scores.shape == (2, 3)
     assert copies.found == []
 

@@ -6,15 +6,13 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
-from itemset.serving import metrics
+from itemset.serving import http_bodies, metrics
 from itemset.serving.answer_fields import told_of
-from itemset.serving.hooks import IMPORTED
 from itemset.serving.request_fields import LOGPROBS
 from vllm_static.compat import hook
 
@@ -22,7 +20,10 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 EXPECTED = "expected_item"
 """Attribute of a request's parameters, which do not send it to the engine: makes what is expected of its answers
-(itemset.serving.answer_fields). Of its state in vLLM's output processor: that. Copies made for `n` have none."""
+(itemset.serving.answer_fields), with TOLD. Of its state in vLLM's output processor: that. Copies made for `n` have
+none."""
+TOLD = "told_of_items"
+"""Attribute of parameters that a client of the engine gives: a dict, for what its answers say of items, by output."""
 
 
 @hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")
@@ -38,7 +39,8 @@ def add_request(original: Callable[..., Any], self: Any, request: Any, parent_re
 def new_completion_output(original: Callable[..., Any], self: Any, finish_reason: Any, stop_reason: Any) -> Any:
     """The one place where all tokens of a finished answer are known."""
     output, logs = original(), ((), ())
-    if (expected := getattr(self, EXPECTED, None)) is None:
+    expected, by_output = getattr(self, EXPECTED, (None, None))
+    if expected is None:
         return output
     if expected.weighed:  # nobody has asked for the columns in which log p and log q came
         columns = self.logprobs_processor.logprobs.logprobs
@@ -52,95 +54,34 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)
         _say(output, told)
+        if by_output is not None:
+            by_output[output.index] = told
     return output
 
 
-@hook("vllm.outputs:RequestOutput.add", why="drops what it does not know, the item, where a stream's reader is slow")
-def merge(original: Callable[..., Any], self: Any, next_output: Any) -> None:
-    original()
-    for done in next_output.outputs:
-        for output in self.outputs:
-            if output.index == done.index:
-                _say(output, told_of(done))
+class Place(NamedTuple):
+    """Where a prompt's answers are noted: the body that is being served, and which of its prompts it is."""
+
+    body: http_bodies.Body
+    prompt: int
 
 
-_COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
-_CHAT = "vllm.entrypoints.openai.chat_completion"
-_RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+def place() -> Place:
+    """Return that of the next prompt that is handed to the engine."""
+    body = http_bodies.body()
+    body.prompts += 1
+    return Place(body, body.prompts - 1)
 
 
-@hook(f"{_COMPLETIONS}.request_output_to_completion_response", when=IMPORTED)
-def completion_response(original: Callable[..., Any], final_res_batch: Any) -> Any:
-    """An answer's item; a list's ranks and scores."""
-    outputs = [output for result in final_res_batch for output in result.outputs]
-    return _with_items(original(), dict(enumerate(map(told_of, outputs))))
-
-
-@hook(f"{_CHAT}.serving:OpenAIServingChat.chat_completion_full_generator", when=IMPORTED)
-async def chat_response(original: Callable[..., Any], result_generator: Any) -> Any:
-    """An answer's item; a list's ranks and scores."""
-    items: Items = {}
-    return _with_items(await original(result_generator=_noted(result_generator, items)), items)
-
-
-@hook(f"{_CHAT}.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch", when=IMPORTED)
-async def chat_batch_response(original: Callable[..., Any], generators: Any) -> Any:
-    """An answer's item."""
-    items: Items = {}
-    noted = [_noted(results, items, first=i) for i, results in enumerate(generators)]
-    return _with_items(await original(generators=noted), items)
-
-
-@hook(f"{_RESPONSES}.responses_full_generator", why="an answer's item, streamed or not", when=IMPORTED)
-async def responses_response(original: Callable[..., Any], context: Any) -> Any:
-    """Streams end with the same object. A response has no choices: `item` stands beside its `output`."""
-    response = await original()
-    outputs = getattr(getattr(context, "last_output", None), "outputs", None)
-    if outputs and hasattr(response, "output"):
-        _say(response, told_of(outputs[0]))
-    return response
-
-
-@hook(
-    f"{_COMPLETIONS}.completion_stream_generator",
-    f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator",
-    when=IMPORTED,
-)
-async def stream(original: Callable[..., Any], request: Any, result_generator: Any) -> AsyncGenerator[str, None]:
-    """An answer's item, streamed."""
-    from itemset.serving import http_bodies
-
-    items: Items = {}
-    noted = _noted(result_generator, items, choices=request.n or 1)
-    async with aclosing(original(result_generator=noted)) as events:
-        async for event in events:
-            yield http_bodies.with_items(event, items)
-
-
-Items = dict[int, dict[str, Any]]
-"""By choice, what an answer says of items."""
-
-
-async def _noted(results: Any, items: Items, first: int = 0, choices: int = 1) -> AsyncGenerator[Any, None]:
-    """The same results, whose items are noted before vLLM makes an event of each. first: the choice of the first
-    output. choices: of a prompt, if a result comes with its prompt's number."""
-    try:
-        async for part in results:
-            prompt, result = part if isinstance(part, tuple) else (0, part)
-            for output in result.outputs:
-                if fields := told_of(output):
-                    items[first + prompt * choices + output.index] = fields
-            yield part
-    finally:
-        if hasattr(results, "aclose"):
-            await results.aclose()
-
-
-def _with_items(response: Any, items: Items) -> Any:
-    """The same response with each answer's items in its choice."""
-    for i, choice in enumerate(getattr(response, "choices", ())):
-        _say(choice, items.get(i, {}))
-    return response
+def noted(result: Any, place: Place, told: Mapping[int, dict[str, Any]] | None = None) -> Any:
+    """A prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output, what
+    is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
+    for output in result.outputs:
+        if told and output.index in told:
+            _say(output, told[output.index])
+        if fields := told_of(output):
+            place.body.items[place.prompt, output.index] = fields
+    return result
 
 
 def _say(target: Any, told: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ def generate(
 ) -> Any:  # fmt: skip
     """Samples of other prompts of the same call are made by vLLM, after them."""
     given = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params]
-    if self.llm_engine.input_processor.static_front_end is None or not any(map(_wanted, given)):
+    if self.llm_engine.input_processor.static_front_end is None or not any(map(wanted, given)):
         return original()
     from vllm_static import list_requests
     from vllm_static.request import asked_of_generate
@@ -50,19 +50,8 @@ def generate(
     return [outputs[i] for i in range(len(prompts))]
 
 
-@hook("vllm.v1.engine.async_llm:AsyncLLM.generate", why="lists and draws, each item an output")
-def generate_online(
-    original: Callable[..., Any], self: Any, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any,
-    trace_headers: Any, session_id: Any = None, priority: int = 0,
-) -> Any:  # fmt: skip
-    """Everything else goes its way without a generator around it."""
-    if self.input_processor.static_front_end is None or not _wanted(sampling_params):
-        return original()
-    options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
-    return _online(self, prompt, sampling_params, request_id, priority=priority, **options)
-
-
-async def _online(client: Any, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+async def online(client: Any, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+    """What `AsyncLLM.generate` answers."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
     from vllm_static import list_requests
@@ -78,5 +67,6 @@ async def _online(client: Any, prompt: Any, params: Any, request_id: str, **opti
             yield output
 
 
-def _wanted(params: Any) -> bool:
+def wanted(params: Any) -> bool:
+    """Whether parameters ask for candidates."""
     return wants_candidates(getattr(params, "extra_args", None))

@@ -25,6 +25,22 @@ def _manager_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> 
         setattr(self, _BACKEND, self.backend)
 
 
+def add_methods(core: Any) -> None:
+    """Give an EngineCore two methods more: for /metrics its figures, and for followed sets their new versions."""
+
+    def figures() -> Any:
+        steps: list[dict[str, int]] = [{}]
+        if compat.on_device_path(core.vllm_config):
+            steps = core.model_executor.collective_rpc(sampled_steps)
+        return core.structured_output_manager.backend.figures() | {"sampled_steps": max(steps, key=len)}
+
+    def answer(message: Any) -> Any:
+        return core.structured_output_manager.backend.preparer.answer(message, core.model_executor)
+
+    setattr(core, ENGINE_METHOD, figures)
+    setattr(core, ROLLOUT, answer)
+
+
 @hook("vllm.v1.structured_output:StructuredOutputManager.grammar_init")
 def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None:
     """Inline sets reach the engine with their request; an item set's grammar is made at once."""
@@ -56,23 +72,6 @@ def _grammar_bitmask(
     if (backend := getattr(self, _BACKEND, None)) is None or not structured_output_request_ids:
         return original()
     return backend.fill(original, self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
-
-
-@hook("vllm.v1.engine.core:EngineCore", extends=True)
-def _add_methods(engine_core: type) -> None:
-    """Two methods more: for /metrics the engine's figures, and for followed sets their new versions."""
-
-    def answer(self: Any, message: Any) -> Any:
-        return self.structured_output_manager.backend.preparer.answer(message, self.model_executor)
-
-    def figures(self: Any) -> Any:
-        steps: list[dict[str, int]] = [{}]
-        if compat.on_device_path(self.vllm_config):
-            steps = self.model_executor.collective_rpc(sampled_steps)
-        return self.structured_output_manager.backend.figures() | {"sampled_steps": max(steps, key=len)}
-
-    setattr(engine_core, ENGINE_METHOD, figures)
-    setattr(engine_core, ROLLOUT, answer)
 
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler._free_request")

@@ -24,7 +24,8 @@ Key = TypeVar("Key")
 
 
 class Asked(NamedTuple):
-    """A list to be made. number: its set's, in the arena. prompt: with its placeholders."""
+    """A list to be made. number: its set's, in the arena. prompt: with its placeholders; its request has no name yet,
+    until a step has it (`of`)."""
 
     number: int
     prompt: Prompt
@@ -36,6 +37,9 @@ class Asked(NamedTuple):
         spec = self.spec
         end = -1 if spec.scored_end is None else spec.scored_end
         return (self.number, spec.width, end, spec.renormalised, spec.k, spec.temperature)
+
+    def of(self, request: str) -> Asked:
+        return self._replace(prompt=self.prompt._replace(request=request))
 
     @property
     def apart(self) -> list[Asked]:
@@ -60,14 +64,14 @@ def grouped(
 class DraftedLists:
     """The drafted lists of a worker's steps.
 
-    asked: those that are not made yet, by request, each with the hidden states of its prompt's last token and its
+    asked: those that are not made yet, by slot, each with the hidden states of its prompt's last token and its
         placeholders, as far as they have been computed: [L + 1, hidden size].
     """
 
     def __init__(self, runner: Any, sets: ItemSetProcessor) -> None:
         assert sets.head is not None
         self._runner, self._sets, self._head = runner, sets, sets.head
-        self.asked: dict[str, tuple[Tensor, Asked]] = {}
+        self.asked: dict[int, tuple[Tensor, Asked]] = {}
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -87,15 +91,15 @@ class DraftedLists:
 
     def add(self, one: Asked) -> None:
         """Note a list, whose prompt begins, or begins again."""
-        self.asked[one.prompt.request] = self._empty(), one
+        self.asked[one.prompt.slot] = self._empty(), one
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Make the lists whose prompts this step completes; of each a table as `ListResult.of_table` reads."""
         ready = []
-        for i, request in enumerate(batch.req_ids):
-            if request not in self.asked:
+        for i, slot in enumerate(batch.idx_mapping_np.tolist()):
+            if slot not in self.asked:
                 continue
-            states, one = self.asked[request]
+            states, one = self.asked[slot]
             start = int(batch.num_computed_prefill_tokens_np[i])
             end = min(start + int(batch.num_scheduled_tokens[i]), one.prompt.tokens)
             last = one.prompt.tokens - len(states)  # the position of the prompt's last token
@@ -104,7 +108,8 @@ class DraftedLists:
                 row = int(batch.query_start_loc_np[i]) - start
                 states[first - last : end - last] = hidden_states[row + first : row + end]
             if end == one.prompt.tokens:
-                ready.append(self.asked.pop(request))
+                del self.asked[slot]
+                ready.append((states, one.of(batch.req_ids[i])))
         if not ready:
             return {}
         self._sets.arena.use([one.number for _, one in ready])

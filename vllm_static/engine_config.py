@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import wrapt
 
+from itemset.errors import ItemSetError
 from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
@@ -76,7 +77,7 @@ def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
 def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where vLLM's own configuration has its place for it."""
     if MIDDLEWARE not in getattr(args, "middleware", [MIDDLEWARE]):
-        args.middleware = [*args.middleware, MIDDLEWARE]
+        args.middleware = [MIDDLEWARE, *args.middleware]  # innermost: others may compress answers
     if getattr(args, "guided_decoding_backend", None):
         _choose_backend(args)
     for option in FLAGS:
@@ -85,7 +86,8 @@ def apply_flags(args: argparse.Namespace) -> None:
     for flag, option in NAMING_FLAGS.items():
         if named := getattr(args, flag, None):
             if _backend(args) != BACKEND:
-                raise ValueError("--item-set needs the static backend: add --structured-outputs-config.backend static")
+                flag = "--structured-outputs-config.backend static"
+                raise ItemSetError(f"--item-set needs the static backend: add {flag}")
             args.additional_config = with_named(getattr(args, "additional_config", None) or {}, option, named)
             setattr(args, flag, None)  # with several API servers, each reads the same flags again
 
@@ -98,7 +100,7 @@ def apply_environment(args: Any) -> None:
     try:
         options = dict(json.loads(text))
     except (TypeError, ValueError):
-        raise ValueError(
+        raise ItemSetError(
             f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text:.100}'
         ) from None
     _choose_backend(args)

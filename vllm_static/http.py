@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
-
 from itemset.embedded.rewrite import mentions
 from itemset.errors import ItemSetError, shown
 from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, TAG
-from itemset.serving.lost_fields import constraints_of, holds_sets, refuse_loose_tools, refuse_lost
+from itemset.serving.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.request import ItemRequest, wants_draws, with_beams
 from itemset.serving.request_fields import BEAMS, CHOICE, DRAWS, GUIDED, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS
 from vllm_static import compat
 from vllm_static.metrics import PATH, refresh
 from vllm_static.request import constraint_of, judge, put
+from vllm_static.version_watcher import follow
 
 _OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
+_RENDER = "/render"  # the end of endpoints' names
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
     served={path: {"": _OWN} for path in ("/v1/chat/completions/batch", "/v1/responses")}
@@ -40,7 +40,11 @@ class ItemSetWords(http_bodies.BodyMiddleware):
     """vLLM's --middleware. Brings the engine's figures up to date before /metrics shows them."""
 
     async def begin(self, scope: Any) -> None:
-        if scope["path"] == PATH:
+        """At the start of a server it gets its routes, which vLLM's API key protects, and follows published sets."""
+        if scope["type"] == "lifespan" and compat.front_end_of(scope["app"].state) is not None:
+            http_bodies.add_routes(scope["app"], lambda state: getattr(compat.front_end_of(state), "follower", None))
+            follow(scope["app"].state.engine_client)
+        elif scope.get("path") == PATH:
             await refresh(scope["app"])
 
     def check(self, scope: Any, given: Any) -> None:
@@ -51,6 +55,11 @@ class ItemSetWords(http_bodies.BodyMiddleware):
         body.stated = constraints_of(given, fields)
         if ours and isinstance(given, dict):
             _take_choice(given)
+            stated, structured = given.get("response_format"), given.get(STRUCTURED)
+            if isinstance(stated, dict) and stated.get("type") == TAG and not body.path.endswith(_RENDER):
+                given["response_format"] = disguised(stated)
+            if isinstance(structured, dict) and TAG in structured and not body.path.endswith(_RENDER):
+                structured[TAG] = disguised(structured[TAG])
             if wants_draws(given) and body.path in _DRAWING:
                 with_beams(given)
 
@@ -96,46 +105,25 @@ def _take_choice(given: dict[str, Any]) -> None:
         request_fields.refuse_tools(given)
 
 
-def add_item_set(request: Any, params: SamplingParams) -> SamplingParams:
-    """Put what an OpenAI request asks of item sets, judged, into its sampling parameters.
+def judge_request(request: Any) -> None:
+    """Judge what an OpenAI request asks of item sets, before vLLM makes its parameters of it.
 
-    Raises RefusedError as `ItemRequest.of` does, for a list that the endpoint does not give, and for tools with sets in
-    parameters that vLLM leaves free.
+    Raises RefusedError as `ItemRequest.of` does, and for a list that the endpoint does not give, or from which
+    log-probabilities, a stream or another constraint are asked.
     """
-    tools, fields = getattr(request, "tools", None), request.model_extra or {}
-    if tools and getattr(request, "tool_choice", None) not in (None, "none"):
-        given = constraint_of(params)  # vLLM has made one of the tools, or none
-        kind = given[0] if given is not None and holds_sets(*given) else None
-        choice = request.tool_choice
-        refuse_loose_tools(
-            [tool.model_dump() for tool in tools],
-            choice if isinstance(choice, str) else choice.model_dump(),
-            lambda strict: kind == JSON or (kind == TAG and strict),
-        )
+    body = http_bodies.body_of(request)
+    ranked, fields = _declared(request, BEAMS), request.model_extra or {}
     elsewhere = bool(fields.get(BEAMS))  # a field that the endpoint does not know
-    judged = _judged(request, params.extra_args, params.structured_outputs, k=1 if elsewhere else None)
-    if judged is not None and elsewhere:
+    k = (request.n or 1) if ranked else 1 if elsewhere else None
+    body.judged = _judged(request, k=k, draws=bool(ranked))
+    body.each = _declared(request, "n") or 1
+    if body.path.endswith(_RENDER):  # its answer is the parameters, which meet no other hook
+        with_item_set(request.to_sampling_params(1, {}))
+    if body.judged is None or k is None:
+        return
+    if elsewhere:
         message = "there are ranked lists on /v1/completions and /v1/chat/completions alone: send it there"
         raise RefusedError("beam search", message, BEAMS)
-    if judged is not None:
-        params = put(params, judged)
-    elif fields.get(SLATE) is not None:
-        params.extra_args = {**(params.extra_args or {}), SLATE: fields[SLATE]}
-    given = constraint_of(params)
-    reached = given is not None and (given[0] == SLATE or mentions(given[1]))
-    refuse_lost(http_bodies.body().stated, reached=reached)
-    return params
-
-
-def rank_item_set(request: Any, params: Any) -> Any:
-    """The same for an OpenAI request with `use_beam_search`, and vLLM's BeamSearchParams.
-
-    Raises RefusedError as `add_item_set` does, and if log-probabilities, a stream or another constraint are asked for.
-    """
-    judged = _judged(request, request.vllm_xargs, request.structured_outputs, k=params.beam_width, draws=True)
-    if judged is None:
-        refuse_lost(http_bodies.body().stated, reached=0)
-        return params
     if request.logprobs is not None and request.logprobs is not False:  # 0 asks for the sampled tokens' own
         message = "a ranked list has no logprobs of single tokens: leave logprobs out"
         raise RefusedError("beam search", message, "logprobs")
@@ -144,23 +132,63 @@ def rank_item_set(request: Any, params: Any) -> Any:
     if request.response_format is not None and request.response_format.type != "text":
         message = "a ranked list and response_format exclude each other: leave response_format out"
         raise RefusedError("two constraints", message, "response_format")
-    return put(params, judged)
 
 
-def _judged(
-    request: Any, extra_args: dict[str, Any] | None, structured: Any, *, k: int | None, draws: bool = False
-) -> ItemRequest | None:
-    own, fields, body = getattr(request, STRUCTURED, None), request.model_extra or {}, http_bodies.body()
+def with_item_set(params: Any) -> Any:
+    """Put what the request that is being served asks of item sets into the parameters that vLLM has made of it.
+
+    Raises RefusedError for sets that vLLM has dropped from these, or that stand in tools which it leaves free.
+    """
+    body = http_bodies.body()
+    request, given = body.request, constraint_of(params)  # vLLM has made one of the tools, or none
+    if request is None:
+        return params
+    if getattr(request, "tools", None) and getattr(request, "tool_choice", None) not in (None, "none"):
+        kind = given[0] if given is not None and holds_sets(*given) else None
+        choice = request.tool_choice
+        refuse_loose_tools(
+            [tool.model_dump() for tool in request.tools],
+            choice if isinstance(choice, str) else choice.model_dump(),
+            lambda strict: kind == JSON or (kind == TAG and strict),
+        )
+    if body.judged is not None:
+        if not hasattr(params, "beam_width"):
+            if body.brings_choice and getattr(params.structured_outputs, CHOICE, None) is None:
+                raise _lost_choice()
+            judge(params.extra_args, params.structured_outputs, request.model_extra, k=None)  # with vLLM's constraint
+        params = put(params, body.judged)
+    elif (slate := (request.model_extra or {}).get(SLATE)) is not None:
+        params.extra_args = {**(params.extra_args or {}), SLATE: slate}
+    given = constraint_of(params)
+    reached = given is not None and (given[0] == SLATE or mentions(given[1]))
+    refuse_lost(body.stated, reached=reached)
+    return params
+
+
+def _declared(request: Any, name: str) -> Any:
+    """A field of a request that its endpoint knows; None for another, which may be anything."""
+    return getattr(request, name) if name in type(request).model_fields else None
+
+
+def _lost_choice() -> RefusedError:
+    return RefusedError(
+        "two constraints",
+        "the inline set would be lost: either this endpoint takes none, or vLLM makes a constraint of the tools in "
+        "its place; leave the tools out, or send it to /v1/chat/completions",
+        STRUCTURED,
+    )
+
+
+def _judged(request: Any, *, k: int | None, draws: bool) -> ItemRequest | None:
+    extra_args, structured = _declared(request, XARGS), _declared(request, STRUCTURED)
+    fields, body = request.model_extra or {}, http_bodies.body()
+    if k is None and (extract := getattr(request, "extract_structured_outputs", None)):
+        structured = extract()  # that of a response_format, too
     if draws and wants_draws(fields):  # fields that vLLM knows, and that mean something for draws
         fields = fields | {name: getattr(request, name) for name in ("seed", "temperature")}
-    brings = compat.hook.chosen and own is not None and own.choice is not None  # else it is for another backend
+    brings = structured is not None and structured.choice is not None
     if body.brings_choice and not brings:
-        raise RefusedError(
-            "two constraints",
-            "the inline set would be lost: either this endpoint takes none, or vLLM makes a constraint of the tools in "
-            "its place; leave the tools out, or send it to /v1/chat/completions",
-            STRUCTURED,
-        )
+        raise _lost_choice()
     ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None

@@ -12,60 +12,14 @@ front end asks for no columns but these two, and reads them there (`answers`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from itemset.masking.log_probs import log_probs_of
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.request_fields import LOGPROBS
 from itemset.serving.wire import read
 from vllm_static.compat import hook
-from vllm_static.kv_branches import to_device
-
-_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_WEIGHED = "static_weighed"
-"""Attribute of model runner V1 within a step: the rows that ask, their temperatures, and the mass of all tokens."""
-
-
-@hook(f"{_V1}.sample_tokens", why="V1: an answer's weight needs its logits as they were before the mask", when=IMPORTED)
-def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
-    """Around `sample_tokens` (v1/worker/gpu_model_runner.py), which applies the mask and then samples."""
-    state = self.execute_model_state
-    if grammar_output is not None and state is not None and state.logits is not None:
-        drafts = state.scheduler_output.scheduled_spec_decode_tokens
-        counts = [1 + len(drafts.get(request, ())) for request in self.input_batch.req_ids]
-        first = [0, *accumulate(counts)]
-        constrained = set(grammar_output.structured_output_request_ids)
-        rows = [
-            (i, place, first[i] + place)
-            for i, request in enumerate(self.input_batch.req_ids)
-            if request in constrained and temperature(self.requests[request].sampling_params)
-            for place in range(counts[i])
-        ]
-        if rows:
-            names = self.input_batch.req_ids
-            each = [temperature(self.requests[names[i]].sampling_params) for i, *_ in rows]
-            temperatures = to_device(each, state.logits.device, np.float32)[:, None]
-            setattr(self, _WEIGHED, (rows, temperatures, _scaled(state.logits, rows, temperatures).logsumexp(-1)))
-    return original()
-
-
-@hook(f"{_V1}._sample", why="V1: an answer's weight", when=IMPORTED)
-def sample(original: Callable[..., Any], self: Any, logits: Any) -> Any:
-    """Around `_sample`, whose logits are masked, and then changed in place."""
-    weighed = vars(self).pop(_WEIGHED, None)
-    if weighed is None:
-        return original()
-    rows, temperatures, whole = weighed
-    legal = _scaled(logits, rows, temperatures)
-    output = original()
-    width, tensors = output.sampled_token_ids.shape[1], output.logprobs_tensors  # a column a draft, and one more
-    places = to_device([request * width + place for request, place, _ in rows], legal.device)
-    tensors.logprobs[places, :2] = log_probs_of(legal, whole, tensors.logprob_token_ids[places, 0])
-    return output
 
 
 @hook(
@@ -106,8 +60,3 @@ def temperature(sampling_params: Any) -> float:
     if carried is None or not carried.weighed:
         return 0.0
     return float(carried.weighed == LOGPROBS and sampling_params.temperature) or 1.0
-
-
-def _scaled(logits: Tensor, rows: list[tuple[int, int, int]], temperatures: Tensor) -> Tensor:
-    """The logits of these rows, by their temperatures: [rows, vocabulary] float32."""
-    return logits[to_device([row for *_, row in rows], logits.device)].float() / temperatures

@@ -22,9 +22,10 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, described
 from itemset.ranking.token_scores import TokenScores
 from itemset.serving.answer_fields import item_logprobs
+from itemset.serving.http_bodies import no_body
 from itemset.serving.list_runner import AbortedError, run_together
 from itemset.serving.request import ItemRequest
-from vllm_static import compat
+from vllm_static import compat, model_runner_v1
 from vllm_static.single_request import list_params
 
 _OF_DRAW = {"exact", "weight", "accepted", "candidates"}
@@ -96,13 +97,8 @@ class RankedList:
             "skip_clone": True,  # no other request has these parameters
         }
         tokens, run = [*self.prompt, *one.tokens], one.tokens[one.known :]
-        if not self._v2:
-            # V2 alone scores chosen tokens anywhere in a prompt; V1 those that may follow it, and a prompt's own.
-            after = one.after.tolist()
-            own: dict[str, Any] = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached} if run else {}
-            # Without `logprobs`: vLLM would look for as many most likely tokens besides.
-            own |= {"logprob_token_ids": after} if after else {"logprobs": 0}
-            return tokens, ScoringParams(**common, **own)
+        if not self._v2:  # which alone scores chosen tokens anywhere in a prompt
+            return tokens, ScoringParams(**common, **model_runner_v1.scoring(one, cached=cached))
         chosen = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
         chosen[: len(run), 0] = run
         chosen[-1, : len(one.after)] = one.after
@@ -117,21 +113,17 @@ class RankedList:
 
     def missing(self, one: Pass, output: Any) -> bool:
         """Whether the output lacks what was asked, so that it has to be asked again."""
-        if self._v2:
-            return output.prompt_token_id_logprobs is None
-        # V1 fills in rows that it has computed, and leaves what was in memory for the others.
-        return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= len(self.prompt) + one.known
+        if not self._v2:
+            return model_runner_v1.lacks_scores(one, len(self.prompt), output)
+        return output.prompt_token_id_logprobs is None
 
     def answer(self, one: Pass, output: Any) -> Answer:
         """What vLLM has scored."""
-        run = one.tokens[one.known :]
-        if self._v2:
-            table = np.asarray(output.prompt_token_id_logprobs, np.float64)
-            return table[: len(run), 0], table[len(run), : len(one.after)]
-        own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
-        first = len(self.prompt) + one.known
-        scores = [own.logprobs[own.start_indices[i]] for i in range(first, first + len(run))]
-        return np.array(scores), np.array(after.logprobs[1:])  # the first is the sampled token's
+        if not self._v2:
+            return model_runner_v1.scored(one, len(self.prompt), output)
+        run = len(one.tokens) - one.known
+        table = np.asarray(output.prompt_token_id_logprobs, np.float64)
+        return table[:run, 0], table[run, : len(one.after)]
 
 
 def offline(
@@ -297,8 +289,9 @@ async def online(
         output: Any = None
         name = f"{request_id}-{random_uuid()}"
         given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
-        async for part in client.generate(given, params, name, **options):
-            output = part
+        with no_body():
+            async for part in client.generate(given, params, name, **options):
+                output = part
         if output.outputs[0].finish_reason == ABORT:
             raise AbortedError
         return output

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from itemset.serving.hooks import IMPORTED, START
 from vllm_static import (  # noqa: F401 - modules with hooks
     answers,
@@ -14,14 +11,13 @@ from vllm_static import (  # noqa: F401 - modules with hooks
     draft_head_requests,
     engine_config,
     legal_mass,
+    model_runner_v1,
     narrow_hooks,
     request_hooks,
     speculation,
     step_list_hooks,
-    v1_token_logprobs,
     weight_updates,
 )
-from vllm_static.compat import hook
 
 
 def register_early() -> None:
@@ -35,10 +31,3 @@ def register() -> None:
     Raises RuntimeError for a vLLM version that is not supported, or that lacks one of the hooks.
     """
     compat.install(START, IMPORTED)
-
-
-@hook("vllm.v1.worker.worker_base:WorkerBase.__init__", when=IMPORTED, always=True)
-def _worker_init(original: Callable[..., Any], vllm_config: Any) -> None:
-    """A worker learns which backend is chosen."""
-    compat.is_ours(vllm_config)
-    original()

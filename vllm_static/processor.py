@@ -27,7 +27,7 @@ from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import EngineRequest, Prepare, Stage, read
 from itemset.trie.walk import FREE
-from vllm_static import legal_mass, speculation
+from vllm_static import compat, legal_mass, speculation
 from vllm_static.kv_branches import to_device
 from vllm_static.narrow_head import NarrowHead
 from vllm_static.weight_updates import kept_through_sleep
@@ -35,6 +35,8 @@ from vllm_static.weight_updates import kept_through_sleep
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
+
+    from vllm_static.step_lists import WideLists
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -55,9 +57,14 @@ class ItemSetProcessor(LogitsProcessor):
 
     Made while the model is loaded, so that vLLM sizes its KV cache with what the arena leaves. Only the last pipeline
     rank samples; on the others there is no arena, and no request arrives.
+
+    lists: what makes ranked lists in this worker's steps, if they are made there.
     """
 
+    lists: WideLists | None = None
+
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        compat.is_ours(vllm_config)  # as this process has not known yet
         self._req_states = req_states
         # [max_num_reqs] the set of the slot's request, whether it is a slate, the temperature at which its
         # answer's tokens have log-probabilities, 0 if nobody asks for them, and whether it is a list.
@@ -148,6 +155,8 @@ class ItemSetProcessor(LogitsProcessor):
         carried = read(sampling_params.extra_args) or EngineRequest()
         self._temperatures[req_idx] = legal_mass.temperature(sampling_params)
         self._lists[req_idx] = carried.ranked is not None
+        if self.lists is not None:
+            self.lists.add(req_idx, carried)
         if carried.place is not None and carried.item_set is not None:
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
-from itemset.serving.lost_fields import holds_sets
+from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
 from itemset.serving.request_fields import DRAWN, LIST, LOGPROBS, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest
@@ -91,7 +91,7 @@ def constraint_of(params: Any) -> tuple[str, Any] | None:
     if structured.json is not None:
         return JSON, structured.json
     if structured.structural_tag is not None:
-        return TAG, structured.structural_tag
+        return TAG, undisguised(structured.structural_tag)
     if isinstance(structured.grammar, str):
         from vllm.v1.structured_output.utils import grammar_is_likely_lark
 

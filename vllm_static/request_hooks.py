@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving import metrics, startup
-from itemset.serving.config import BACKEND
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.request_fields import REFERENCE, SLATE, STRUCTURED
 from vllm_static import answers, compat
@@ -22,6 +23,9 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     original()
     self.static_front_end = None
     if compat.is_ours(vllm_config):
+        if not compat.has_registry():
+            # Knows the built-in backends only: constraints without sets are validated as xgrammar's.
+            self.structured_outputs_config = compat.xgrammar_config(self.structured_outputs_config)
         from vllm_static.front_end import FrontEnd
 
         with startup.start_up():
@@ -50,11 +54,12 @@ def refusals(params: Any = None) -> Iterator[None]:
 @hook("vllm.v1.engine.input_processor:InputProcessor.process_inputs", always=True)
 def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any:
     """The item set is attached to its request: every request passes here, with its prompt's length known."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
     from vllm_static.request import asked, names_sets, put, with_constraint
 
-    front_end, grammar, weighed = self.static_front_end, None, ""
+    front_end, grammar, weighed, told = self.static_front_end, None, "", getattr(params, answers.TOLD, None)
     if isinstance(params, SamplingParams):
         with refusals(params):
             if not front_end and names_sets(params):  # it would be ignored
@@ -66,94 +71,77 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
                 grammar = front_end.checks.reference(item_request)
             elif front_end and (grammar := front_end.constraint(params)) is not None:
                 params = with_constraint(params, grammar)
-    request = original(params=params)
+    given = params
+    if grammar is not None:
+        if self.model_config.is_diffusion:
+            raise VLLMValidationError("Item sets are not supported for diffusion language models.")
+        given = copy.copy(params)
+        given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
+    request = original(params=given)
     if grammar is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with refusals(params):
             expecting = front_end.attach(grammar, request.sampling_params, prompt_tokens, weighed=weighed)
-            setattr(request.sampling_params, answers.EXPECTED, expecting)
+            setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
     return request
 
 
-@hook("vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar", when=IMPORTED, always=True)
-def _validate_xgrammar_grammar(original: Callable[..., Any], sampling_params: Any) -> None:
-    """VLLM's parsers of bodies refuse a structural tag with an item set, before its place is marked."""
-    from itemset.serving.constraint import TAG
-    from itemset.serving.lost_fields import holds_sets
-    from vllm_static.request import constraint_of
+@hook("vllm.v1.engine.async_llm:AsyncLLM.generate")
+def _generate(
+    original: Callable[..., Any], self: Any, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any,
+    trace_headers: Any, session_id: Any = None, priority: int = 0,
+) -> Any:  # fmt: skip
+    """A server's request, judged; inline sets are encoded, and filters applied, beside the event loop. Lists and draws,
+    each item an output."""
+    if not self.input_processor.static_front_end:
+        return original()
+    from vllm_static import candidates, http
+    from vllm_static.request import asked, constraint_of
 
-    given = constraint_of(sampling_params)
-    if given is None or given[0] != TAG or not holds_sets(*given):
-        original()
-
-
-@hook("vllm.v1.engine.async_llm:AsyncLLM.__init__", why="published sets are followed while the engine runs")
-def _async_llm_init(original: Callable[..., Any], self: Any) -> None:
-    original()
-    if self.input_processor.static_front_end:
-        from vllm_static.version_watcher import follow
-
-        follow(self)
-
-
-@hook("vllm.plugins:load_endpoint_plugins", optional=True)
-def _load_endpoint_plugins(original: Callable[..., Any]) -> Any:
-    """/v1/item_sets: vLLM adds a plugin's routes if VLLM_PLUGINS names it; here the flags have chosen it."""
-    from vllm_static.version_watcher import Routes
-
-    return [*original(), Routes()]
+    if candidates.wanted(sampling_params):
+        options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
+        return candidates.online(self, prompt, sampling_params, request_id, priority=priority, **options)
+    with refusals(sampling_params):
+        params = http.with_item_set(sampling_params)
+        if asked(params) is None and constraint_of(params) is None:
+            return original(sampling_params=params)
+    return _prepared(original, self, copy.copy(params), answers.place())
 
 
-@hook("vllm.v1.engine.async_llm:AsyncLLM.add_request")
-async def _add_request(original: Callable[..., Any], self: Any, params: Any) -> Any:
-    """Inline sets are encoded, and filters applied, beside the event loop."""
-    front_end = self.input_processor.static_front_end
-    if front_end and (getattr(params, "structured_outputs", None) or getattr(params, "extra_args", None)) is not None:
-        from vllm_static.request import asked, constraint_of, put, with_constraint
-        from vllm_static.version_watcher import follow
+async def _prepared(original: Callable[..., Any], client: Any, params: Any, place: answers.Place) -> Any:
+    """The answers of a request, whose set or constraint is made first: for a large inline set it takes seconds."""
+    from vllm_static.request import asked, constraint_of, put, with_constraint
+    from vllm_static.version_watcher import follow
 
-        follow(self)  # where there was no event loop before
-        # Encoding a large inline set takes seconds, and process_inputs runs on the event loop.
-        with refusals(params):
-            if (item_request := asked(params)) is not None:
-                params = put(params, await front_end.checks.prepare(item_request))
-            elif (given := constraint_of(params)) is not None:
-                constraint = await front_end.constraints.prepare(*given)
-                params = params if constraint is None else with_constraint(params, constraint)
-    return await original(params=params)
-
-
-@hook("vllm.sampling_params:SamplingParams._validate_structured_outputs")
-def _validate_structured_outputs(
-    original: Callable[..., Any], self: Any, model_config: Any, structured_outputs_config: Any
-) -> None:
-    """Knows the built-in backends only: other constraints are validated as xgrammar's."""
-    config, structured = structured_outputs_config, self.structured_outputs
-    if config is None or structured is None or config.backend != BACKEND or compat.has_registry():
-        original()
-    elif structured.choice is None and isinstance(structured.grammar, str | None):
-        original(structured_outputs_config=compat.xgrammar_config(config))
-    elif model_config.is_diffusion:
-        from vllm.exceptions import VLLMValidationError
-
-        raise VLLMValidationError("Item sets are not supported for diffusion language models.")
+    follow(client)  # without a server nobody has begun to
+    front_end = client.input_processor.static_front_end
+    with refusals(params):
+        if (item_request := asked(params)) is not None:
+            params = put(params, await front_end.checks.prepare(item_request))
+        elif (given := constraint_of(params)) is not None:
+            constraint = await front_end.constraints.prepare(*given)
+            params = params if constraint is None else with_constraint(params, constraint)
+    told: dict[int, Any] = {}
+    setattr(params, answers.TOLD, told)
+    async with aclosing(original(sampling_params=params)) as results:
+        async for result in results:
+            yield answers.noted(result, place, told)
 
 
-@hook(
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
-    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params",
-    always=True,
-)
-def _to_params(original: Callable[..., Any], self: Any) -> Any:
-    """The field item_set; constraints that vLLM drops for a beam search, or replaces by a tool's schema."""
+@hook("vllm.entrypoints.serve.engine.serving:BaseServing._check_model", when=IMPORTED)
+async def _check_model(original: Callable[..., Any], self: Any, request: Any) -> Any:
+    """The fields of a request: every endpoint passes here, before vLLM makes parameters, without most of them."""
+    from vllm.exceptions import VLLMValidationError
+
     from vllm_static import http
 
-    params = original()
-    add = http.rank_item_set if hasattr(params, "beam_width") else http.add_item_set
-    return refusals(self)(add)(self, params)
+    if hasattr(request, "model_extra"):
+        try:
+            with refusals(request):
+                http.judge_request(request)
+        except VLLMValidationError as error:  # not every endpoint expects one to be raised here
+            return self.create_error_response(error)
+    return await original()
 
 
 @hook("vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search", when=IMPORTED)
@@ -176,22 +164,31 @@ def _beam_search(
 
 
 @hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
-async def _beam_search_online(
+def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
     trace_headers: Any, session_id: Any, priority: int = 0,
 ) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
-    from vllm_static import list_requests
+    from vllm_static import http, list_requests
     from vllm_static.request import asked
 
     way: Any = original
     with refusals(params):
-        if self.engine_client.input_processor.static_front_end and (item_request := asked(params)) is not None:
-            options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
-            options["lora_request"] = lora_request
-            way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, params, **options)
-        async for output in way():
-            yield output
+        if self.engine_client.input_processor.static_front_end:
+            params = http.with_item_set(params)
+            if (item_request := asked(params)) is not None:
+                options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
+                options["lora_request"] = lora_request
+                way = partial(
+                    list_requests.online, item_request, self.engine_client, prompt, request_id, params, **options
+                )
+    return _refused_late(way, params, answers.place())
+
+
+async def _refused_late(way: Callable[..., Any], params: Any, place: answers.Place) -> AsyncGenerator[Any, None]:
+    with refusals(params):
+        async for result in way():
+            yield answers.noted(result, place)
 
 
 @hook("starlette.requests:Request.json", when=IMPORTED, always=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.logger import init_logger
 
 from itemset.serving.config import StaticConfig
-from vllm_static import compat
+from vllm_static import compat, core_hooks
 from vllm_static.compat import hook
 from vllm_static.kv_branches import own_blocks
 
@@ -79,11 +79,13 @@ def try_out(worker: Any, blocks: int, apart: bool) -> Trial:
 
 def install(worker: Any, room: Room) -> None:
     """Let a worker make lists; without blocks it says so. All get the same room, and so use the same CUDA graphs."""
+    from vllm_static.processor import item_sets
     from vllm_static.step_lists import WideLists
 
     compat.install(LISTS)
     runner = compat.runner_of(worker)
-    setattr(runner.prompt_logprobs_worker, _LISTS, WideLists(runner, room))
+    setattr(runner.prompt_logprobs_worker, _LISTS, lists := WideLists(runner, room))
+    item_sets(runner).lists = lists
 
 
 def longest_item(worker: Any) -> int:
@@ -91,20 +93,6 @@ def longest_item(worker: Any) -> int:
     from vllm_static.processor import item_sets
 
     return max((one.longest for one in item_sets(compat.runner_of(worker)).registered), default=0)
-
-
-@hook(f"{_PROMPTS}.add_request", why="which requests are ranked lists", when=LISTS)
-def _add_request(original: Callable[..., Any], self: Any, req_id: str, req_idx: int, sampling_params: Any) -> None:
-    original()
-    if lists := getattr(self, _LISTS, None):
-        lists.add(req_id, req_idx, sampling_params.extra_args or {})
-
-
-@hook(f"{_PROMPTS}.remove_request", why="a list has ended, or was aborted", when=LISTS)
-def _remove_request(original: Callable[..., Any], self: Any, req_id: str) -> None:
-    original()
-    if lists := getattr(self, _LISTS, None):
-        lists.remove(req_id)
 
 
 @hook(f"{_PROMPTS}.compute_prompt_token_id_logprobs", when=LISTS)
@@ -119,10 +107,11 @@ def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, inp
 @hook("vllm.v1.engine.core:EngineCore._initialize_kv_caches", always=True)
 def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
     """Ranked lists have blocks of the KV cache that the scheduler does not know: in its pool they would count as used,
-    and `reset_prefix_cache` fails while any block is."""
+    and `reset_prefix_cache` fails while any block is. The engine core answers what our front ends ask."""
     cache: KVCacheConfig = original()
     if not compat.is_ours(vllm_config):
         return cache
+    core_hooks.add_methods(self)
     from vllm.v1.core import kv_cache_utils
 
     reason = compat.why_rounds(vllm_config)

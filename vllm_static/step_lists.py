@@ -16,7 +16,7 @@ from torch import Tensor
 
 from itemset.ranking.beams import Beams, LevelPlan, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
-from itemset.serving.wire import GRAPHS, HEAD, REASONS, NoList, read
+from itemset.serving.wire import GRAPHS, HEAD, REASONS, EngineRequest, NoList
 from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
 from vllm_static.draft_head_lists import Asked, DraftedLists, grouped
 from vllm_static.kv_branches import Branches, Prompt, scratch_needed, to_device
@@ -31,7 +31,7 @@ MOST_STEPS = 4  # full steps that a list may take
 class WideLists:
     """The lists of a worker's steps.
 
-    asked: those whose prompts are not complete, by request. drafted: the lists of a draft head; None without one.
+    asked: those whose prompts are not complete, by slot. drafted: the lists of a draft head; None without one.
     narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU,
         where a pass reads tails whole. On an accelerator shapes stay as the set's levels bound them, and a row has one
         token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_stepwise`.
@@ -43,7 +43,7 @@ class WideLists:
         self._scratch = range(count - room.blocks, count)
         self._block = runner.block_tables.block_sizes[0]
         self._sets = item_sets(runner)
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[int, Asked] = {}
         self.narrow = runner.device.type == "cpu"
         self.drafted = None if self._sets.head is None else DraftedLists(runner, self._sets)
         if room.blocks:
@@ -60,29 +60,25 @@ class WideLists:
             columns = torch.zeros(logits.shape[2], dtype=torch.int32, device=logits.device)
             warm_up(self._sets.arena, logits, kernels=self._sets.kernels, columns=columns)
 
-    def add(self, request: str, slot: int, extra: dict[str, Any]) -> None:
-        """Note that a request asks for a list. On the host path it has no place in the arena, and gets none."""
-        carried = read(extra)
-        self.remove(request)
+    def add(self, slot: int, carried: EngineRequest | None) -> None:
+        """Note whether the request in a slot asks for a list. On the host path it has no place in the arena, and gets
+        none. A list whose request has ended, or was aborted, is forgotten with the slot's next request."""
+        self.asked.pop(slot, None)
+        if self.drafted is not None:
+            self.drafted.asked.pop(slot, None)
         if carried is not None and carried.ranked is not None and carried.place is not None:
-            prompt = Prompt(request, slot, int(self._runner.req_states.prompt_len.np[slot]))
+            prompt = Prompt("", slot, int(self._runner.req_states.prompt_len.np[slot]))
             one = Asked(carried.place[0], prompt, carried.ranked)
             if one.spec.placeholders:
                 assert self.drafted is not None  # the front end has the same configuration
                 self.drafted.add(one)
             else:
-                self.asked[request] = one
+                self.asked[slot] = one
 
     @property
     def waiting(self) -> bool:
         """Whether any list is still to be made."""
         return bool(self.asked) or (self.drafted is not None and bool(self.drafted.asked))
-
-    def remove(self, request: str) -> None:
-        """Forget a request that has ended, or was aborted."""
-        self.asked.pop(request, None)
-        if self.drafted is not None:
-            self.drafted.asked.pop(request, None)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Make the lists whose prompts this step completes: of each request a table, as `ListResult.of_table` reads."""
@@ -90,8 +86,9 @@ class WideLists:
         if not self.asked:
             return drafted
         complete = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
-        rows = [i for i, request in enumerate(batch.req_ids) if complete[i] and request in self.asked]
-        ready = [self.asked.pop(batch.req_ids[i]) for i in rows]
+        slots = batch.idx_mapping_np.tolist()
+        rows = [i for i, slot in enumerate(slots) if complete[i] and slot in self.asked]
+        ready = [self.asked.pop(slots[i]).of(batch.req_ids[i]) for i in rows]
         tables, kept = drafted, list[tuple[int, Asked]]()
         for i, one in zip(rows, ready, strict=True):
             if (reason := self._reason(one)) is None:

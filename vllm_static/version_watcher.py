@@ -1,4 +1,4 @@
-"""Version roll-outs in vLLM's front ends, and the routes of /v1/item_sets."""
+"""Version roll-outs in vLLM's front ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from vllm.logger import init_logger
 
 from itemset.errors import ItemSetError
-from itemset.serving.http_bodies import add_routes
 from itemset.serving.version_watcher import Follower, Send
 from vllm_static import compat
 from vllm_static.metrics import ROLLOUT
@@ -59,17 +58,3 @@ def _follow_by(front: Any, send: Send) -> Follower:
     follower = Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
     front.follower = follower
     return follower
-
-
-class Routes:
-    """vLLM's EndpointPlugin (plugins/endpoint_plugins/interface.py): /v1/item_sets."""
-
-    name = "static-backend"
-    required_tasks = None
-
-    def attach_router(self, app: Any) -> None:
-        """Add the routes to those that vLLM's API key protects."""
-        add_routes(app, lambda state: getattr(compat.front_end_of(state), "follower", None))
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Nothing: `follow` has begun with the engine's client."""

@@ -6,6 +6,8 @@
 
 Nothing is wrapped before `install`, and no hook runs before an engine of this process has chosen our backend. A hook
 names the arguments that it reads, in any order, and `original` passes on all of them, also those of a later version.
+A hook that runs although another backend is chosen may refuse a request, by ItemSetError. If it fails otherwise, that
+is logged once, and the engine's own function counts.
 `python -m itemset.serving.hooks` writes the tables of docs/hooks.md for the engines that are installed.
 """
 
@@ -16,7 +18,7 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -24,6 +26,8 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import wrapt
+
+from itemset.errors import ItemSetError
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +56,12 @@ class Hooks:
     chosen: whether an engine of this process has taken our backend.
     """
 
-    def __init__(self, when: str) -> None:
-        """when: the time at which a hook is installed, unless it names another."""
+    def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
+        """when: the time at which a hook is installed, unless it names another. put: puts it in place, as `wrap` does,
+        by the engine's own registry of hooks."""
         self.declared: dict[str, Hook] = {}
-        self.chosen = False
-        self._when, self._wrapped = when, set[str]()
+        self.chosen, self._put = False, put
+        self._when, self._wrapped, self._failed = when, set[str](), set[str]()
 
     def __call__(
         self, *targets: str, why: str = "", when: str = "",
@@ -116,10 +121,10 @@ class Hooks:
             takes = inspect.signature(getattr(target, "__func__", target)).parameters
             if gone := absent(takes, hook.ours):
                 raise _lacking(hook, engine, f"({gone[0]})")
-            wrap(hook.target, self._around(hook, takes))
+            wrap(hook.target, self.around(hook, takes), self._put)
             self._wrapped.add(hook.target)
 
-    def _around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+    def around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
         """What runs around a function that takes these arguments."""
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         places = {name: i for i, (name, one) in enumerate(takes.items()) if one.kind in by_position}
@@ -131,9 +136,36 @@ class Hooks:
             if not (hook.always or self.chosen):
                 return function(*args, **kwargs)
             given = [args[place] if place < len(args) else kwargs.get(name, usual) for name, place, usual in reads]
-            return hook.ours(partial(_call, function, places, args, kwargs), *given)
+            original = partial(_call, function, places, args, kwargs)
+            return hook.ours(original, *given) if self.chosen else self._spare(hook, original, given)
 
         return around
+
+    def _spare(self, hook: Hook, original: Callable[..., Any], given: list[Any]) -> Any:
+        """Run a hook although another backend is chosen: if it fails, the engine's own function still has its way."""
+        own = _Own(original)
+        try:
+            result = hook.ours(own, *given)
+        except Exception as error:
+            self._pass_over(hook, own, error)
+            return own.results[0] if own.results else original()
+        return self._awaited(hook, own, result) if inspect.iscoroutine(result) else result
+
+    async def _awaited(self, hook: Hook, own: _Own, result: Awaitable[Any]) -> Any:
+        try:
+            return await result
+        except Exception as error:
+            self._pass_over(hook, own, error)
+            return await own()  # of a coroutine there is one more
+
+    def _pass_over(self, hook: Hook, own: _Own, error: Exception) -> None:
+        """Log that a hook has failed, once. Raises what is no failure of ours: the engine's error, or our refusal."""
+        refused = isinstance(error, ItemSetError) or isinstance(error.__cause__, ItemSetError)
+        if refused or self.chosen or error in own.errors:
+            raise error
+        if hook.target not in self._failed:
+            self._failed.add(hook.target)
+            logger.error("The hook into %s has failed, and is passed over: %r", hook.target, error, exc_info=error)
 
     def table(self) -> str:
         """Return a Markdown table for each time: what is hooked, and why. A star: whatever backend is chosen."""
@@ -145,6 +177,29 @@ class Hooks:
                     lines.append(f"| `{hook.target}`{' *' if hook.always or hook.extends else ''} | {hook.why} |")
             lines.append("")
         return "\n".join(lines)
+
+
+class _Own:
+    """The engine's function, as a hook gets it, which remembers what came of it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call, self.results, self.errors = call, list[Any](), list[Exception]()
+
+    def __call__(self, **others: Any) -> Any:
+        try:
+            result = self._call(**others)
+        except Exception as error:
+            self.errors.append(error)
+            raise
+        self.results.append(self._watched(result) if inspect.iscoroutine(result) else result)
+        return self.results[-1]
+
+    async def _watched(self, result: Awaitable[Any]) -> Any:
+        try:
+            return await result
+        except Exception as error:
+            self.errors.append(error)
+            raise
 
 
 class _Refusal(MetaPathFinder):
@@ -186,6 +241,14 @@ def _lacking(hook: Hook, engine: str, what: str) -> RuntimeError:
     )
 
 
+def require(base: type, ours: type) -> None:
+    """Raises RuntimeError if an engine's class has no more what ours, below it, has in its place."""
+    if gone := [name for name in vars(ours) if inspect.isfunction(vars(ours)[name]) and not hasattr(base, name)]:
+        raise RuntimeError(
+            f"{base.__module__}.{base.__name__} has no {gone[0]}, which static-backend needs: install another version"
+        )
+
+
 def check_version(
     engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]], broken: Container[str] = ()
 ) -> None:
@@ -212,8 +275,14 @@ def _warn(sentence: str) -> None:
     logger.warning(sentence)
 
 
-def wrap(target: str, around: Callable[..., Any]) -> None:
-    """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`."""
+def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
+    """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`.
+
+    put: does it in place of this.
+    """
+    if put is not None:
+        put(target, around)
+        return
     owner, name, static = wrapt.resolve_path(*target.split(":"))
     original: Any = getattr(static, "__func__", static)
     kind: Any = type(static)

@@ -1,21 +1,21 @@
 """The HTTP surface of both engines: a body is checked once the server itself has parsed it, answers get their items,
 and `/v1/item_sets` says what is served.
 
-Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice.
+Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice. Of an answer
+with items, the server's JSON is read again on its way out: no function of an engine makes the choices of all endpoints.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import HTTPException
+import msgspec
 
 from itemset.errors import ItemSetError
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # it imports metrics, which have to wait until the engine has
 _MIDDLEWARE = "item_set_middleware"
 """Where a scope has the middleware that checks its body: a process may run other apps as well."""
 SETS = "/v1/item_sets"
+ANSWERED = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses")
+"""Endpoints whose answers say which items they are."""
 PATIENCE = 0.2  # seconds between two looks for the client
 
 Result = TypeVar("Result")
@@ -36,6 +38,8 @@ class Body:
 
     stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
     would drop. brings_choice: whether it has an inline list. made: of it before its answer begins, held meanwhile.
+    request: the engine's object of it. judged: what it asks of item sets. prompts: that were handed to the engine.
+    items: what answers say of items, by prompt and answer. each: answers that a streamed prompt has.
     """
 
     path: str = ""
@@ -43,6 +47,17 @@ class Body:
     fields: dict[str, Any] | None = None
     brings_choice: bool = False
     made: Any = None
+    request: Any = None
+    judged: Any = None
+    prompts: int = 0
+    items: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    each: int = 1 << 30
+
+    def numbered(self, *, whole: bool) -> dict[int, dict[str, Any]]:
+        """What answers say of items, by the number of their choice. whole: of a body that is no stream, whose choices
+        are counted: lists may be shorter than was asked for."""
+        told = enumerate(sorted(self.items.items(), key=lambda pair: pair[0]))
+        return {i if whole else prompt * self.each + index: said for i, ((prompt, index), said) in told}
 
 
 _body: ContextVar[Body | None] = ContextVar("item_set_body", default=None)
@@ -51,6 +66,14 @@ _body: ContextVar[Body | None] = ContextVar("item_set_body", default=None)
 def body() -> Body:
     """The body of the HTTP request that is being served; an empty one outside of one."""
     return _body.get() or Body()
+
+
+def body_of(request: Any) -> Body:
+    """The same, with the engine's object of the request. It may come without HTTP, from a file of requests."""
+    if (given := _body.get()) is None:
+        _body.set(given := Body())
+    given.request = request
+    return given
 
 
 @contextlib.contextmanager
@@ -64,7 +87,7 @@ def no_body() -> Iterator[None]:
 
 
 class BodyMiddleware:
-    """ASGI middleware: has every body checked that the engine parses."""
+    """ASGI middleware: has every body checked that the engine parses, and puts items into answers."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -73,17 +96,18 @@ class BodyMiddleware:
         path, root = scope.get("path", ""), scope.get("root_path") or ""
         if root and path.startswith(f"{root}/"):  # a proxy's prefix, which the server's routes do not know
             path = path[len(root) :]
-        token = _body.set(Body(str(path)))
+        token = _body.set(given := Body(str(path)))
         scope[_MIDDLEWARE] = self
         try:
-            if scope["type"] == "http":
-                await self.begin(scope)
+            await self.begin(scope)
+            if given.path in ANSWERED:
+                send = _Answer(send, given)
             await self._app(scope, receive, send)
         finally:
             _body.reset(token)
 
     async def begin(self, scope: Any) -> None:
-        """Do what an engine needs before a request."""
+        """Do what an engine needs before a request, or when the server starts: the type of the scope says which."""
 
     def check(self, scope: Any, given: Any) -> None:
         """Check a parsed body, and note what is in it. Raises RefusedError for what would be lost."""
@@ -112,6 +136,8 @@ async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
     if middleware is None or hasattr(request, "_json"):
         return await parse()
+    from fastapi import HTTPException
+
     from itemset.serving.metrics import refusals
 
     try:
@@ -126,17 +152,54 @@ async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
     return given
 
 
-def with_items(event: str, items: Mapping[int, Any]) -> str:
-    """A server-sent event of an OpenAI stream, with what each choice that ends here says of items. items: by choice."""
-    head, _, data = event.partition("data: ")
-    if not items or '"finish_reason":' not in data:
-        return event
-    chunk = json.loads(data)
-    ended = [choice for choice in chunk.get("choices") or () if choice.get("finish_reason") is not None]
-    for choice in ended:
-        if choice.get("index") in items:
-            choice.update(items[choice["index"]])
-    return f"{head}data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event
+class _Answer:
+    """Sends the answer to a request, with what each choice says of items. Of an answer without items it reads
+    nothing."""
+
+    def __init__(self, send: Callable[[Any], Awaitable[None]], given: Body) -> None:
+        self._send, self._body = send, given
+        self._held: Any = None  # the beginning of an answer as a whole: its length will change
+        self._so_far = b""
+
+    async def __call__(self, message: Any) -> None:
+        if not self._body.items:
+            await self._send(message)
+        elif message["type"] == "http.response.start" and _is_json(message):
+            self._held = message
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._held is None:
+            lines, items = message.get("body", b"").split(b"\n"), self._body.numbered(whole=False)
+            for i, line in enumerate(lines):
+                if line.startswith(b"data: {"):
+                    lines[i] = b"data: " + _with_items(line[6:], items)
+            await self._send(message | {"body": b"\n".join(lines)})
+        else:
+            self._so_far += message.get("body", b"")
+            if not message.get("more_body"):
+                whole = _with_items(self._so_far, self._body.numbered(whole=True))
+                others = [one for one in self._held["headers"] if one[0].lower() != b"content-length"]
+                await self._send(self._held | {"headers": [*others, (b"content-length", b"%d" % len(whole))]})
+                await self._send(message | {"body": whole})
+
+
+def _is_json(message: Any) -> bool:
+    return any(name.lower() == b"content-type" and b"json" in value for name, value in message["headers"])
+
+
+def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) -> bytes:
+    """A JSON object of an OpenAI endpoint with its items: in choices that have ended, or beside a response's output.
+    All else stays the text that it is."""
+    said: dict[str, Any] = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    if "choices" in said:
+        said["choices"] = msgspec.json.decode(said["choices"], type=list[dict[str, Any]])
+        for choice in said["choices"]:
+            choice.update(items.get(choice["index"], {}) if choice.get("finish_reason") is not None else {})
+    elif "response" in said:  # the event of one
+        said["response"] = msgspec.Raw(_with_items(said["response"], items))
+    elif "output" in said:
+        said |= items[max(items)]
+    return msgspec.json.encode(said)
 
 
 def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:

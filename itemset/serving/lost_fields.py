@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import secrets
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ SHAPES: Mapping[str, Fields] = {
 }
 """The fields of objects that an endpoint declares as anything, and reads so."""
 
+_DISGUISE = f"item_set {secrets.token_hex(8)} "  # begins no client's text
 _STATED = (("json", JSON), ("json_schema", JSON), ("structural_tag", TAG), ("grammar", EBNF), ("ebnf", EBNF))
 
 Read = Mapping[str, Collection[str]]
@@ -298,3 +300,43 @@ def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool],
                 f"them free: {', or '.join(mends) or 'give them as a JSON schema of the answer'}",
                 "tools",
             )
+
+
+def disguised(tag: Any) -> Any:
+    """A structural tag of a body, as JSON or read, with what engines take as they parse it (xgrammar's `Format`) in
+    place of its sets: a constant text, out of which `undisguised` takes the set again."""
+    if not mentions(tag):
+        return tag
+    if isinstance(tag, str):
+        try:
+            return json.dumps(disguised(json.loads(tag)))
+        except ValueError:  # as the engine will say
+            return tag
+
+    def constant(node: dict[str, Any]) -> Any:
+        text = {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
+        return text if node.get("type") == REFERENCE else None
+
+    return _replaced(tag, constant)
+
+
+def undisguised(tag: str | dict[str, Any]) -> str:
+    """The same structural tag with its sets, as JSON."""
+    tag = tag if isinstance(tag, str) else json.dumps(tag)
+
+    def item_set(node: dict[str, Any]) -> Any:
+        value = node.get("value")
+        return json.loads(value[len(_DISGUISE) :]) if isinstance(value, str) and value.startswith(_DISGUISE) else None
+
+    return json.dumps(_replaced(json.loads(tag), item_set)) if _DISGUISE in tag else tag
+
+
+def _replaced(node: Any, other: Callable[[dict[str, Any]], Any]) -> Any:
+    """The same with other formats in place of those for which there is one; JSON schemas are left as they are."""
+    if isinstance(node, list):
+        return [_replaced(one, other) for one in node]
+    if not isinstance(node, dict):
+        return node
+    return other(node) or {
+        key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()
+    }

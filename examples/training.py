@@ -8,13 +8,12 @@ film watched next, 1 / log2(1 + place) for the films after it. Four ways, three 
     log q                 rollouts inside, log q: among the legal tokens
     log q + 0.1 log m     and a tenth of the log legal mass in the loss
 
-It prints what came of each, and writes docs/pictures/training.svg and docs/benchmarks/grpo.json with `--save`.
+It prints what came of each, and writes docs/pictures/training.svg with `--save`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -213,7 +212,7 @@ def report(runs: Sequence[dict[str, Any]], before: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--save", action="store_true", help="write the picture and the curves of the documentation")
+    parser.add_argument("--save", action="store_true", help="write the picture of the documentation")
     arguments = parser.parse_args()
     seen = [watched[:-1] for watched in retrieval_data.histories()]
     model, index = prepare(CACHE / "retrieval", seen)

@@ -27,7 +27,7 @@ loops = {
         *[i64] * 5, counts, types.uint16[::1], types.uint32[::1], types.uint32[::1],
     ),
     levels._measure: (place, i64, counts, counts, counts),
-    report._count: (place, counts, i64, counts, counts, *[counts] * 8),
+    report._count: (place, counts, counts, counts, cells, *[counts] * 3),
     report._count_below: (place, i64, counts),
     validate._in_order: (place, i64, counts, counts),
     tables.fill: (types.uint16[::1], counts, i64, types.uint16[::1], cells, place, types.uint32[::1]),

@@ -68,7 +68,7 @@ def test_the_shape_is_that_of_the_items(items: list[list[int]]) -> None:
             max(len(tokens - {()}) for tokens in after.values()),
         )
     begins = [item for item in distinct if any(other[: len(item)] == item for other in distinct - {item})]
-    assert counts.ends[0] == len(begins)
+    assert counts.ends == len(begins)
     assert sorted(counts.by_first) == sorted(Counter(item[0] for item in distinct).values())
 
 

@@ -19,8 +19,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.search import Found, described
-from itemset.ranking.token_scores import TokenScores
+from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.http_bodies import no_body
 from itemset.serving.list_runner import AbortedError, run_together

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -41,26 +41,32 @@ Result = TypeVar("Result")
 Progress = Callable[[str, float], None]
 
 
+class Source(TypedDict, total=False):
+    """What a file's items are, and how they are encoded: as for `sources.read`, `build` and `build_text`."""
+
+    column: str | None
+    key: str | None
+    attributes: Sequence[str]
+    tokenizer: Any
+    prefix: str
+    escape: Escape | None
+    vocab_size: int | None
+
+
 def build_external(
     path: str | os.PathLike[str],
     *,
-    column: str | None = None,
-    key: str | None = None,
-    attributes: Sequence[str] = (),
-    tokenizer: Any = None,
-    prefix: str = "",
-    escape: Escape | None = None,
-    vocab_size: int | None = None,
     in_order: bool = False,
     engine: Literal["ray"] | None = None,
     shards: str | os.PathLike[str] | None = None,
     memory: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress = lambda stage, share: None,
+    **source: Unpack[Source],
 ) -> ItemSet:
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
-    path, column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
+    path; column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
     ids) and `build_text` (texts).
     in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
     engine: "ray" reads, encodes and sorts on a Ray cluster (needs the package `ray`), this process does the rest.
@@ -85,8 +91,9 @@ def build_external(
         ray_shards = _imported("itemset.building.ray_shards", "on a cluster needs Ray", "ray")
     elif not in_order:
         _duckdb()  # raises before the work
-    named: dict[str, Any] = {"column": column, "key": key, "attributes": attributes}
-    encoding = sources.Encoding(tokenizer, prefix, escape, vocab_size)
+    how: dict[str, Any] = {**source}
+    named = {name: how.pop(name) for name in ("column", "key", "attributes") if name in how}
+    encoding = sources.Encoding(**how)
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
@@ -97,22 +104,30 @@ def build_external(
                 ordered = str(shards or until_built.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
                 read = ray_shards.write_shards(path, ordered, named, encoding)
                 stored = _store(ordered, read, sources.Encoding(vocab_size=encoding.limit), scratch, progress)
-            if in_order or engine is not None:
-                merged = _merge(stored, _as_stored(stored, progress), scratch, promised=True)
-            else:
-                merged = _sorted(stored, memory, scratch, progress)
-            stored.check_unchanged()
-            progress("building", 0.0)
-            trie, members = build_trie(merged.rows, merged.lcp, Zeros(scratch, memory))
-            merged = merged._replace(rows=None, lcp=None)  # their files are as large as the index
-            keys, section = _gather(stored, merged, members, scratch, progress)
-            origin = Origin(stored.vocab_size, None if tokenizer is None else identify(tokenizer), prefix, escape)
-            item_set = ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
-            warn_of_special(item_set.occurring, tokenizer)
-            return item_set
+            return _built(stored, encoding, in_order or engine is not None, memory, scratch, progress)
     except OSError as error:
         where = folder or tempfile.gettempdir()
         raise ItemSetError(f"{path} cannot be sorted in {where}: {error.strerror or error}: give more disk") from error
+
+
+def _built(
+    stored: Stored, encoding: sources.Encoding, in_order: bool, memory: int, folder: Path, progress: Progress
+) -> ItemSet:
+    """Return the set of what is stored, sorted if it is not in order."""
+    if in_order:
+        merged = _merge(stored, _as_stored(stored, progress), folder, promised=True)
+    else:
+        merged = _sorted(stored, memory, folder, progress)
+    stored.check_unchanged()
+    progress("building", 0.0)
+    trie, members = build_trie(merged.rows, merged.lcp, Zeros(folder, memory))
+    merged = merged._replace(rows=None, lcp=None)  # their files are as large as the index
+    keys, section = _gather(stored, merged, members, folder, progress)
+    made_with = None if encoding.tokenizer is None else identify(encoding.tokenizer)
+    origin = Origin(stored.vocab_size, made_with, encoding.prefix, encoding.escape)
+    item_set = ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
+    warn_of_special(item_set.occurring, encoding.tokenizer)
+    return item_set
 
 
 def _duckdb() -> Any:
@@ -236,7 +251,7 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: 
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)
     values = [ArraySpool(folder, kind, missing=i > 0) for i, kind in enumerate(stored.types)]
-    starts: Spool | None = None
+    starts = Spool(folder, np.uint32)
     items = keys_so_far = tokens_so_far = 0
     last: Rows | None = None  # the last row so far: the next batch goes on from it
     for ordered, columns in batches:
@@ -248,10 +263,6 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: 
                 "or let the build sort them"
             )
         rows, _, begins_of_keys, lcp = sort_unique(both)
-        if begins_of_keys is not None and starts is None:  # the first equal items
-            starts = Spool(folder, np.uint32)
-            for first in range(0, items, _BATCH_KEYS):
-                starts.append(np.arange(first, min(first + _BATCH_KEYS, items)))
         if begins_of_keys is None:
             begins_of_keys = np.arange(len(rows) + 1, dtype=np.uint32)
         begins = rows.offsets
@@ -263,18 +274,18 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: 
         lcps.append(lcp[known:-1])
         for spool, column in zip(values, columns, strict=True):
             spool.append(column)
-        if starts is not None:
-            starts.append(begins_of_keys[known:-1].astype(np.int64) - known + keys_so_far)
+        starts.append(begins_of_keys[known:-1].astype(np.int64) - known + keys_so_far)
         items, keys_so_far = items + len(rows) - known, keys_so_far + len(ordered)
     lcps.append(np.zeros(1, np.uint16))
-    if starts is not None:
-        starts.append(np.array([keys_so_far]))
+    starts.append(np.array([keys_so_far]))
     if offsets is None:
         distinct = Rows(tokens.map(), width=stored.width)
     else:
         offsets.append(np.array([tokens_so_far]))
         distinct = Rows(tokens.map(), offsets.map())
-    return _Merged(distinct, lcps.map(), [spool.map() for spool in values], None if starts is None else starts.map())
+    return _Merged(
+        distinct, lcps.map(), [spool.map() for spool in values], None if items == keys_so_far else starts.map()
+    )
 
 
 def _gather(

@@ -2,7 +2,7 @@
 
 import codecs
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -32,19 +32,9 @@ ALL = (
 KEYS = ((pa.int64(), f"^{_INTEGER}$"), (pa.float64(), r"^-?[0-9]+\.0+$"))
 
 
-class Columns(NamedTuple):
-    """Consecutive rows of a file: Arrow columns of one length.
-
-    items, column: the items and their column's name. keys, key: the same for the keys, None without them.
-    attributes: a table, without columns if none were asked for. done: share of the file up to the last of these rows.
-    """
-
-    items: Any
-    column: str
-    keys: Any
-    key: str | None
-    attributes: pa.Table
-    done: float
+Columns = tuple[Any, Any, pa.Table, float]
+"""Consecutive rows of a file: the items and their keys, None without them, as Arrow columns; the attributes, a table
+without columns if none were asked for; the share of the file up to the last of these rows."""
 
 
 class Written:
@@ -76,14 +66,12 @@ def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
     return True
 
 
-def read_csv(source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
+def read_csv(source: SourceFile, column: str, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
     """Read columns as strings, some megabytes at a time; fields are separated by commas, in .tsv by tabs.
 
     Keys are int64 if each is written as one, attributes of the type that all of them are written as (see `Written`). To
     know that, these columns are read once before. Raises ItemSetError if all keys are written as floats.
     """
-    with source.open() as file, pa_csv.open_csv(file, **_csv_options(source)) as head:
-        column, key = _choose(source, head.schema.names, column, key, attributes)
     written, of_key = {name: Written(ALL) for name in attributes}, Written(KEYS)
     guesses = [*written.items(), *([] if key is None else [(key, of_key)])]
     if guesses:
@@ -100,7 +88,7 @@ def read_csv(source: SourceFile, column: str | None, key: str | None, attributes
             table = pa.Table.from_batches([batch])
             keys = None if key is None else table.column(key).cast(of_key.type)
             known = table.select(list(written)).cast(pa.schema({name: guess.type for name, guess in written.items()}))
-            yield Columns(table.column(column), column, keys, key, known, file.tell() / source.size)
+            yield table.column(column), keys, known, file.tell() / source.size
 
 
 def _csv_options(source: SourceFile, *names: str | None) -> dict[str, Any]:
@@ -120,15 +108,13 @@ def _csv_options(source: SourceFile, *names: str | None) -> dict[str, Any]:
     }
 
 
-def read_jsonl(source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
+def read_jsonl(source: SourceFile, column: str, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
     """Read columns of strings, int64 or lists of int64, as the first row has them, some megabytes at a time.
 
     Attributes have the type that all their values have; strings that are all dates or times are these. To know that,
     the file is read once before. Other fields are ignored.
     """
     first = _json_object(source, _first_line(source), 1)
-    # An attribute may be missing in some rows, the first among them.
-    column, key = _choose(source, list(dict.fromkeys([*first, *attributes])), column, key, attributes)
     # The first row decides the types: inference would turn texts that look like dates into timestamps.
     schema = {name: _json_type(source, name, first[name]) for name in (column, key) if name is not None}
     if key is not None and pa.types.is_list(schema[key]):
@@ -145,7 +131,7 @@ def read_jsonl(source: SourceFile, column: str | None, key: str | None, attribut
             _blame_json(source, schema)
             raise
         known = table.select(list(types)).cast(pa.schema(types))
-        yield Columns(table.column(column), column, None if key is None else table.column(key), key, known, done)
+        yield table.column(column), None if key is None else table.column(key), known, done
 
 
 def _first_line(source: SourceFile) -> bytes:
@@ -238,19 +224,16 @@ def _blame_json(source: SourceFile, schema: dict[str, Any]) -> None:
                     raise ItemSetError(f"{source}, row {row}: column {name!r} holds {value!r:.60}, not {kind}")
 
 
-def read_parquet(
-    source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]
-) -> Iterator[Columns]:
+def read_parquet(source: SourceFile, column: str, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
     """Read the columns with the file's own types, some ten thousand rows at a time, never a whole row group."""
     # Not read_table(): that would read columns out of folder names such as year=2024, too.
     with source.open() as file, pa_parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as parquet:
-        column, key = _choose(source, parquet.schema_arrow.names, column, key, attributes)
         rows, read = parquet.metadata.num_rows, 0
         for batch in parquet.iter_batches(_PARQUET_ROWS, columns=list({column, key, *attributes} - {None})):
             table = pa.Table.from_batches([batch])
             read += len(table)
             keys = None if key is None else table.column(key)
-            yield Columns(table.column(column), column, keys, key, table.select(attributes), read / rows)
+            yield table.column(column), keys, table.select(attributes), read / rows
 
 
 def column_names(source: SourceFile) -> list[str]:
@@ -265,9 +248,13 @@ def column_names(source: SourceFile) -> list[str]:
         return list(_json_object(source, _first_line(source), 1))
 
 
-def _choose(
-    source: SourceFile, names: list[str], column: str | None, key: str | None, attributes: Sequence[str]
+def choose(
+    source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]
 ) -> tuple[str, str | None]:
+    """Return the columns of the items and of the keys. Raises ItemSetError if one is not there, or not named."""
+    names = column_names(source)
+    if source.suffix in (".jsonl", ".ndjson"):  # an attribute may be missing in some rows, the first among them
+        names = list(dict.fromkeys([*names, *attributes]))
     there = ", ".join(map(repr, names))
     for name in (column, key, *attributes):
         if name is not None and name not in names:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.building.readers import Columns, column_names, line_blocks, read_csv, read_jsonl, read_parquet
+from itemset.building.readers import Columns, choose, column_names, line_blocks, read_csv, read_jsonl, read_parquet
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
 from itemset.text import Escape, encode
@@ -117,9 +117,10 @@ def read_keys(path: str | os.PathLike[str], key: str | None = None) -> pa.Array:
                 parts += [pa.array(part.texts, pa.large_string()) for part in _read_txt(file)]
             else:
                 before = 0
-                for part in _TABLES[file.suffix](file, key, key, ()):
-                    parts.append(_keys(file, str(key), part.keys, before))
-                    before += len(part.keys)
+                name, _ = choose(file, key, key, ())
+                for _, keys, _, _ in _TABLES[file.suffix](file, name, name, ()):
+                    parts.append(_keys(file, name, keys, before))
+                    before += len(keys)
         for part in parts[-1:]:
             _check_alike(file, "keys", parts[0].type, part.type)
     return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
@@ -168,7 +169,7 @@ def batches_of(
         if file.suffix in _PLAIN:
             yield from _PLAIN[file.suffix](file)
         else:
-            yield from _table(file, _TABLES[file.suffix](file, column, key, attributes))
+            yield from _table(file, column, key, attributes)
 
 
 def check_same(file: SourceFile, first: Items, items: Items) -> None:
@@ -264,23 +265,22 @@ def _native(matrix: NDArray[Any]) -> NDArray[Any]:
     return matrix if matrix.dtype.isnative else matrix.astype(matrix.dtype.newbyteorder("="))
 
 
-def _table(file: SourceFile, parts: Iterator[Columns]) -> Iterator[Items]:
+def _table(file: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]) -> Iterator[Items]:
     """Turn Arrow columns into texts or tokens, and keys."""
+    column, key = choose(file, column, key, attributes)
     before = 0
-    for part in parts:
-        if not len(part.items):
+    for given, given_keys, table, done in _TABLES[file.suffix](file, column, key, attributes):
+        if not len(given):
             continue
-        items = _plain(file, part.column, part.items, before)
-        keys = None if part.key is None else _keys(file, part.key, part.keys, before)
-        attributes = as_attributes(part.attributes, len(items)) if part.attributes.column_names else None
+        items = _plain(file, column, given, before)
+        keys = None if key is None else _keys(file, key, given_keys, before)
+        known = as_attributes(table, len(items)) if attributes else None
         if is_text(items.type):
-            yield Items(items.to_pylist(), None, keys, attributes, part.done)
+            yield Items(items.to_pylist(), None, keys, known, done)
         elif is_list(items.type) and pa.types.is_integer(items.type.value_type):
-            yield Items(None, _tokens(file, part.column, items, before), keys, attributes, part.done)
+            yield Items(None, _tokens(file, column, items, before), keys, known, done)
         else:
-            raise ItemSetError(
-                f"{file}: column {part.column!r} holds {items.type}, neither texts nor lists of token ids"
-            )
+            raise ItemSetError(f"{file}: column {column!r} holds {items.type}, neither texts nor lists of token ids")
         before += len(items)
 
 
@@ -325,7 +325,7 @@ def _matrix_or_rows(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray
 
 
 _PLAIN: dict[str, Callable[[SourceFile], Iterator[Items]]] = {".txt": _read_txt, ".npy": _read_npy}
-_TABLES: dict[str, Callable[[SourceFile, str | None, str | None, Sequence[str]], Iterator[Columns]]] = {
+_TABLES: dict[str, Callable[[SourceFile, str, str | None, Sequence[str]], Iterator[Columns]]] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".jsonl": read_jsonl,

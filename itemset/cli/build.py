@@ -117,7 +117,8 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemS
                 progress=progress,
             )
             progress("writing", 0.0)
-            s.save(output)
+            s.save(folder / output.name)
+            os.replace(folder / output.name, output)
             progress("writing", 1.0)
     except OSError as error:
         raise unwritable(output, error) from error

@@ -139,7 +139,7 @@ class Counts(NamedTuple):
     shared: items whose prefix others share. chosen: those of them after whose prefix more than one token, or an end and
     a token, may come. widest: tokens that may follow one prefix, at most. tail_tokens: in the tails after these edges.
     lengths: items of each length. tokens: of all items, by their place in `token_ids`. by_first: items below each edge
-    of the root. ends: [1], items that others begin with.
+    of the root. ends: items that others begin with.
     """
 
     shared: NDArray[np.int64]
@@ -149,7 +149,7 @@ class Counts(NamedTuple):
     lengths: NDArray[np.int64]
     tokens: NDArray[np.int64]
     by_first: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    ends: int
 
 
 def count(s: ItemSet, *, tails: bool) -> Counts:
@@ -157,11 +157,11 @@ def count(s: ItemSet, *, tails: bool) -> Counts:
     tables, level_nodes = s.trie.tables.pointers, np.array(s.trie.level_nodes, np.int64)
     below = np.zeros(tables.nodes, np.int64)
     _count_below(tables, len(s), below)
-    sizes = [len(level_nodes)] * 4 + [s.longest + 1, len(s.token_ids), s.trie.level_edges[0], 1]
-    counts = Counts(*(np.zeros(size, np.int64) for size in sizes))
-    room, ids = (s.trie.tail_tokens, s.token_ids) if tails else (0, np.zeros(0, np.int64))
-    _count(tables, level_nodes, room, ids, below, *counts)
-    return counts
+    levels = np.zeros((4, len(level_nodes)), np.int64)
+    totals = [np.zeros(size, np.int64) for size in (s.longest + 1, len(s.token_ids), s.trie.level_edges[0])]
+    ids = s.token_ids if tails else np.zeros(0, np.int64)
+    ends = _count(tables, level_nodes, ids, below, levels, *totals)
+    return Counts._make([*levels, *totals, int(ends)])
 
 
 @compiled
@@ -177,19 +177,17 @@ def _count_below(tables, items, below):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _count(  # type: ignore[no-untyped-def]
-    tables, level_nodes, room, ids, below, shared, chosen, widest, tail_tokens, lengths, tokens, by_first, prefixes
-):
-    """Fill in `Counts`. ids: `token_ids`. room: tokens of the tails, which are in the order of their edges."""
-    mask = (1 << tables.token_bits) - 1
+def _count(tables, level_nodes, ids, below, levels, lengths, tokens, by_first):  # type: ignore[no-untyped-def]
+    """Fill in `Counts`, its first four as `levels`; return `ends`. ids: `token_ids`; if empty, no tail is read."""
+    mask, prefixes = (1 << tables.token_bits) - 1, 0
     node, position = np.int64(0), np.int64(0)
     for depth in range(len(level_nodes)):
         for _ in range(min(level_nodes[depth], len(below) - node)):
             first, last, ends = first_edge(tables, node), first_edge(tables, node + 1), is_terminal(tables, node)
-            shared[depth] += below[node]
-            chosen[depth] += below[node] if last - first + ends > 1 else 0
-            widest[depth] = max(widest[depth], last - first)
-            prefixes[0] += ends
+            levels[0, depth] += below[node]
+            levels[1, depth] += below[node] if last - first + ends > 1 else 0
+            levels[2, depth] = max(levels[2, depth], last - first)
+            prefixes += ends
             _add(lengths, depth, ends)
             for edge in range(first, last):
                 state, start = follow(tables, edge), position
@@ -197,16 +195,16 @@ def _count(  # type: ignore[no-untyped-def]
                 if node == 0:
                     by_first[edge - first] = items_after
                 _add(tokens, np.searchsorted(ids, label(tables, edge)), items_after)
-                more = state >= TAIL
-                while more and position < room:
-                    entry = tail_entry(tables, position)
+                entry = tail_entry(tables, position) if state >= TAIL and len(ids) else np.int64(-1)
+                while entry >= 0:  # tails are in the order of their edges
                     _add(tokens, np.searchsorted(ids, entry & mask), 1)
                     position += 1
-                    more = entry >> tables.token_bits == 0
-                tail_tokens[depth] += position - start
+                    entry = tail_entry(tables, position) if entry <= mask else np.int64(-1)
+                levels[3, depth] += position - start
                 if state >= TAIL or state == END:
                     _add(lengths, depth + 1 + position - start, 1)
             node += 1
+    return prefixes
 
 
 @compiled

@@ -146,7 +146,7 @@ def _choices(s: ItemSet, counts: report.Counts) -> str:
         + by_tokens(1 - counts.shared / len(s), ".1%")
         + by_tokens(counts.widest, ",", " tokens")
         + _note(
-            f"The widest choice, by tokens so far: how many may follow. {counts.ends[0]:,} items are the "
+            f"The widest choice, by tokens so far: how many may follow. {counts.ends:,} items are the "
             "beginning of another."
         )
     )

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.trie.attributes import BATCH_ROWS, is_list, kind_of
+from itemset.trie.key_index import are_among, bools, valid
 
 MAX_DEPTH = 16  # of a query's objects
 MAX_CONDITIONS = 100
@@ -41,7 +42,6 @@ MAX_CHARACTERS = 500_000  # of its names, texts and digits
 _MAX_PARTS = 2 * MAX_CONDITIONS * MAX_DEPTH  # objects and lists: a query within the limits above has fewer
 _THREADS = 4
 _FEW = 32  # values of a list: to compare with each of them is faster than Arrow's hash table
-_TABLE = 1 << 20  # between the least and the greatest of more integers: then a table of all between is faster still
 _SHOWN = 60  # characters of a value in a message
 _NAMED = 20  # attributes in a message
 _COMPARED = {"$gt": "greater", "$gte": "greater_equal", "$lt": "less", "$lte": "less_equal"}
@@ -191,7 +191,7 @@ class _Reader:
         if operator == "$exists":
             if not isinstance(value, bool):
                 raise ItemSetError(f"$exists of {self._named(index)} takes true or false, not {_shown(value)}")
-            return _Condition(name, lambda batch: _valid(batch.column(index)) == value)
+            return _Condition(name, lambda batch: valid(batch.column(index)) == value)
         if operator in ("$in", "$nin") and not isinstance(value, list | tuple):
             raise ItemSetError(f"{operator} of {self._named(index)} takes a list, not {_shown(value)}")
         positive = {"$ne": "$eq", "$nin": "$in"}.get(operator, operator)
@@ -267,8 +267,7 @@ def _compare_integers(operator: str, values: list[Any], kind: Any) -> Compare:
     low, high, value = int(limits.min), int(limits.max), values[0] if values else 0
     if operator in ("$eq", "$in"):
         whole = [int(value) for value in values if value == math.floor(value) and low <= value <= high]
-        near = len(whole) > _FEW and max(whole) - min(whole) < _TABLE
-        compare = _in_table(whole, str(number)) if near else _one_of(whole, number)
+        compare = _one_of(whole, number)
     elif operator in ("$gt", "$gte"):
         bound = max(low, math.floor(value) + 1 if operator == "$gt" else math.ceil(value))
         compare = _compared("$gte", bound, number) if bound <= high else _one_of([], number)
@@ -280,33 +279,17 @@ def _compare_integers(operator: str, values: list[Any], kind: Any) -> Compare:
 
 def _compared(operator: str, value: Any, kind: Any) -> Compare:
     scalar = pa.scalar(value, kind)
-    return lambda array: _bools(pc.call_function(_COMPARED[operator], [array, scalar]))
+    return lambda array: bools(pc.call_function(_COMPARED[operator], [array, scalar]))
 
 
 def _one_of(values: list[Any], kind: Any) -> Compare:
     if len(values) > _FEW:
-        options = pc.SetLookupOptions(pa.array(values, kind))
-        return lambda array: _bools(pc.call_function("is_in", [array], options))
+        given = pa.array(values, kind)
+        return lambda array: are_among(array, given)
     scalars = [pa.scalar(value, kind) for value in values]
     if not scalars:
         return lambda array: np.zeros(len(array), np.bool_)
-    return lambda array: _bools(functools.reduce(pc.or_, (pc.equal(array, scalar) for scalar in scalars)))
-
-
-def _in_table(values: list[int], dtype: str) -> Compare:
-    """Look integers up in a table of all from the least to the greatest of `values`, and an entry for all others."""
-    first = min(values)
-    table = np.zeros(max(values) - first + 2, np.bool_)
-    table[[value - first for value in values]] = True
-
-    def compare(array: pa.Array) -> Rows:
-        numbers = np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
-        # Differences wrap around: those of numbers below the first are the largest.
-        places = np.minimum(numbers.astype(np.uint64) - np.uint64(first % 2**64), np.uint64(len(table) - 1))
-        rows: Rows = table[places.view(np.int64)] & _valid(array)
-        return rows
-
-    return compare
+    return lambda array: bools(functools.reduce(pc.or_, (pc.equal(array, scalar) for scalar in scalars)))
 
 
 def _where(array: pa.Array, compare: Compare) -> Rows:
@@ -322,25 +305,8 @@ def _where(array: pa.Array, compare: Compare) -> Rows:
             return np.zeros(len(array), np.bool_)
         results = pa.array(compare(array.dictionary).view(np.uint8))
         results = pc.take(results, array.indices, boundscheck=False)
-        return np.frombuffer(results.buffers()[1], np.bool_, len(results), results.offset) & _valid(results)
+        return np.frombuffer(results.buffers()[1], np.bool_, len(results), results.offset) & valid(results)
     return compare(array)
-
-
-def _valid(array: pa.Array) -> Rows:
-    """Return which values are there."""
-    return _bits(array.buffers()[0], array) if array.null_count else np.ones(len(array), np.bool_)
-
-
-def _bools(array: pa.BooleanArray) -> Rows:
-    """Return a result of Arrow's, false if it is missing."""
-    rows = _bits(array.buffers()[1], array)
-    return rows & _valid(array) if array.null_count else rows
-
-
-def _bits(buffer: pa.Buffer, array: pa.Array) -> Rows:
-    start, skipped = array.offset >> 3, array.offset & 7
-    packed = np.frombuffer(buffer, np.uint8)[start:]
-    return np.unpackbits(packed, count=skipped + len(array), bitorder="little")[skipped:].view(np.bool_)
 
 
 def _all(conditions: list[_Condition]) -> Test:

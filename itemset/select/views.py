@@ -16,7 +16,6 @@ from itemset.item_set import ItemSet, built
 from itemset.opening import from_index
 from itemset.select.filters import leaves, passing
 from itemset.trie import file as index_file
-from itemset.trie.key_index import KeyIndex
 from itemset.trie.keys import KeyList, Keys, in_item_order
 from itemset.trie.numbering import items_at
 from itemset.trie.rows import as_rows, sort_unique
@@ -81,42 +80,6 @@ class View(ItemSet):
         return index_file.to_bytes(self._header(), dict(self.own))
 
 
-class _Passing(Keys):
-    """The keys of a set of which some do not pass."""
-
-    _base: Keys
-
-    def __init__(self, base: Keys, test: Callable[[NDArray[Any]], NDArray[np.bool_]], own_bytes: int) -> None:
-        """test: of places, whether the key at each passes. own_bytes: what that keeps."""
-        super().__init__(base.values, base.starts)
-        vars(self).update(_base=base, passes=test, own_bytes=own_bytes)  # the class is frozen
-
-    @property
-    def index(self) -> KeyIndex:
-        return self._base.index
-
-    def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
-        keys = [keys[0] for keys in self.every(numbers)]
-        return np.array(keys, np.int64) if pa.types.is_integer(self.values.type) else [str(key) for key in keys]
-
-    def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
-        places, _ = in_item_order(numbers, self.starts)
-        each = iter(self.passes(places).tolist())
-        return [[key for key in keys if next(each)] for keys in super().every(numbers)]
-
-    def numbers_of(self, wanted: KeyList) -> NDArray[np.int64]:
-        first = []
-        for key in wanted:
-            if not len(places := self.places_of([key])):  # type: ignore[arg-type]
-                raise ItemSetError(f"no item of the view has the key {key!r}")
-            first.append(int(places[0]))
-        return self.owners(np.array(first, np.int64))
-
-    def places_of(self, wanted: KeyList) -> NDArray[np.int64]:
-        places = super().places_of(wanted)
-        return places[self.passes(places)]
-
-
 def view(
     item_set: ItemSet,
     item_filter: Mapping[str, Any] | None = None,
@@ -177,7 +140,10 @@ def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = 
     alive, terminal = bits_of(whole.trie.tables, lives)
     packed = np.packbits(passes, bitorder="little")
 
-    keys = _Passing(whole._keys, lambda at: packed[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0, packed.nbytes)
+    def test(at: NDArray[Any]) -> NDArray[np.bool_]:
+        return packed[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0  # type: ignore[no-any-return]
+
+    keys = replace(whole._keys, base=whole._keys, test=test, own_bytes=packed.nbytes)
     return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
 
 
@@ -199,7 +165,8 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     if len(numbers) >= len(base):
         raise _nothing_left(f"exclude_keys leaves 0 of the {len(base):,} items")
     before = base._keys.passes
-    keys = _Passing(base._keys, lambda others: before(others) & ~np.isin(others, places), places.nbytes)
+    test: Callable[[NDArray[Any]], NDArray[np.bool_]] = lambda at: before(at) & ~np.isin(at, places)  # noqa: E731
+    keys = replace(base._keys, base=base._keys, test=test, own_bytes=places.nbytes)
     whole = base.whole
     dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)
     below = base.base if base.base is not None and base.own.keys() == {"dead"} else base

@@ -33,7 +33,7 @@ class ListJob(NamedTuple):
     """
 
     item_set: ItemSet
-    search: Rounds[Any]
+    search: Rounds
     of_set: Mapping[str, str]
     carried: EngineRequest | None
 

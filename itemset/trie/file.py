@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.storage import fetch, fetched, file_at, is_uri
+from itemset.storage import fetch, fetched, file_at, incomplete, is_uri
 from itemset.text import Escape, TokenizerId
 
 FORMAT = 1
@@ -96,40 +96,22 @@ def to_bytes(header: Header, arrays: dict[str, NDArray[Any]]) -> bytes:
 
 
 def write(path: str | os.PathLike[str], header: Header, arrays: dict[str, NDArray[Any]]) -> None:
-    """Write the file under no name if the system can, else under a temporary one, and put it in place at once.
+    """Write the file under a temporary name, and put it in place at once: what a kill leaves, the next one removes.
 
     Raises ItemSetError if the folder is missing or not writable.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a build that was killed
-        descriptor, nameless = _open_nameless(path.parent, temporary)
-        try:
+        with incomplete(temporary, 0o644) as descriptor:
             with open(descriptor, "wb", closefd=False) as file:
                 for piece in _encode(header, arrays):
                     file.write(piece)
-                file.flush()
-                os.fsync(descriptor)
-            if nameless:
-                # Python follows the link only if a folder's descriptor is given; an absolute path ignores it.
-                os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor, follow_symlinks=True)
-            os.replace(temporary, path)
-        finally:
-            os.close(descriptor)
-            temporary.unlink(missing_ok=True)
+            os.fsync(descriptor)
+            temporary.replace(path)
+        os.close(descriptor)
     except OSError as error:
         raise ItemSetError(f"cannot write {path}: {error.strerror}: choose a folder you can write to") from error
-
-
-def _open_nameless(folder: Path, temporary: Path) -> tuple[int, bool]:
-    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o644), True
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-    return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), False
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:

@@ -1,12 +1,15 @@
-"""A hash table of all keys of a set, made when a first key is looked up."""
+"""Finding keys: a hash table of all keys of a set, made when a first one is looked up; which of many are among some."""
 
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.trie.jit import compiled
+
+_TABLE = 1 << 20  # entries that a table of integers may always have
 
 
 class KeyIndex:
@@ -21,11 +24,40 @@ class KeyIndex:
         """Return every place of the given keys, of the same kind as the set's: ascending and distinct."""
         return np.unique(np.array(_find(*self._columns, self._slots, *_columns(given)), np.int64))
 
-    def holds(self, given: pa.Array) -> NDArray[np.bool_]:
-        """Return which of these keys, of the same kind, are in the index. Made for many that are not."""
-        out = np.zeros(len(given), np.bool_)
-        _holds(*self._columns, self._slots, np.zeros(len(self._slots), np.uint8), *_columns(given), out)
-        return out
+
+def are_among(array: pa.Array, values: pa.Array) -> NDArray[np.bool_]:
+    """Return which values of an array are among some of its type; a missing one is not.
+
+    Of integers that lie close together a table says it, which is several times faster than Arrow's `is_in`.
+    """
+    if pa.types.is_integer(array.type) and len(values):
+        low, high = pc.min_max(values).as_py().values()
+        if high - low < max(_TABLE, 8 * len(array)):
+            table, first = np.zeros(high - low + 2, np.bool_), np.uint64(low % 2**64)
+            table[(values.to_numpy().astype(np.uint64) - first).view(np.int64)] = True
+            numbers = np.frombuffer(array.buffers()[1], str(array.type))[array.offset : array.offset + len(array)]
+            # Differences wrap around: those of numbers below the first are the largest.
+            places = np.minimum(numbers.astype(np.uint64) - first, np.uint64(len(table) - 1))
+            among: NDArray[np.bool_] = table[places.view(np.int64)]
+            return among & valid(array) if array.null_count else among
+    return bools(pc.is_in(array, value_set=values))
+
+
+def bools(array: pa.BooleanArray) -> NDArray[np.bool_]:
+    """Return a result of Arrow's, false if it is missing."""
+    rows = _bits(array.buffers()[1], array)
+    return rows & valid(array) if array.null_count else rows
+
+
+def valid(array: pa.Array) -> NDArray[np.bool_]:
+    """Return which values are there."""
+    return _bits(array.buffers()[0], array) if array.null_count else np.ones(len(array), np.bool_)
+
+
+def _bits(buffer: pa.Buffer, array: pa.Array) -> NDArray[np.bool_]:
+    start, skipped = array.offset >> 3, array.offset & 7
+    packed = np.frombuffer(buffer, np.uint8)[start:]
+    return np.unpackbits(packed, count=skipped + len(array), bitorder="little")[skipped:].view(np.bool_)
 
 
 def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
@@ -74,34 +106,6 @@ def _find(numbers, text, slots, given, given_text):  # type: ignore[no-untyped-d
                 places.append(place)
             at = (at + np.uint64(1)) & mask
     return places
-
-
-@compiled
-def _holds(numbers, text, slots, seen, given, given_text, out):  # type: ignore[no-untyped-def]
-    """Set `out` to which of the given keys are there. seen: zeros, a power of two: bits that rule most others out."""
-    mask, bits = np.uint64(len(slots) - 1), np.uint64(8 * len(seen) - 1)
-    for i in range(_count(numbers, text)):
-        bit = _bit(numbers, text, i) & bits
-        seen[bit >> np.uint64(3)] |= np.uint8(1 << (bit & np.uint64(7)))
-    lowest, highest = (numbers.min(), numbers.max()) if not len(text) else (np.int64(0), np.int64(0))
-    for i in range(len(out)):
-        if not len(text) and not lowest <= given[i] <= highest:
-            continue
-        bit = _bit(given, given_text, i) & bits
-        if not seen[bit >> np.uint64(3)] >> (bit & np.uint64(7)) & np.uint64(1):
-            continue
-        at = _hash(given, given_text, i) & mask
-        while slots[at] and not out[i]:
-            out[i] = _equal(numbers, text, np.int64(slots[at]) - 1, given, given_text, i)
-            at = (at + np.uint64(1)) & mask
-
-
-@compiled
-def _bit(numbers, text, i):  # type: ignore[no-untyped-def]
-    """Return a hash of a key for a first look: of integers, the quickest that spreads them."""
-    if len(text):
-        return _hash(numbers, text, i)
-    return (np.uint64(numbers[i]) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
 
 
 @compiled

@@ -1,8 +1,9 @@
 """The caller's own keys of the items: integers or strings, one or several for each item."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError, shown
-from itemset.trie.key_index import KeyIndex, values_to_sections
+from itemset.trie.key_index import KeyIndex, are_among, values_to_sections
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
 
@@ -23,16 +24,21 @@ class Keys:
     values: [K] int64 or large_string.
     starts: [items + 1] uint32, where each item's keys begin in `values`; None if each item has one. A search in it
         (`np.searchsorted`) with numbers of another type would copy it.
+    base, test: of a view, whose keys they are, and which places pass. own_bytes: what the test keeps.
     """
 
     values: pa.Array
     starts: NDArray[np.uint32] | None = None
 
-    own_bytes = 0
-    """What they take beside `values` and `starts`; an index that is made later is not counted."""
+    base: "Keys | None" = None
+    test: Callable[[NDArray[Any]], NDArray[np.bool_]] | None = None
+    own_bytes: int = 0
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
         """Return the first key of each of these items."""
+        if self.test is not None and self.starts is not None:
+            starts = np.cumsum([0, *map(len, every := self.every(numbers))])
+            return _taken(pa.array(chain.from_iterable(every), self.values.type), starts[:-1])
         return _taken(self.values, numbers if self.starts is None else self.starts[numbers])
 
     def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
@@ -42,15 +48,19 @@ class Keys:
         keys = keys if isinstance(keys, list) else keys.tolist()
         if starts is None:
             return [[key] for key in keys]
-        return [keys[start:end] for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+        each = iter(self.passes(places).tolist())
+        ends = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        return [[key for key in keys[start:end] if next(each)] for start, end in ends]
 
     def numbers_of(self, given: KeyList) -> NDArray[np.int64]:
-        """Return the first item of each given key, in one pass over all. Raises ItemSetError for one not there."""
+        """Return the first item of each given key. Raises ItemSetError for one not there."""
         values = _as_keys_of(self.values, given)
-        rows = np.flatnonzero(pc.is_in(self.values, value_set=values).to_numpy(zero_copy_only=False))
+        # One pass over all keys, but in a view, which comes with a request and whose base has an index.
+        rows = np.flatnonzero(are_among(self.values, values)) if self.base is None else self.places_of(values)
         first = pc.index_in(values, value_set=self.values.take(pa.array(rows)))
         if first.null_count:
-            raise ItemSetError(f"no item has the key {values.filter(first.is_null())[0].as_py()!r}")
+            what = "item" if self.base is None else "item of the view"
+            raise ItemSetError(f"no {what} has the key {values.filter(first.is_null())[0].as_py()!r}")
         return self.owners(rows[first.to_numpy()])
 
     def owners(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -65,12 +75,13 @@ class Keys:
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
         values = _as_keys_of(self.values, given)
-        return self.index.places_of(values) if len(values) else np.zeros(0, np.int64)
+        places = self.index.places_of(values) if len(values) else np.zeros(0, np.int64)
+        return places[self.passes(places)]
 
     @functools.cached_property
     def index(self) -> KeyIndex:
         """What finds keys. Making it takes 0.1 s for a million keys, once."""
-        return KeyIndex(self.values)
+        return KeyIndex(self.values) if self.base is None else self.base.index
 
     def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
         """Return which places hold a key that is removed.
@@ -78,7 +89,7 @@ class Keys:
         Raises ItemSetError for keys of another type, and unless `missing_ok` for keys that are not there.
         """
         given = _as_keys_of(self.values, removed)
-        gone = _is_in(self.values, given)
+        gone = are_among(self.values, given)
         missing = [] if missing_ok else given.filter(pc.invert(pc.is_in(given, self.values.filter(pa.array(gone)))))
         if len(missing):
             distinct = pc.unique(missing)
@@ -99,7 +110,7 @@ class Keys:
             first = pc.max(self.values).as_py() + 1
             return as_keys(range(first, first + items), items)
         values = as_keys(keys, items)
-        double = self.values.filter(pa.array(_is_in(self.values, _as_keys_of(self.values, values)) & ~gone))
+        double = self.values.filter(pa.array(are_among(self.values, _as_keys_of(self.values, values)) & ~gone))
         if len(double):
             raise ItemSetError(
                 f"{len(pc.unique(double)):,} of the new keys are in the set, such as {_some(double)}: give others, or "
@@ -109,7 +120,7 @@ class Keys:
 
     def passes(self, places: NDArray[Any]) -> NDArray[np.bool_]:
         """Return whether the key at each place is one of the set: in a view, some are not."""
-        return np.ones(len(places), np.bool_)
+        return np.ones(len(places), np.bool_) if self.test is None else self.test(places)
 
     def to_sections(self) -> dict[str, NDArray[Any]]:
         """Return the arrays that hold the keys in a file."""
@@ -184,13 +195,6 @@ def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str
         return taken.to_numpy() if pa.types.is_integer(taken.type) else taken.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError as error:
         raise ItemSetError(f"the index is corrupted, a key is no text: {AGAIN}") from error
-
-
-def _is_in(keys: pa.Array, given: pa.Array) -> NDArray[np.bool_]:
-    """Return which of the keys are among the given ones."""
-    if not len(given):
-        return np.zeros(len(keys), np.bool_)
-    return KeyIndex(given).holds(keys)
 
 
 def _some(keys: pa.Array) -> str:

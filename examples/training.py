@@ -224,9 +224,6 @@ def main() -> int:
         before = first.result()
     report(runs, before)
     if arguments.save:
-        (ROOT / "docs" / "benchmarks" / "grpo.json").write_text(
-            json.dumps({"hit@10 before": before, "runs": runs}) + "\n"
-        )
         (ROOT / "docs" / "pictures" / "training.svg").write_text(picture(runs, MEASURES, EVERY))
     return 0
 

@@ -20,7 +20,7 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.token_scores import TokenScores
+from itemset.ranking.search import TokenScores
 from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected

@@ -48,6 +48,16 @@ class Chosen(NamedTuple):
     took: Tensor
 
 
+def _of_next_pass(name: str) -> Any:
+    """A property of all rows but the leader's, of which it has those of the next pass; at the end all of them."""
+
+    def first(group: ItemGroup) -> Tensor | None:
+        rows: Tensor | None = getattr(group, name)
+        return None if rows is None else rows[: group._active(group.num_generated - 1) - 1]
+
+    return property(first, lambda group, rows: setattr(group, name, rows))
+
+
 class ItemGroup(BeamGroup):
     """The beams of one list, and the tails that ride along; or those of the races of some draws.
 
@@ -55,6 +65,8 @@ class ItemGroup(BeamGroup):
     such a pass has filled, each other row has the leader's slot, so that all can be re-parented and freed alike. How
     many rows a pass has is settled before the engine prepares it, by the selections that have been read until then.
     """
+
+    member_rows, member_rows_cpu = _of_next_pass("_members"), _of_next_pass("_members_cpu")
 
     def __init__(
         self,
@@ -85,23 +97,6 @@ class ItemGroup(BeamGroup):
         self._ending = False  # what was read says that no pass could change the list
         self._stream: Any = None  # on which beams are chosen: the scheduler's is another one
         self._open = (-1, 1)  # the last selection that was read, and how many open beams it has left; at first the root
-
-    @property
-    def member_rows(self) -> Tensor | None:
-        """The rows of the next pass but the leader's, and at the end all of them."""
-        return None if self._members is None else self._members[: self._active(self.num_generated - 1) - 1]
-
-    @member_rows.setter
-    def member_rows(self, rows: Tensor | None) -> None:
-        self._members = rows
-
-    @property
-    def member_rows_cpu(self) -> Tensor | None:
-        return None if self._members_cpu is None else self._members_cpu[: self._active(self.num_generated - 1) - 1]
-
-    @member_rows_cpu.setter
-    def member_rows_cpu(self, rows: Tensor | None) -> None:
-        self._members_cpu = rows
 
     def fits(self, adder: Any, promised: int, others: Sequence[ItemGroup]) -> bool:
         """Whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that others will

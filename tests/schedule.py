@@ -16,8 +16,9 @@ import torch
 from oracle import Node, dict_trie
 from views import made
 
+from itemset.masking import Kernels
 from itemset.masking.arena import Arena, ArenaFullError, room_for
-from itemset.masking.batch import CHAIN, LOCAL, TREE, Batch, Kernels
+from itemset.masking.batch import CHAIN, LOCAL, TREE, Batch
 from itemset.masking.slots import NO_SET, Slots
 from itemset.trie.walk import DEAD, END, FREE, WAITING
 

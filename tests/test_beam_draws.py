@@ -29,9 +29,9 @@ from test_search import VOCABULARY
 
 import itemset
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking import beams, races, triton_kernels, triton_reads
+from itemset.ranking import beams, races, search, triton_kernels, triton_reads
 from itemset.ranking.beams import Beams, warm_up
-from itemset.ranking.exact_sampling import Draw, Drawing
+from itemset.ranking.exact_sampling import Drawing
 
 TOYS = toys()
 ROOM = 17  # tokens of the toys' vocabulary: what nothing of a set has is the last one's
@@ -97,7 +97,7 @@ def decided(found: Beams) -> list[list[tuple[Item, float] | None]]:
     ]
 
 
-def same(given: Sequence[tuple[Item, float] | None], expected: Sequence[Draw]) -> int:
+def same(given: Sequence[tuple[Item, float] | None], expected: Sequence[search.Item]) -> int:
     """Check what is decided, and return how much of it is."""
     sure = [(one, other) for one, other in zip(given, expected, strict=False) if one is not None]
     assert [item for (item, _), _ in sure] == [other.tokens for _, other in sure]

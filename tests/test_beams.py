@@ -22,7 +22,7 @@ from itemset.masking.batch import LOCAL
 from itemset.ranking import triton_kernels
 from itemset.ranking.beam_state import STATE
 from itemset.ranking.beams import Beams
-from itemset.ranking.search import Best, Search
+from itemset.ranking.search import Found, Search
 from itemset.trie.walk import DEAD
 
 
@@ -95,7 +95,7 @@ def listed(beams: Beams, row: int) -> list[tuple[float, tuple[int, ...]]]:
     return items
 
 
-def check(beams: Beams, row: int, best: Best) -> None:
+def check(beams: Beams, row: int, best: Found) -> None:
     found = listed(beams, row)
     assert [tokens for _, tokens in found] == [item.tokens for item in best.items]
     np.testing.assert_allclose([score for score, _ in found], [item.score for item in best.items], rtol=1e-5)

@@ -21,8 +21,9 @@ from test_search import VOCABULARY, Model, log_probs, oracle
 from views import made
 
 import itemset
-from itemset.ranking.exact_sampling import CutOffError, Drawing, Draws
+from itemset.ranking.exact_sampling import CutOffError, Drawing
 from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Found
 
 TOYS = toys()
 SURE = 0.001  # tests fail by chance with this probability for other seeds; these are known
@@ -44,13 +45,13 @@ def random_model(passes: Sequence[Pass]) -> list[Answer]:
     ]
 
 
-def drawn(score: Callable[[Sequence[Pass]], Sequence[Answer]], drawing: Drawing) -> Draws:
+def drawn(score: Callable[[Sequence[Pass]], Sequence[Answer]], drawing: Drawing) -> Found:
     while drawing.passes:
         drawing.take(score(drawing.passes))
     return drawing.result
 
 
-def tokens(found: Draws) -> list[tuple[int, ...]]:
+def tokens(found: Found) -> list[tuple[int, ...]]:
     return [item.tokens for item in found.items]
 
 
@@ -59,7 +60,7 @@ def tokens(found: Draws) -> list[tuple[int, ...]]:
 def test_draws_follow_the_distribution(toy, temperature):
     found = drawn(toy, Drawing(itemset.build(toy.items), SAMPLES, end_token=END, temperature=temperature, seed=5))
     assert fit(toy.counts(tokens(found)), toy.weights(temperature)) > SURE
-    assert all(item.exact for item in found.items)
+    assert all(item.about["exact"] for item in found.items)
     whole = dict(zip(toy.items, np.log(toy.weights()), strict=True))
     np.testing.assert_allclose([item.score for item in found.items], [whole[item.tokens] for item in found.items])
 
@@ -216,7 +217,7 @@ def test_a_limit_of_passes_is_an_error_unless_the_answer_may_be_approximate():
     cut = drawn(toy, Drawing(built, 3, end_token=END, seed=2, max_passes=limit, approximate=True))
     assert cut.passes == limit
     assert len(cut.items) == 3
-    assert not all(item.exact for item in cut.items)
+    assert not all(item.about["exact"] for item in cut.items)
     assert 0.1 < cut.open < 1
     enough = Drawing(built, 3, end_token=END, seed=2, max_passes=whole.passes, approximate=True)
     same = drawn(toy, enough)

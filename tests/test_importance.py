@@ -9,12 +9,13 @@ from samples import SAMPLES
 
 import itemset
 from itemset.ranking.exact_sampling import CutOffError
-from itemset.ranking.importance import Importance, Samples
+from itemset.ranking.importance import Importance
+from itemset.ranking.search import Found
 
 TOYS = toys()
 
 
-def sampled(toy: Toy, n: int, **options: int) -> Samples:
+def sampled(toy: Toy, n: int, **options: int) -> Found:
     drawing = Importance(itemset.build(toy.items), n, end_token=END, **options)
     while drawing.passes:
         drawing.take(toy(drawing.passes))
@@ -38,11 +39,12 @@ def test_what_one_candidate_gives_is_accepted_or_masked_sampling(name):
     assert masked.sum() == pytest.approx(1)
     found = sampled(toy, SAMPLES, candidates=1, seed=3)
     assert fit(toy.counts([item.tokens for item in found.items]), p + (1 - mass) * masked) > 0.001
-    assert np.mean([item.accepted for item in found.items]) == pytest.approx(mass, abs=4 * (0.25 / SAMPLES) ** 0.5)
+    about = [item.about for item in found.items]
+    assert np.mean([one["accepted"] for one in about]) == pytest.approx(mass, abs=4 * (0.25 / SAMPLES) ** 0.5)
     known = dict(zip(toy.items, weights, strict=True))
-    np.testing.assert_allclose([item.weight for item in found.items], [known[item.tokens] for item in found.items])
-    assert {item.tried for item in found.items if item.accepted} <= {1}
-    assert {item.tried for item in found.items if not item.accepted} <= {2}
+    np.testing.assert_allclose([one["weight"] for one in about], [known[item.tokens] for item in found.items])
+    assert {one["candidates"] for one in about if one["accepted"]} <= {1}
+    assert {one["candidates"] for one in about if not one["accepted"]} <= {2}
 
 
 def test_of_a_pool_items_come_in_proportion_to_their_weights():
@@ -57,7 +59,7 @@ def test_of_a_pool_items_come_in_proportion_to_their_weights():
     found = sampled(toy, SAMPLES, candidates=k, seed=4)
     law = (1 - missed) * p / p.sum() + missed * pool
     assert fit(toy.counts([item.tokens for item in found.items]), law) > 0.001
-    assert {item.tried for item in found.items} <= {1, 2, 3, 6}
+    assert {item.about["candidates"] for item in found.items} <= {1, 2, 3, 6}
 
 
 def test_the_most_passes_that_a_draw_takes():

@@ -11,7 +11,7 @@ import pytest
 
 import itemset
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.search import Best, Search
+from itemset.ranking.search import Found, Search
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.list_runner import Lists, OneRequest, Pace, run_together, search_for
@@ -51,13 +51,13 @@ class Engine:
         scores = -1.0 - np.modf(np.arange(len(one.tokens) + len(one.after)) * 0.7548776662 + sum(one.tokens) * 0.57)[0]
         return scores[: len(one.tokens) - one.known], scores[len(one.tokens) :]
 
-    async def run(self, name: str, k: int, **more: Any) -> Best:
+    async def run(self, name: str, k: int, **more: Any) -> Found:
         search = Search(ITEMS, k, end_token=END, **more)
         return await self.lists.run(search, lambda one: self.ask(name, one), self.read)
 
 
 def test_few_requests_at_a_time():
-    async def lists() -> list[Best]:
+    async def lists() -> list[Found]:
         return await asyncio.gather(*(engine.run(str(i), 200) for i in range(3)))
 
     engine = Engine(64)
@@ -114,7 +114,7 @@ def test_lists_take_turns():
 
 
 def test_a_list_that_is_cancelled_leaves_nothing_behind():
-    async def lists() -> Best:
+    async def lists() -> Found:
         left = asyncio.ensure_future(engine.run("left", 900))
         while engine.order.count("left") < 100:
             await asyncio.sleep(0)
@@ -138,7 +138,7 @@ def test_what_a_request_raises_ends_its_list_alone():
     async def failing(one: Pass) -> Pass:
         raise FailedError
 
-    async def lists() -> Best:
+    async def lists() -> Found:
         with pytest.raises(FailedError):
             await engine.lists.run(Search(ITEMS, 20, end_token=END), failing, engine.read)
         return await engine.run("next", 5)

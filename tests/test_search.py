@@ -16,7 +16,7 @@ from views import made
 
 import itemset
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.search import Best, Ranked, Search
+from itemset.ranking.search import Found, Item, Search
 
 VOCABULARY = 72
 END = VOCABULARY - 1
@@ -45,7 +45,7 @@ class Model:
         return answers
 
 
-def best_items(score: Callable[[Sequence[Pass]], Sequence[Answer]], search: Search) -> Best:
+def best_items(score: Callable[[Sequence[Pass]], Sequence[Answer]], search: Search) -> Found:
     """Run a search to its end. score: runs a round of passes."""
     while search.passes:
         search.take(score(search.passes))
@@ -61,17 +61,17 @@ def oracle(items: list[list[int]], end: int | None) -> list[tuple[float, tuple[i
     return sorted(scored, key=lambda pair: (-pair[0], pair[1]))
 
 
-def all_items(item_set: itemset.ItemSet, score: Model, end: int | None) -> list[Ranked]:
+def all_items(item_set: itemset.ItemSet, score: Model, end: int | None) -> list[Item]:
     """Every item with its score, best first, each by a pass of its own."""
     ends = np.array([] if end is None else [end], np.int64)
     items = [tuple(item) for item in item_set.items()]
     answers = score([Pass(item, 0, ends) for item in items])
     scored = [float(np.sum(run)) + float(np.sum(after)) for run, after in answers]
-    found = [Ranked(item, total) for item, total in zip(items, scored, strict=True)]
+    found = [Item(item, total) for item, total in zip(items, scored, strict=True)]
     return sorted(found, key=lambda one: (-one.score, one.tokens))
 
 
-def check(best: Best, expected: list[tuple[float, tuple[int, ...]]]) -> None:
+def check(best: Found, expected: list[tuple[float, tuple[int, ...]]]) -> None:
     assert [item.tokens for item in best.items] == [item for _, item in expected]
     np.testing.assert_allclose([item.score for item in best.items], [score for score, _ in expected])
 
@@ -100,7 +100,7 @@ def test_a_beam_as_wide_as_the_set_ranks_it(items, end):
 def test_the_score_of_every_item(items, end):
     built = itemset.build(items)
     assert sorted(map(tuple, built.items())) == sorted(set(map(tuple, items)))
-    check(Best(all_items(built, Model(), end), True, 0, 0), oracle(items, end))
+    check(Found(all_items(built, Model(), end), 0, 0, proven=True), oracle(items, end))
 
 
 @settings(max_examples=40, deadline=None)

@@ -260,4 +260,4 @@ def test_the_host_waits_only_where_a_set_is_larger_than_both_buffers() -> None:
     assert streams.host_waits == 0
     arena.acquire(large)
     assert streams.host_waits > 0
-    assert sum(buffer.nbytes for buffer in arena._copies._staging._buffers) == 2 * 4096
+    assert sum(buffer.nbytes for buffer in arena._copies._buffers) == 2 * 4096

@@ -55,7 +55,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def items_of(output: Any) -> list[Item]:
-    return [tuple(one) for one in best_of(ListResult.of_table(output.prompt_token_id_logprobs)).items]
+    return [one[:2] for one in best_of(ListResult.of_table(output.prompt_token_id_logprobs)).items]
 
 
 def asked(name: str, width: int, k: int, renormalised: bool, end: int | None = 1) -> Any:

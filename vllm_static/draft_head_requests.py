@@ -65,7 +65,7 @@ def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str
             f"{head.name} drafts {head.levels} tokens, which is too few for each registered set ({lengths}): register "
             f"the set that it was trained for, or omit {OPTION}"
         )
-    return Drafting(head.placeholders, MOST_LOGITS // (4 * head.width_of_logits))
+    return Drafting(head.placeholders, MOST_LOGITS // (4 * head.row_size))
 
 
 @hook("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks")

@@ -1,25 +1,28 @@
 """Ranked lists in the worker: a request for one is answered in the step that completes its prompt.
 
 All rounds of a list run there, after the step's sampling, so that nothing of it is left when the step ends: neither
-blocks of the KV cache nor anything that an abort would have to free.
+blocks of the KV cache nor anything that an abort would have to free. A draft head needs no rounds: the step's own pass
+gives the hidden states, also if the prompt takes several steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from itemset.ranking.beams import Beams, LevelPlan, table_of, warm_up
+from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
-from itemset.serving.wire import GRAPHS, HEAD, REASONS, EngineRequest, NoList
+from itemset.serving.wire import GRAPHS, HEAD, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
-from vllm_static.draft_head_lists import Asked, DraftedLists, grouped
-from vllm_static.kv_branches import Branches, Prompt, scratch_needed, to_device
+from vllm_static.kv_branches import MOST_LOGITS, Branches, Prompt, scratch_needed, to_device
 from vllm_static.narrow_head import Alphabet
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
@@ -28,13 +31,59 @@ MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
 MOST_STEPS = 4  # full steps that a list may take
 
 
+class Asked(NamedTuple):
+    """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders; its request has no
+    name until a step has it (`of`).
+
+    states: if the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as
+        they have been computed: [L + 1, hidden size].
+    """
+
+    number: int
+    prompt: Prompt
+    spec: ListSpec
+    states: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[float, ...]:
+        """What lists that are made together have in common."""
+        spec = self.spec
+        end = -1 if spec.scored_end is None else spec.scored_end
+        return (spec.placeholders, self.number, spec.width, end, spec.renormalised, spec.k, spec.temperature)
+
+    def of(self, request: str) -> Asked:
+        return self._replace(prompt=self.prompt._replace(request=request))
+
+    @property
+    def apart(self) -> list[Asked]:
+        """Each race by itself; a list as it is."""
+        return [self._replace(spec=replace(self.spec, races=(key,))) for key in self.spec.races] or [self]
+
+
+class Passes(NamedTuple):
+    """The passes of a list, or of a race. shapes: of each, how many rows it has, and how many tokens each of them.
+    stepwise: whether tails take a token a pass, too."""
+
+    shapes: list[tuple[int, int]]
+    stepwise: bool
+
+    @property
+    def rows(self) -> int:
+        return max(rows for rows, _ in self.shapes)
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest pass: each has a row of logits."""
+        return max(rows * more for rows, more in self.shapes)
+
+
 class WideLists:
     """The lists of a worker's steps.
 
-    asked: those whose prompts are not complete, by slot. drafted: the lists of a draft head; None without one.
+    asked: those whose prompts are not complete, by slot.
     narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU,
         where a pass reads tails whole. On an accelerator shapes stay as the set's levels bound them, and a row has one
-        token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_stepwise`.
+        token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_passes`.
     """
 
     def __init__(self, runner: Any, room: Room) -> None:
@@ -45,130 +94,136 @@ class WideLists:
         self._sets = item_sets(runner)
         self.asked: dict[int, Asked] = {}
         self.narrow = runner.device.type == "cpu"
-        self.drafted = None if self._sets.head is None else DraftedLists(runner, self._sets)
-        if room.blocks:
-            self._warm_up()
+        self._warm_up()
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run what passes run: without memory it fails here, on all ranks alike, and not in a step."""
+        """Run what lists run: without memory it fails here, on all ranks alike, and not in a step."""
+        sets, head = self._sets, self._sets.head
+        drafted = [one for one in sets.registered if head is not None and one.longest <= head.levels]
+        for item_set in drafted[:1]:
+            number = sets.arena.acquire(item_set)
+            for renormalised in (False, True):
+                spec = ListSpec(2, 2, 0, renormalised=renormalised)
+                self._draft([Asked(number, Prompt("", 0, 0), spec, self._no_states())])
+            sets.arena.release(number)
+        if not self._room.blocks:
+            return
         most = min(self._room.tokens, 2 * self._room.beams) if self.narrow else self._room.tokens
         logits = run_logits(self._runner, most)[:1, None]
-        warm_up(self._sets.arena, logits, kernels=self._sets.kernels)
-        self._sets.narrow.attach(self._runner)
-        if self._sets.narrow.why_not is None:
+        warm_up(sets.arena, logits, kernels=sets.kernels)
+        sets.narrow.attach(self._runner)
+        if sets.narrow.why_not is None:
             columns = torch.zeros(logits.shape[2], dtype=torch.int32, device=logits.device)
-            warm_up(self._sets.arena, logits, kernels=self._sets.kernels, columns=columns)
+            warm_up(sets.arena, logits, kernels=sets.kernels, columns=columns)
+
+    def _no_states(self) -> Tensor:
+        assert self._sets.head is not None  # the front end has the same configuration
+        size = self._runner.model_config.get_hidden_size()
+        return torch.zeros(self._sets.head.levels + 1, size, dtype=self._runner.dtype, device=self._runner.device)
 
     def add(self, slot: int, carried: EngineRequest | None) -> None:
-        """Note whether the request in a slot asks for a list. On the host path it has no place in the arena, and gets
-        none. A list whose request has ended, or was aborted, is forgotten with the slot's next request."""
+        """Note whether the request in a slot asks for a list, whose prompt begins, or begins again. On the host path it
+        has no place in the arena, and gets none. A list whose request has ended, or was aborted, is forgotten with the
+        slot's next request."""
         self.asked.pop(slot, None)
-        if self.drafted is not None:
-            self.drafted.asked.pop(slot, None)
         if carried is not None and carried.ranked is not None and carried.place is not None:
             prompt = Prompt("", slot, int(self._runner.req_states.prompt_len.np[slot]))
-            one = Asked(carried.place[0], prompt, carried.ranked)
-            if one.spec.placeholders:
-                assert self.drafted is not None  # the front end has the same configuration
-                self.drafted.add(one)
-            else:
-                self.asked[slot] = one
-
-    @property
-    def waiting(self) -> bool:
-        """Whether any list is still to be made."""
-        return bool(self.asked) or (self.drafted is not None and bool(self.drafted.asked))
+            states = self._no_states() if carried.ranked.placeholders else None
+            self.asked[slot] = Asked(carried.place[0], prompt, carried.ranked, states)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Make the lists whose prompts this step completes: of each request a table, as `ListResult.of_table` reads."""
-        drafted = {} if self.drafted is None else self.drafted.answer(hidden_states, batch)
-        if not self.asked:
-            return drafted
-        complete = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
-        slots = batch.idx_mapping_np.tolist()
-        rows = [i for i, slot in enumerate(slots) if complete[i] and slot in self.asked]
-        ready = [self.asked.pop(slots[i]).of(batch.req_ids[i]) for i in rows]
-        tables, kept = drafted, list[tuple[int, Asked]]()
-        for i, one in zip(rows, ready, strict=True):
+        computed, tables = batch.num_computed_prefill_tokens_np, dict[str, Tensor]()
+        lists, rows = list[Asked](), list[int]()
+        for i, slot in enumerate(batch.idx_mapping_np.tolist()):
+            if (one := self.asked.get(slot)) is None:
+                continue
+            start, end = int(computed[i]), int(computed[i] + batch.num_scheduled_tokens[i])
+            if one.states is not None:
+                last = one.prompt.tokens - len(one.states)  # the position of the prompt's last token
+                first, after = max(last, start), min(end, one.prompt.tokens)
+                if first < after:
+                    row = int(batch.query_start_loc_np[i]) - start
+                    one.states[first - last : after - last] = hidden_states[row + first : row + after]
+            if end < batch.prefill_len_np[i]:
+                continue
+            del self.asked[slot]
+            one = one.of(batch.req_ids[i])
             if (reason := self._reason(one)) is None:
-                kept.append((i, one))
+                lists.append(one)
+                rows.append(i)
             else:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
-        if not kept:
+        if not lists:
             return tables
-        self._sets.arena.use([one.number for _, one in kept])
-        at = batch.logits_indices[to_device([i for i, _ in kept], hidden_states.device)]
-        lists = [one for _, one in kept]
-        use_adapters(self._runner, [one.prompt.request for one in lists], np.array([one.prompt.slot for one in lists]))
-        hidden = hidden_states[at][:, None]
-        logits = None
-        if any(self._alphabet(one) is None or not one.spec.renormalised for one in lists):
-            logits = self._runner.model.compute_logits(hidden[:, 0])[:, None]
+        self._sets.arena.use([one.number for one in lists])
+        ends = hidden_states[batch.logits_indices[to_device(rows, hidden_states.device)]]
+        lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
         parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
-        with borrowed(self._runner):
-            for group in grouped([(row, each) for row, one in enumerate(lists) for each in one.apart], self._fit):
-                at = to_device([row for row, _ in group], hidden.device)
-                made = self._make([one for _, one in group], hidden[at], None if logits is None else logits[at])
-                for (_, one), table in zip(group, made, strict=True):
+        drafted = all(one.spec.placeholders for one in lists)
+        with contextlib.nullcontext() if drafted else borrowed(self._runner):
+            for group in self._grouped([each for one in lists for each in one.apart]):
+                made = (self._draft if group[0].spec.placeholders else self._make)(group)
+                for one, table in zip(group, made, strict=True):
                     parts[one.prompt.request].append(table)
         return tables | {request: _joined(some) for request, some in parts.items()}
 
+    def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
+        """Lists to be made together: alike, and no more than fit."""
+        for _, alike in groupby(sorted(lists, key=lambda one: one.kind), key=lambda one: one.kind):
+            group: list[Asked] = []
+            for one in alike:
+                if group and not self._fit([*group, one]):
+                    yield group
+                    group = []
+                group.append(one)
+            yield group
+
     def _reason(self, one: Asked) -> NoList | None:
         """Why a list cannot be made here."""
+        if one.spec.placeholders:
+            return None
         if not self._scratch:
             return NoList.NO_BLOCKS
-        plan, most = self._sets.arena.level_plan(one.number), self._runner.max_num_tokens
-        if plan.levels > MOST_ROUNDS:
+        if self._sets.arena.level_plan(one.number).levels > MOST_ROUNDS:
             return NoList.TOO_DEEP
-        shapes = self._shapes(plan, one)
-        tokens = len(one.apart) * sum(rows * more for rows, more in shapes)
-        if max(more for _, more in shapes) > most or tokens > MOST_STEPS * most:
+        passes, most = self._passes(one), self._runner.max_num_tokens
+        tokens = len(one.apart) * sum(rows * more for rows, more in passes.shapes)
+        if max(more for _, more in passes.shapes) > most or tokens > MOST_STEPS * most:
             return NoList.TOO_LONG
-        if self._largest([one]) > self._room.tokens:
+        if passes.tokens > self._room.tokens:
             return NoList.TOO_LARGE
         return None if self._fit([one]) else NoList.NO_ROOM
 
-    def _largest(self, lists: Sequence[Asked]) -> int:
-        """Tokens of these lists' largest pass, each of which has a row of logits."""
-        shapes = self._shapes(self._sets.arena.level_plan(lists[0].number), lists[0])
-        return len(lists) * max(rows * more for rows, more in shapes)
-
     def _fit(self, lists: Sequence[Asked]) -> bool:
-        """Whether there is room for these lists, which are of one set and as wide: blocks and logits."""
-        plan = self._sets.arena.level_plan(lists[0].number)
-        rows = max(rows for rows, _ in self._shapes(plan, lists[0]))
-        needed = scratch_needed([one.prompt for one in lists], rows, plan.longest, self._block)
-        return needed <= len(self._scratch) and self._largest(lists) <= self._room.tokens
+        """Whether there is room for these lists, which are of one kind: blocks and logits."""
+        if lists[0].spec.placeholders:
+            assert self._sets.head is not None
+            each = 4 * self._sets.head.row_size * lists[0].spec.width
+            return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
+        passes = self._passes(lists[0])
+        return self._have_blocks(lists, passes.rows) and len(lists) * passes.tokens <= self._room.tokens
 
-    def _shapes(self, plan: LevelPlan, one: Asked) -> list[tuple[int, int]]:
-        """Of each pass of a list, or of a race: how many rows it has, and how many tokens each of them."""
-        if self._stepwise(plan, one):
-            return [(rows, 1) for rows in _rows_of_tokens(plan, one)]
+    def _have_blocks(self, lists: Sequence[Asked], rows: int) -> bool:
+        longest = self._sets.arena.level_plan(lists[0].number).longest
+        return scratch_needed([one.prompt for one in lists], rows, longest, self._block) <= len(self._scratch)
+
+    def _passes(self, one: Asked) -> Passes:
+        """The passes of a list, or of a race. Tails take a token a pass, too, if these are not many, and there are
+        blocks for their rows. Not those of draws: in its tail an item would compete with beams, and fewer draws would
+        be decided."""
+        plan, spec = self._sets.arena.level_plan(one.number), one.spec
+        if not (self.narrow or spec.races or (plan.levels if spec.renormalised else plan.longest) > MOST_ROUNDS):
+            options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
+            counts = rows_of_passes(plan, spec.width, **options) or (1,)
+            if self._have_blocks([one], max(counts)):
+                return Passes([(rows, 1) for rows in counts], stepwise=True)
         shapes, rows = [], 1
         for level, tail in enumerate(plan.tails):
-            rows = min(one.spec.width, plan.children(level, rows))
-            shapes.append((rows, 1 if one.spec.renormalised else 1 + tail))
-        return shapes
-
-    def _stepwise(self, plan: LevelPlan, one: Asked) -> bool:
-        """Whether tails take a token a pass, too: if these are not many, and there are blocks for their rows. Not those
-        of draws: in its tail an item would compete with beams, and fewer draws would be decided."""
-        if self.narrow or one.spec.races or (plan.levels if one.spec.renormalised else plan.longest) > MOST_ROUNDS:
-            return False
-        needed = scratch_needed([one.prompt], max(_rows_of_tokens(plan, one)), plan.longest, self._block)
-        return needed <= len(self._scratch)
-
-    def _beams(self, group: list[Asked], plan: LevelPlan) -> Beams:
-        """The beams of some lists that have the same kind, or of some races."""
-        one, arena = group[0], self._sets.arena
-        options: dict[str, Any] = {"width": one.spec.width, "k": one.spec.k, "end_token": one.spec.scored_end}
-        options["kernels"] = self._sets.kernels
-        if one.spec.races:
-            options["temperature"] = one.spec.temperature
-            options["keys"] = to_device([key for race in group for key in race.spec.races], arena.device)
-        kind = Lockstep if self._stepwise(plan, one) else Beams
-        return kind(arena, [one.number] * len(group), plan, renormalised=one.spec.renormalised, **options)
+            rows = min(spec.width, plan.children(level, rows))
+            shapes.append((rows, 1 if spec.renormalised else 1 + tail))
+        return Passes(shapes, stepwise=False)
 
     def _alphabet(self, one: Asked) -> Alphabet | None:
         """The set's own tokens, if logits of these will do."""
@@ -176,22 +231,34 @@ class WideLists:
         key = self._sets.arena.alphabet(one.number, () if end is None else (end,))
         return self._sets.narrow.of_list(key, renormalised=one.spec.renormalised)
 
-    def _make(self, group: list[Asked], hidden: Tensor, logits: Tensor | None) -> Tensor:
-        """The tables of some lists that have the same kind, or of some races: [lists, 1 + k, 2 + longest or more].
+    def _draft(self, group: list[Asked]) -> Tensor:
+        """The tables of some lists of one kind that the draft head makes, as those of `_make`."""
+        one, sets = group[0], self._sets
+        assert sets.head is not None
+        options = {"width": one.spec.width, "k": one.spec.k, "renormalised": one.spec.renormalised}
+        plan, numbers = sets.arena.level_plan(one.number), [one.number] * len(group)
+        table = _table(sets.head.beams(sets.arena, numbers, plan, _states(group), kernels=sets.kernels, **options))
+        table[:, 0, 1:3] = 1  # one pass, in one round
+        return table
 
-        hidden, logits: of their prompts, [lists, 1, any]; the logits of all tokens, unless the set's own will do.
-        """
-        one, runner, before = group[0], self._runner, Counter(ran)
-        plan = self._sets.arena.level_plan(one.number)
-        beams = self._beams(group, plan)
-        rows = max(rows for rows, _ in self._shapes(plan, one))
+    def _make(self, group: list[Asked]) -> Tensor:
+        """The tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]."""
+        one, runner, arena, before = group[0], self._runner, self._sets.arena, Counter(ran)
+        plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
+        options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
+        if spec.races:
+            options["temperature"] = spec.temperature
+            options["keys"] = to_device([key for race in group for key in race.spec.races], arena.device)
+        options |= {"renormalised": spec.renormalised, "kernels": self._sets.kernels}
+        beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
-        branches = Branches(runner, prompts, rows, plan.longest, self._scratch, apart=self._room.apart)
-        alphabet, narrow, renormalised = self._alphabet(one), self._sets.narrow, one.spec.renormalised
-        if logits is not None:
-            beams.round(logits)
-        elif alphabet is not None:
-            narrow.round(beams, hidden, alphabet, renormalised=renormalised)
+        branches = Branches(runner, prompts, passes.rows, plan.longest, self._scratch, apart=self._room.apart)
+        alphabet, narrow = self._alphabet(one), self._sets.narrow
+        if alphabet is None or not spec.renormalised:
+            use_adapters(runner, [prompt.request for prompt in prompts], np.array([prompt.slot for prompt in prompts]))
+            beams.round(runner.model.compute_logits(_states(group)[:, 0])[:, None])
+        else:
+            narrow.round(beams, _states(group), alphabet, renormalised=True)
         while True:
             if self.narrow:
                 beams.narrow()
@@ -207,22 +274,26 @@ class WideLists:
                 beams.round(logits_after(runner, branches, tokens.flatten(0, 1), known))
             else:
                 states = logits_after(runner, branches, tokens.flatten(0, 1), known, head=lambda states: states)
-                narrow.round(beams, states, alphabet, renormalised=renormalised)
-        result = table_of(beams.decided)
-        result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
-        head = torch.zeros_like(result[:, :1])
-        head[:, 0, 0] = beams.proven
-        head[:, 0, 1:3] = beams.took
+                narrow.round(beams, states, alphabet, renormalised=spec.renormalised)
+        table = _table(beams)
         for column, graph in enumerate(GRAPHS, 3):
-            head[0, 0, column] = ran[graph] - before[graph]
-        head[:, 0, 3 + len(GRAPHS)] = self._room.beams
-        return torch.cat((head, result), 1)
+            table[0, 0, column] = ran[graph] - before[graph]
+        table[:, 0, 3 + len(GRAPHS)] = self._room.beams
+        return table
 
 
-def _rows_of_tokens(plan: LevelPlan, one: Asked) -> tuple[int, ...]:
-    """How many rows each pass of a list has with one token each."""
-    renormalised, end = one.spec.renormalised, one.spec.scored_end
-    return rows_of_passes(plan, one.spec.width, renormalised=renormalised, end_token=end) or (1,)
+def _states(group: list[Asked]) -> Tensor:
+    """The hidden states at the ends of the prompts: [lists, 1 or L + 1, hidden size]."""
+    return torch.stack([one.states for one in group if one.states is not None])
+
+
+def _table(beams: Beams) -> Tensor:
+    """What beams have found, as `ListResult.of_table` reads it."""
+    result = table_of(beams.decided)
+    result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
+    head = torch.zeros_like(result[:, :1])
+    head[:, 0, 0], head[:, 0, 1:3] = beams.proven, beams.took
+    return torch.cat((head, result), 1)
 
 
 def _joined(tables: list[Tensor]) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from itemset.masking import Kernels
 from itemset.masking.arena import Arena
-from itemset.masking.batch import Kernels
 from itemset.ranking.beams import Beams
 from itemset.ranking.draft_head import DraftHead
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
-from itemset.masking import arena_plan, cpu_kernels
+from itemset.masking import Kernels, arena_plan, cpu_kernels
 from itemset.masking import batch as form
 from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, Slate, aligned, arena_bytes, room_for
-from itemset.masking.batch import NO_BITS, READY, ROW, Kernels, kernels_for
+from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for
 from itemset.masking.table_copies import Copies, Parts
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
@@ -153,7 +153,7 @@ class Arena:
 
         below: `Resident.below`, where the sets that a view stands on go before it, unless all of them are there.
         Nothing is copied if they are there already. Steps see them after `use`. The copy waits for steps only if they
-        may still read what it overwrites; the host waits as `copies.Staging` says. Raises ItemSetError if the tables
+        may still read what it overwrites; the host waits as `Copies` says. Raises ItemSetError if the tables
         are no trie.
         """
         if below and item_set.base is not None and not self.holds(item_set.digest, number, start):
@@ -163,7 +163,7 @@ class Arena:
             pass
 
     def placing(self, item_set: ItemSet, number: int, start: int) -> Iterator[None]:
-        """Do `place` in pieces of `copies.PIECE` bytes, one each time this is advanced: steps may run in between.
+        """Do `place` in pieces of `table_copies.PIECE` bytes, one each time this is advanced: steps may run in between.
 
         What a view stands on must be there. It ends early, and nothing is there, if something else is placed meanwhile
         where this lies: ask `holds`.

@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from itemset.masking import Kernels
 from itemset.trie.pointers import Pointers
 from itemset.trie.walk import STATE_BITS
 
@@ -37,8 +38,6 @@ NO_BITS = -1
 NARROW_LABELS, NARROW_TARGETS = 1 << 8, 1 << 9  # bits of WIDTHS, above token_bits: 16-bit elements, else 32
 COUNTED = 1 << 10  # another: counted targets
 FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets below the words of `Tables.tail_base`
-
-Kernels = Literal["auto", "numba", "triton"]
 
 
 def kernels_for(room: Literal["masking", "ranking"], device: str, choice: Kernels = "auto") -> ModuleType:

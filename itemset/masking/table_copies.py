@@ -1,7 +1,7 @@
 """Copies of tables to a device that run beside its steps: what waits for what.
 
 A copy waits for steps only if they may still read what it overwrites. A step waits for a copy only if it reads what is
-copied. The host waits for neither, with one exception: see `Staging`.
+copied. The host waits for neither, with one exception: see `Copies`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,6 +21,9 @@ Parts = list[tuple[torch.Tensor, NDArray[Any]]]
 class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
 
+    All is copied through two buffers of pinned memory: only from there do copies run beside the host. While the device
+    reads one, the host fills the other. For a set larger than both it waits until the first is free.
+
     All steps belong to one stream, the current one of each `use`.
 
     streams: a module with Stream, Event, current_stream and stream, as `torch.cuda` has them. Those of `torch.cpu` do
@@ -34,7 +37,10 @@ class Copies:
         made = self._streams.Event()  # the tables are filled with zeros before any copy
         made.record(self._streams.current_stream(device))
         self._stream.wait_event(made)
-        self._staging = Staging(device, self._streams)
+        # Two buffers, each [PIECE] uint8. Made now: pinning memory takes milliseconds, and may wait for the device.
+        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2)]
+        self._free = [self._streams.Event() for _ in range(2)]  # the end of the copies out of each buffer
+        self._at = self._filled = 0
         self._pending: dict[int, Any] = {}  # set -> its copy's end, until that is known to be over
         # The end of all work before step i, at i % _REMEMBERED: of the newest steps.
         self._before = [self._streams.Event() for _ in range(_REMEMBERED)]
@@ -69,7 +75,7 @@ class Copies:
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:
-            yield from self._staging.pieces(target, source, self._stream)
+            yield from self._stage(target, source)
         copied = self._streams.Event()
         copied.record(self._stream)
         self._pending[number] = copied
@@ -87,36 +93,20 @@ class Copies:
         if not over.query():
             self._stream.wait_event(over)
 
-
-class Staging:
-    """Two buffers of pinned memory, through which all is copied: only from there do copies run beside the host.
-
-    While the device reads one, the host fills the other. For a set larger than both it waits until the first is free.
-    """
-
-    def __init__(self, device: torch.device, streams: Any) -> None:
-        self._streams = streams
-        # Each [PIECE] uint8. Made now: pinning memory takes milliseconds, and may wait for the device.
-        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2)]
-        self._free = [streams.Event() for _ in range(2)]  # the end of the copies out of each buffer
-        self._at = self._filled = 0
-
-    def pieces(self, target: torch.Tensor, source: NDArray[Any], stream: Any) -> Iterator[None]:
-        """Copy the bytes of `source` to `target` on this stream. Stops whenever a buffer is full.
-
-        `source` has been read when this ends.
-        """
+    def _stage(self, target: torch.Tensor, source: NDArray[Any]) -> Iterator[None]:
+        """Copy the bytes of `source` to `target`. Stops whenever a buffer is full. `source` has been read when this
+        ends."""
         position = 0
         while position < len(source):
             if self._filled == PIECE:
                 yield
-                self._free[self._at].record(stream)
+                self._free[self._at].record(self._stream)
                 self._at, self._filled = 1 - self._at, 0
                 self._free[self._at].synchronize()
             size = min(PIECE - self._filled, len(source) - position)
             piece = self._buffers[self._at][self._filled : self._filled + size]
             np.copyto(piece.numpy(), source[position : position + size])
-            with self._streams.stream(stream):
+            with self._streams.stream(self._stream):
                 target[position : position + size].copy_(piece, non_blocking=True)
             position += size
             self._filled += size

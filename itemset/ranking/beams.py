@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from itemset.masking import Kernels
 from itemset.masking.arena import Arena
-from itemset.masking.batch import Kernels, kernels_for
+from itemset.masking.batch import kernels_for
 from itemset.ranking import beam_state as form
 from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, Rules, score_of
 from itemset.ranking.search import check_positive
@@ -215,8 +216,9 @@ class Beams:
 
         logits: [lists * R, queries, vocabulary], of any floating dtype, on the arena's device, a stride of 1 in the
         last dimension; R is at least `rows`, those that stand first in each list, and 1 at first. They are not changed.
-        columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless renormalised, what
-        `log_sums` says of all tokens. Raises ValueError for another shape, or if no pass is left.
+        columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless scores are
+        renormalised or the logits normalised, what `log_sums` says of all tokens. Raises ValueError for another shape,
+        or if no pass is left.
         """
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
@@ -310,10 +312,10 @@ class Beams:
 
     def _sums(self, now: Pass) -> Tensor:
         """The logarithm of what divides each row's exponentials: [lists, R, queries] float32."""
-        if now.columns is not None and not self._renormalised:
-            raise ValueError("columns without sums: the logits are not those of all tokens")
         if self._normalised and not self._renormalised:
             return torch.zeros(now.logits.shape[:3], device=now.logits.device)
+        if now.columns is not None and not self._renormalised:
+            raise ValueError("columns without sums: the logits are not those of all tokens")
         sums: Tensor = (self._kernels.legal_sums if self._renormalised else self._kernels.log_sums)(now)
         return sums
 

@@ -17,7 +17,7 @@ from itemset.masking.cpu_kernels import row_at
 from itemset.ranking import beam_state as form
 from itemset.ranking.beam_state import NOTHING, SCORE, STATE, Items, Pass, Rows
 from itemset.ranking.cpu_log_sum import as_float, log_sum, ordered
-from itemset.ranking.races import NOBODY, TOKEN, gap, log_exponential, log_left, log_of_sum, mixed
+from itemset.ranking.races import TOKEN, clock_after, log_exponential, mixed, time_outside
 from itemset.trie import walk
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import first_edge, label, pointers_at
@@ -155,7 +155,7 @@ def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums,
                         total += math.exp(share)
                         nearest = min(nearest, log_exponential(mixed(key, TOKEN + token)) - share)
             if power and steps < 0:
-                ends[form.EARLIEST, one, beam] = min(nearest, _nobody(key, total))
+                ends[form.EARLIEST, one, beam] = min(nearest, time_outside(key, total))
             for column in range(steps):
                 token = tokens[one, beam, taken + column] if column < tail else end_token
                 cost = _logit(logits, at + column * strides[2], token, columns) - sums[one, beam, column]
@@ -163,11 +163,11 @@ def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums,
                     after, share = mixed(key, TOKEN + token), power * cost
                     time = log_exponential(after) - share if share > -math.inf else math.inf
                     if column:
-                        here = min(time, _nobody(key, math.exp(share)))
+                        here = min(time, time_outside(key, math.exp(share)))
                     else:
-                        here = min(time, nearest, _nobody(key, total + math.exp(share)))
+                        here = min(time, nearest, time_outside(key, total + math.exp(share)))
                         ends[form.EARLIEST, one, beam] = here
-                    clock, key = _clock(clock, time, here, power * log), after
+                    clock, key = clock_after(clock, time, here, power * log), after
                 log += cost
             if steps >= 0 and (-clock if power else log) > -math.inf:
                 ends[form.END_SCORE, one, beam], ends[form.END_LOG, one, beam] = -clock if power else log, log
@@ -193,7 +193,7 @@ def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items
                     if not share > -math.inf:
                         continue
                     time = log_exponential(mixed(random, TOKEN + token)) - share
-                    score = -_clock(-score_here, time, ends[form.EARLIEST, one, beam], mass)
+                    score = -clock_after(-score_here, time, ends[form.EARLIEST, one, beam], mass)
                 if score > bar:
                     key = np.int64(ordered(np.float32(score).view(np.int32))) << 32 | (_LOW - (edge & _LOW))
                     kind = 0
@@ -274,7 +274,7 @@ def _follow(
             if power:
                 key = mixed(np.uint64(table[form.KEY, one, at]), TOKEN + token)
                 time = log_exponential(key) - power * cost
-                new_scores[one, n] = -_clock(
+                new_scores[one, n] = -clock_after(
                     -scores[one, at], time, ends[form.EARLIEST, one, at], power * logs[one, at]
                 )
                 new[form.KEY, one, n] = np.int64(key)
@@ -324,18 +324,6 @@ def _merge(
 @compiled
 def _logit(logits, at, token, columns):
     return np.float64(as_float(logits[at + columns[token]])) if token < len(columns) else -np.inf
-
-
-@compiled
-def _nobody(key, total):
-    """The time of what lies outside the set, which has what a total of shares leaves."""
-    return log_exponential(mixed(key, NOBODY)) - log_left(total)
-
-
-@compiled
-def _clock(clock, time, earliest, mass):
-    """When what has such a time rings, after a prefix of such a mass that rings at `clock`."""
-    return log_of_sum(clock, gap(time, earliest) - mass) if time < math.inf else math.inf
 
 
 @compiled

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.masking import Kernels
 from itemset.masking.arena import Arena
-from itemset.masking.batch import Kernels
 from itemset.ranking.beams import Beams
 from itemset.text import TokenizerId
 from itemset.trie.levels import LevelPlan
@@ -36,7 +36,7 @@ TRAIN_AGAIN = "train the head with this model, as examples/nezha.py does"
 class DraftHead(nn.Module):
     """Drafts the tokens of items from the hidden states of one pass.
 
-    levels: tokens that it drafts, the L above.
+    levels: tokens that it drafts, the L above. row_size: numbers that a beam has at once.
     codes: per level, the token ids that may stand there: ascending, int64 [T_l]. All others have probability zero.
     placeholders: the L token ids that stand after a prompt.
     hidden_size, vocab_size: of the model.
@@ -70,11 +70,7 @@ class DraftHead(nn.Module):
                     f"{name} has a level without codes, or {what} outside the vocabulary of {vocab_size:,} tokens: "
                     "give the token ids of the model's own tokenizer"
                 )
-        self.levels, self.width_of_logits = len(rows), 1 + max(int(row[-1]) for row in rows)
-        # Mostly a level's codes are neighbours, and a copy to a slice takes a part of the time of one to many places.
-        self._slices = [
-            slice(int(row[0]), int(row[-1]) + 1) if int(row[-1]) - int(row[0]) < len(row) else None for row in rows
-        ]
+        self.levels, self.row_size = len(rows), max(hidden_size, 1 + max(map(len, rows)))
         for level, row in enumerate(rows):
             self.register_buffer(f"codes_{level}", row)
         # The last level's token is followed by nothing: no embedding and no transition of it.
@@ -168,7 +164,6 @@ class DraftHead(nn.Module):
         )  # fmt: skip
         hidden = hidden.to(next(self.parameters()).dtype)
         states = hidden[:, :1]
-        table: Tensor | None = None
         for level, codes in enumerate(self.codes):
             if not beams.passes_left:
                 break
@@ -178,17 +173,10 @@ class DraftHead(nn.Module):
                 before = states.gather(1, parents).flatten(0, 1)
                 states = self.advance(level - 1, before, chosen.flatten()).unflatten(0, chosen.shape)
             found = self.log_probs(level, hidden[:, level + 1, None], states).flatten(0, 1)
-            if table is None or len(table) < len(found):
-                table = found.new_full((len(found), 1, self.width_of_logits), -torch.inf)
-            rows = table[: len(found)]
-            if (part := self._slices[level]) is not None:
-                rows[:, 0, part].copy_(found)
-                beams.round(rows)
-                rows[:, 0, part].fill_(-torch.inf)
-            else:
-                rows.index_copy_(2, codes, found[:, None])
-                beams.round(rows)
-                rows.index_fill_(2, codes, -torch.inf)
+            # All other tokens have a column, too, the last one.
+            columns = torch.full((self.vocab_size,), len(codes), dtype=torch.int32, device=codes.device)
+            columns.index_copy_(0, codes, torch.arange(len(codes), dtype=torch.int32, device=codes.device))
+            beams.round(pad(found, (0, 1), value=-torch.inf)[:, None], columns=columns)
         return beams
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,43 +20,10 @@ from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError
 from itemset.ranking.races import mixed, uniform
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
-from itemset.ranking.search import Rounds, check_positive
+from itemset.ranking.search import Found, Item, Rounds, check_positive
 
 
-class Resampled(NamedTuple):
-    """An item: its tokens without the end token, its log-probability over the whole vocabulary, and its weight.
-
-    accepted: whether it was accepted, else it was taken from a pool. tried: candidates that were sampled, the pool's
-    included.
-    """
-
-    tokens: tuple[int, ...]
-    score: float
-    weight: float
-    accepted: bool
-    tried: int
-
-
-class Samples(NamedTuple):
-    """What was drawn, in order. passes: forward passes that all of it took, and their rounds."""
-
-    items: list[Resampled]
-    passes: int
-    rounds: int
-
-    def of_item(self, i: int) -> dict[str, Any]:
-        """What an answer says of the item alone."""
-        item = self.items[i]
-        of_draw = {"weight": item.weight, "accepted": item.accepted, "candidates": item.tried}
-        return {"draw": i + 1, "logprob": item.score, "exact": False, **of_draw}
-
-    @property
-    def took(self) -> dict[str, Any]:
-        """What it says of all that was drawn with it."""
-        return {"passes": self.passes, "rounds": self.rounds}
-
-
-class Importance(Rounds[Samples]):
+class Importance(Rounds):
     """Draws of items by importance. Score `passes`, give the answers to `take`, until there are none; then read
     `result`. All draws share the passes; a round scores what each waits for."""
 
@@ -82,21 +48,26 @@ class Importance(Rounds[Samples]):
         self._draws = [_Draw(key, candidates) for key in np.random.SeedSequence(seed).generate_state(n, np.uint64)]
 
     @property
-    def result(self) -> Samples:
-        """What was drawn. Raises CutOffError if the passes ended before the draws did. An item is missing if the pool
-        of its draw had a weight of zero."""
+    def result(self) -> Found:
+        """What was drawn, in order. Raises CutOffError if the passes ended before the draws did. An item is missing if
+        the pool of its draw had a weight of zero.
+
+        Of each item an answer says its weight, whether it was accepted, else it was taken from a pool, and how many
+        candidates were sampled, the pool's included.
+        """
         if not all(draw.over for draw in self._draws):
             raise CutOffError(f"the draws need more than {self._taken} passes")
-        drawn = [draw for draw in self._draws if draw.node >= 0]
-        items = self.tree.items(self.tree.nodes[np.array([draw.node for draw in drawn], np.int64)])
-        pairs = zip(items, drawn, strict=True)
-        found = [Resampled(*item, math.exp(of.weight), of.accepted, of.number) for item, of in pairs]
-        return Samples(found, self._taken, self._rounds)
+        drawn = [(draw, one) for draw in self._draws if (one := draw.taken) is not None]
+        items = self.tree.items(self.tree.nodes[np.array([one.node for _, one in drawn], np.int64)])
+        about = [
+            {"exact": False, "weight": math.exp(one.weight), "accepted": draw.accepted, "candidates": draw.number}
+            for draw, one in drawn
+        ]
+        found = [Item(*item, of_draw) for item, of_draw in zip(items, about, strict=True)]
+        return Found(found, self._taken, self._rounds)
 
     def _next_nodes(self) -> list[int]:
-        nodes = list(dict.fromkeys(node for draw in self._draws for node in draw.run(self._walk)))
-        left = len(nodes) if self._max_passes is None else self._max_passes - self._taken
-        return nodes[: max(0, left)]
+        return list(dict.fromkeys(node for draw in self._draws for node in draw.run(self._walk)))
 
     def _walk(self, one: _Candidate) -> int:
         """Sample on inside the set, to an item, an unscored prefix, or a scored one without children; return the
@@ -124,15 +95,15 @@ class _Candidate:
 
 @dataclass
 class _Draw:
-    """One draw. number: candidates that were begun; the last `limit` of twice as many are the pool."""
+    """One draw. number: candidates that were begun; the last `limit` of twice as many are the pool. taken: the one that
+    was accepted, or else taken from the pool."""
 
     key: np.uint64
     limit: int
     number: int = 0
     under_way: list[_Candidate] = field(default_factory=list)
     over: bool = False
-    node: int = -1
-    weight: float = -math.inf
+    taken: _Candidate | None = None
     accepted: bool = False
 
     def run(self, walk: Callable[[_Candidate], int]) -> list[int]:
@@ -150,17 +121,12 @@ class _Draw:
         return []
 
     def _judge(self, items: list[_Candidate]) -> None:
-        if self.number <= self.limit:
-            if items and uniform(items[0].key, items[0].used) < math.exp(items[0].weight):
-                self._end(items[0], accepted=True)
-            return
-        self.over = True
-        if items:
+        self.over = self.number > self.limit
+        if self.over and items:
             shares, _ = _shares_of(np.array([one.weight for one in items]))
-            self._end(items[_choose(shares, self.key, 0)], accepted=False)
-
-    def _end(self, one: _Candidate, *, accepted: bool) -> None:
-        self.over, self.node, self.weight, self.accepted = True, one.node, one.weight, accepted
+            self.taken = items[_choose(shares, self.key, 0)]
+        elif items and uniform(items[0].key, items[0].used) < math.exp(items[0].weight):
+            self.over, self.taken, self.accepted = True, items[0], True
 
 
 def _shares_of(masses: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:

@@ -100,10 +100,10 @@ def _run(nodes, expansions, runs, heap, size, known_only):
             clock, mass, window = top.clock, nodes[node].mass, np.int32(1)
             first = expansions[which].run
             for run in runs[first : first + expansions[which].length]:
-                nobody = log_exponential(mixed(key, NOBODY)) - log_left(math.exp(run.mass))
+                outside = time_outside(key, math.exp(run.mass))
                 key = mixed(key, TOKEN + run.token)
                 time = log_exponential(key) - run.mass
-                clock = log_of_sum(clock, gap(time, min(time, nobody)) - mass)
+                clock = clock_after(clock, time, min(time, outside), mass)
                 mass += run.mass
         heap, size = _let_in(nodes, expansions[which], heap, size, node, clock, key, window)
     return heap, size, False
@@ -116,7 +116,7 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):
     total = 0.0
     for i in range(begin, begin + count):
         total += math.exp(nodes[i].mass - mass)
-    earliest = log_exponential(mixed(key, NOBODY)) - log_left(total)
+    earliest = time_outside(key, total)
     times, keys = np.empty(count), np.empty(count, np.uint64)
     for i in range(count):
         keys[i] = mixed(key, TOKEN + nodes[begin + i].token)
@@ -199,9 +199,16 @@ def log_exponential(bits):
 
 
 @compiled
-def log_left(total):
-    """Return the logarithm of 1 - total, where rounding may have brought the total above 1."""
-    return math.log1p(-total) if total < 1 else -math.inf
+def time_outside(key, total):
+    """Return the time of what lies outside the set, which has what a total of shares leaves: 1 or, by a rounding, more
+    leaves nothing."""
+    return log_exponential(mixed(key, NOBODY)) - (math.log1p(-total) if total < 1 else -math.inf)
+
+
+@compiled
+def clock_after(clock, time, earliest, mass):
+    """Return when what has such a time rings, after a prefix of such a mass that rings at `clock`."""
+    return log_of_sum(clock, gap(time, earliest) - mass) if time < math.inf else math.inf
 
 
 @compiled

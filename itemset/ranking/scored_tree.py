@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
+from itemset.masking.cpu_kernels import children_from
 from itemset.trie.jit import compiled
 from itemset.trie.pointers import first_edge, label
-from itemset.trie.walk import END, TAIL, follow, is_alive, is_terminal, tail_entry
+from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal, tail_token
 
 
 class Pass(NamedTuple):
@@ -78,25 +79,13 @@ class _Growing:
 class _Scored(NamedTuple):
     """Prefixes that passes score, one of each: arrays of all are faster than an object each.
 
-    places: int64, ascending, which pass each is of. ones: how each would be asked for alone. edges: int32, to the
-    children of all, side by side; of each the last may be SELF. counts: how many. guesses: int32, the edge by which the
-    path goes on, or -1.
+    ones: how each is asked for. edges: int32, to the children of all, side by side; of each the last may be SELF.
+    counts: how many.
     """
 
-    places: NDArray[np.int64]
     ones: list[Pass]
     edges: NDArray[np.int32]
     counts: NDArray[np.int64]
-    guesses: NDArray[np.int32]
-
-    def of(self, places: NDArray[np.int64]) -> _Scored:
-        """Return those of some of the passes."""
-        chosen = np.isin(self.places, places)
-        if chosen.all():
-            return self
-        ones = [one for one, is_chosen in zip(self.ones, chosen.tolist(), strict=True) if is_chosen]
-        edges = self.edges[np.repeat(chosen, self.counts)]
-        return _Scored(self.places[chosen], ones, edges, self.counts[chosen], self.guesses[chosen])
 
 
 class ScoredTree:
@@ -127,8 +116,8 @@ class ScoredTree:
         self._nodes = _Growing(np.array([(0.0, SELF, 0, -1, UNSCORED)], NODE))
         self._expansions, self._runs = _Growing(np.zeros(1, EXPANSION)), _Growing(np.zeros(0, RUN))
         self._prefixes: list[tuple[int, ...]] = [()]  # the tokens of each expansion
-        self._asked = np.zeros(0, np.int64)  # the node of each pass
-        self._scored: list[_Scored] = []  # the prefixes of their paths: the first of each, the second, ...
+        self._asked: NDArray[np.int64]  # the node of each pass
+        self._scored: _Scored
 
     @property
     def nodes(self) -> NDArray[Any]:
@@ -142,45 +131,44 @@ class ScoredTree:
 
     def ask(self, nodes: Sequence[int] | NDArray[np.int64]) -> list[Pass]:
         """Return the passes that score these nodes, prefixes that are not scored."""
-        self._asked, self._scored = np.array(nodes, np.int64), []
+        self._begin(np.array(nodes, np.int64))
         self.nodes["expansion"][self._asked] = PENDING
-        edges, places = self.nodes["edge"][self._asked], np.arange(len(self._asked))
-        prefixes = [self._prefixes[parent] for parent in self.nodes["parent"][self._asked].tolist()]
-        while len(places):
-            states, runs = self._read(edges, self._forced)
-            counts, flat, sizes, after = _children(self._tables.pointers, states, self._end)
-            guesses = np.full(len(states), -1, np.int32)
-            if self._paths:
-                _guess(self._tables.pointers, flat, counts, guesses)
-            columns = zip(prefixes, runs, edges.tolist(), np.split(after, np.cumsum(sizes)), strict=False)
-            ones = [Pass(prefix + run, len(prefix) + (edge >= 0), own) for prefix, run, edge, own in columns]
-            self._scored.append(_Scored(places, ones, flat, counts, guesses))
+        passes, scored, places = list(self._scored.ones), self._scored, np.arange(len(self._asked))
+        while self._paths and len(places):
+            guesses = _guesses(self._tables.pointers, scored.edges, scored.counts)
             going = np.flatnonzero(guesses >= 0)
-            places, edges, prefixes = places[going], guesses[going], [ones[i].tokens for i in going.tolist()]
-        passes = list(self._scored[0].ones) if self._scored else []
-        then: dict[int, list[Pass]] = {}
-        for scored in self._scored[1:]:
-            for place, one in zip(scored.places.tolist(), scored.ones, strict=True):
-                then.setdefault(place, []).append(one)
-        for place, more in then.items():
-            passes[place] = passes[place]._replace(then=tuple(more))
+            scored = self._read_prefixes(guesses[going], [scored.ones[i].tokens for i in going.tolist()])
+            places = places[going]
+            for place, one in zip(places.tolist(), scored.ones, strict=True):
+                passes[place] = passes[place]._replace(then=(*passes[place].then, one))
         return passes
 
     def take(self, answers: Sequence[Answers], above: float = -np.inf) -> None:
         """Take the answers to the passes of `ask`, one each. above: omit children whose mass is not."""
-        counts = [len(one) if isinstance(one, list) else 1 for one, _ in zip(answers, self._asked, strict=True)]
-        nodes, places, answered = self._asked, np.arange(len(self._asked)), np.array(counts)
-        for depth, scored in enumerate(self._scored):
-            scored = scored.of(places)
-            own = [one[depth] if isinstance(one, list) else one for one in map(answers.__getitem__, places.tolist())]
-            new = self._expand(nodes, scored, own, above)
-            going = (scored.guesses >= 0) & (answered[places] > depth + 1)
-            guessed = new + np.flatnonzero(np.isin(self.nodes["edge"][new:], scored.guesses[going]))
-            if not len(guessed):
-                break
-            node_of = dict(zip(self.nodes["edge"][guessed].tolist(), guessed.tolist(), strict=True))
-            going &= np.isin(scored.guesses, list(node_of))
-            places, nodes = places[going], np.array([node_of[edge] for edge in scored.guesses[going].tolist()])
+        scored, further = self._scored, [one[1:] if isinstance(one, list) else [] for one in answers]
+        own = [one[0] if isinstance(one, list) else one for one in answers]
+        first = self._expand(self._asked, scored, own, above)
+        if not any(further):
+            return
+        guesses = _guesses(self._tables.pointers, scored.edges, scored.counts).tolist()
+        of_edge = {edge: more for edge, more in zip(guesses, further, strict=True) if more}
+        new = enumerate(self.nodes["edge"][first:].tolist(), first)
+        if guessed := {node: of_edge[edge] for node, edge in new if edge in of_edge}:
+            self._begin(np.array(list(guessed), np.int64))
+            self.take(list(guessed.values()), above)
+
+    def _begin(self, nodes: NDArray[np.int64]) -> None:
+        """Note that the next answers are for these nodes."""
+        before = [self._prefixes[parent] for parent in self.nodes["parent"][nodes].tolist()]
+        self._asked, self._scored = nodes, self._read_prefixes(self.nodes["edge"][nodes], before)
+
+    def _read_prefixes(self, edges: NDArray[np.int32], before: list[tuple[int, ...]]) -> _Scored:
+        """Return the prefixes after some edges, each with the tokens that are certain. before: the tokens before."""
+        states, runs = self._read(edges, self._forced)
+        counts, children, sizes, after = _children(self._tables.pointers, states, self._end)
+        columns = zip(before, runs, edges.tolist(), np.split(after, np.cumsum(sizes)), strict=False)
+        ones = [Pass(prefix + run, len(prefix) + (edge >= 0), own) for prefix, run, edge, own in columns]
+        return _Scored(ones, children, counts)
 
     def keep(self, first: int, nodes: NDArray[np.int64]) -> None:
         """Omit the nodes from `first` on but for these, which now stand there in this order."""
@@ -248,12 +236,11 @@ def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
     states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
     tokens, size = np.empty(8 * len(edges) + 8, np.int64), 0
     for i in range(len(edges)):
-        first, edge, state = size, np.int64(edges[i]), np.int64(0)
-        token = label(tables, edge) if edge >= 0 else np.int64(-1)
+        first, edge = size, np.int64(edges[i])
         if edge >= 0:
-            state = follow(tables, edge)
+            token, state = label(tables, edge), follow(tables, edge)
         else:
-            token, state = _certain(tables, state, forced)
+            token, state = _certain(tables, np.int64(0), forced)
         while token >= 0:
             if size == len(tokens):
                 tokens = np.concatenate((tokens, np.empty_like(tokens)))
@@ -268,21 +255,12 @@ def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
 def _certain(tables, state, forced):  # type: ignore[no-untyped-def]
     """Return the token that is certain to follow, or -1, and the state after it."""
     if state >= TAIL:
-        entry = tail_entry(tables, state - TAIL)
-        if entry < 0:
-            return np.int64(-1), np.int64(END)
-        return entry & ((np.int64(1) << tables.token_bits) - 1), np.int64(
-            END if entry >> tables.token_bits else state + 1
-        )
+        token = tail_token(tables, state)
+        return token, advance(tables, state, token) if token >= 0 else np.int64(END)
     if not forced or state >= tables.nodes or is_terminal(tables, state):
         return np.int64(-1), state
-    only = np.int64(-1)
-    for edge in range(first_edge(tables, state), first_edge(tables, state + 1)):
-        if is_alive(tables, edge):
-            if only >= 0:
-                return np.int64(-1), state
-            only = np.int64(edge)
-    return (label(tables, only), follow(tables, only)) if only >= 0 else (np.int64(-1), state)
+    only, count = children_from(tables, state)
+    return (label(tables, only), follow(tables, only)) if count == 1 else (np.int64(-1), state)
 
 
 @compiled
@@ -331,10 +309,10 @@ def _add_children(tables, numbers, expansions, masses, edges, counts, above, rul
 
 
 @compiled
-def _guess(tables, edges, counts, guesses):  # type: ignore[no-untyped-def]
-    """Fill in the edge by which each path goes on: to the child with most children, a tail counting as one. It stays -1
-    if that has too small a share of them."""
-    first = 0
+def _guesses(tables, edges, counts):  # type: ignore[no-untyped-def]
+    """Return the edge by which each path goes on: to the child with most children, a tail counting as one; -1 if that
+    has too small a share of them."""
+    first, guesses = 0, np.full(len(counts), -1, np.int32)
     for i in range(len(guesses)):
         most, total = np.int64(0), np.int64(0)
         for edge in edges[first : first + counts[i]]:
@@ -349,3 +327,4 @@ def _guess(tables, edges, counts, guesses):  # type: ignore[no-untyped-def]
         if most < LIKELY * total:
             guesses[i] = -1
         first += counts[i]
+    return guesses

@@ -4,11 +4,12 @@ An item's score is the sum of its tokens' log-probabilities over the whole vocab
 Algorithm 1), with its end token's. Whoever runs the model, runs the rounds.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,49 +20,42 @@ from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answers, Pas
 _PROOF_SHARE = 8  # a round of a proof takes one pass for each eight before it
 
 
-class Ranked(NamedTuple):
-    """An item, its tokens without the end token, and its score."""
+class Item(NamedTuple):
+    """An item that was found: its tokens without the end token, and its log-probability, with its end token's if that
+    is scored. about: what an answer says of it besides."""
 
     tokens: tuple[int, ...]
     score: float
+    about: Mapping[str, Any] = MappingProxyType({})
 
 
-class Best(NamedTuple):
-    """The result of a search, best first: fewer items than `k` if the set has fewer, and none twice.
+class Found(NamedTuple):
+    """The result of rounds: a list, best first, without an item twice, or draws in their order. passes, rounds: what it
+    took.
 
-    proven: whether no other item of the set can score higher than the last of them. passes, rounds: what it took.
+    proven: of a list, whether no other item of the set can score higher than its last one; None for draws.
+    open: the most that items of unscored prefixes may have of the distribution, if draws are approximate; else 0.
     """
 
-    items: list[Ranked]
-    proven: bool
+    items: list[Item]
     passes: int
     rounds: int
+    proven: bool | None = None
+    open: float = 0.0
 
     def of_item(self, i: int) -> dict[str, Any]:
         """Return an answer's fields for one item."""
-        return {"rank": i + 1, "score": self.items[i].score}
+        item, (place, score) = self.items[i], ("draw", "logprob") if self.proven is None else ("rank", "score")
+        return {place: i + 1, score: item.score, **item.about}
 
     @property
     def took(self) -> dict[str, Any]:
-        """An answer's fields for the whole list."""
-        return {"proven": self.proven, "passes": self.passes, "rounds": self.rounds}
+        """An answer's fields for all of them."""
+        proven = {} if self.proven is None else {"proven": self.proven}
+        return {**proven, "passes": self.passes, "rounds": self.rounds, **({"open": self.open} if self.open else {})}
 
 
-class Found(Protocol):
-    """The result of rounds, whose items have `tokens` and a `score`, and an answer's fields for it: see `Best`."""
-
-    @property
-    def items(self) -> Sequence[Any]: ...
-    @property
-    def took(self) -> dict[str, Any]: ...
-    def of_item(self, i: int) -> dict[str, Any]: ...
-
-
-FoundT = TypeVar("FoundT", bound=Found)
-FoundT_co = TypeVar("FoundT_co", bound=Found, covariant=True)
-
-
-class Rounds(ABC, Generic[FoundT_co]):
+class Rounds(ABC):
     """A search of a tree by rounds of passes. Score `passes`, give the answers to `take`, until there are none; then
     read `result`."""
 
@@ -83,17 +77,22 @@ class Rounds(ABC, Generic[FoundT_co]):
         self.tree.take(answers, self._bar)
         self._passes = self._ask()
 
+    @property
+    def _left(self) -> int:
+        """How many passes may still be taken."""
+        return sys.maxsize if self._max_passes is None else max(0, self._max_passes - self._taken)
+
     def _ask(self) -> list[Pass]:
-        nodes = self._next_nodes()
+        nodes = self._next_nodes()[: self._left]
         return self.tree.ask(nodes) if len(nodes) else []
 
     @property
     @abstractmethod
-    def result(self) -> FoundT_co: ...
+    def result(self) -> Found: ...
 
     @abstractmethod
     def _next_nodes(self) -> Sequence[int] | NDArray[np.int64]:
-        """Return the nodes to score in the next round; none at the end."""
+        """Return the nodes to score in the next round, as many as may be; none at the end."""
 
 
 def check_positive(**numbers: int | None) -> None:
@@ -120,7 +119,7 @@ def described(
     ]
 
 
-class Search(Rounds[Best]):
+class Search(Rounds):
     """The search for the `k` best items.
 
     A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
@@ -159,11 +158,11 @@ class Search(Rounds[Best]):
         self._pruned = -np.inf  # the best mass of what is pruned for good
 
     @property
-    def result(self) -> Best:
+    def result(self) -> Found:
         """The result so far."""
-        items = ordered([Ranked(*item) for item in self.tree.items(self._best)])
+        items = ordered(self.tree.items(self._best))
         left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
-        return Best(items, bool(left <= self._bar), self._taken, self._rounds)
+        return Found(items, self._taken, self._rounds, proven=bool(left <= self._bar))
 
     def _next_nodes(self) -> NDArray[np.int64]:
         self._rank_items()
@@ -207,14 +206,64 @@ class Search(Rounds[Best]):
     def _budget(self) -> int:
         """Return how many passes the next round may have."""
         # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
-        most = self._width if self._beam else max(self._width, self._taken // _PROOF_SHARE)
-        limits = (self._max_passes, None if self._beam else self._proof_passes)
-        return max(0, min([most, *(limit - self._taken for limit in limits if limit is not None)]))
+        if self._beam:
+            return min(self._width, self._left)
+        most = min(max(self._width, self._taken // _PROOF_SHARE), self._left)
+        return most if self._proof_passes is None else max(0, min(most, self._proof_passes - self._taken))
 
 
-def ordered(items: list[Ranked]) -> list[Ranked]:
-    """Return them best first; equal scores are ordered by tokens."""
-    return sorted(items, key=lambda one: (-one.score, one.tokens))
+class TokenScores(Rounds):
+    """log p and log q of each token of items that are known already, such as those of a list, in one round of passes: a
+    list's search has the sums alone, and a trainer needs each token's. Prefixes that items share are scored once.
+
+    Its `result` is itself.
+
+    items: of each item log p and log q, of its end token too, [tokens + 1] floats each, once the round is taken.
+    """
+
+    def __init__(self, item_set: ItemSet, items: Sequence[Sequence[int]], end_token: int) -> None:
+        """items: without their end tokens. Raises ItemSetError for one that is no item's beginning."""
+        self._items, self._end, self.items = items, end_token, list[tuple[list[float], list[float]]]()
+        self._of_prefix: dict[tuple[int, ...], Pass] = {}
+        for item in items:
+            known = 0
+            for i in range(len(item) + 1):
+                prefix = tuple(item[:i])
+                if prefix not in self._of_prefix:
+                    tokens, ends = item_set.children(prefix)
+                    after = np.append(tokens, [end_token] * bool(ends)).astype(np.int64)
+                    if len(after) == 1 and i < len(item):
+                        continue  # certain: the next pass scores it with the tokens before its own
+                    self._of_prefix[prefix] = Pass(prefix, known, after)
+                known = i + 1
+        self._passes = list(self._of_prefix.values())
+
+    def take(self, answers: Sequence[Answers]) -> None:
+        of_prefix = dict(zip(self._of_prefix, answers, strict=True))
+        for item in self._items:
+            log_p, log_q, row = list[float](), list[float](), (*item, self._end)
+            for i, token in enumerate(row):
+                if (one := self._of_prefix.get(row[:i])) is None:
+                    continue
+                run, after = of_prefix[row[:i]]
+                log_p += map(float, run)
+                log_q += [0.0] * len(run)
+                log_p.append(float(after[int(np.flatnonzero(one.after == token)[0])]))
+                log_q.append(log_p[-1] - float(np.logaddexp.reduce(np.asarray(after, np.float64))))
+            self.items.append((log_p, log_q))
+        self._passes = []
+
+    @property
+    def result(self) -> Any:
+        return self
+
+    def _next_nodes(self) -> Any:
+        return ()
+
+
+def ordered(items: Iterable[tuple[tuple[int, ...], float]]) -> list[Item]:
+    """Return items, given as tokens and score, best first; equal scores are ordered by tokens."""
+    return sorted((Item(*item) for item in items), key=lambda one: (-one.score, one.tokens))
 
 
 def _largest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:

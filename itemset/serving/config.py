@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from itemset import published
 from itemset.errors import ItemSetError
-from itemset.masking.batch import Kernels
+from itemset.masking import Kernels
 from itemset.storage import is_uri
 
 BACKEND = "static"

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from itemset.item_set import ItemSet
-from itemset.ranking.exact_sampling import CutOffError, Draw, Drawing, Draws
+from itemset.ranking.exact_sampling import CutOffError, Drawing
 from itemset.ranking.importance import Importance
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.search import Best, Found, FoundT, Ranked, Rounds, Search, described, ordered
+from itemset.ranking.search import Found, Item, Rounds, Search, described, ordered
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 def search_for(
     item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words
-) -> Rounds[Found]:
+) -> Rounds:
     """The search for a request's list, or its draws. Raises RefusedError for what passes the server's limits."""
     most, limit = config.ranked_list_passes, config.ranked_list_limit
     reason, width = "beam search", options.width or 1
@@ -68,8 +68,8 @@ def search_for(
 
 
 def run_together(
-    searches: Sequence[Rounds[FoundT]], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]
-) -> list[FoundT]:
+    searches: Sequence[Rounds], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]
+) -> list[Found]:
     """Run searches to their ends, round by round together. Raises RefusedError as `result_of` does.
 
     score: runs passes, each with the index of its search.
@@ -82,7 +82,7 @@ def run_together(
     return [result_of(search) for search in searches]
 
 
-def result_of(search: Rounds[FoundT]) -> FoundT:
+def result_of(search: Rounds) -> Found:
     """The result of a search at its end. Raises RefusedError if draws were cut off, or there is no item."""
     try:
         result = search.result
@@ -160,7 +160,7 @@ class OneRequest:
             return None
         return spec
 
-    def outcome(self, carried: EngineRequest, result: ListResult, search: Any) -> Best | Draws | None:
+    def outcome(self, carried: EngineRequest, result: ListResult, search: Any) -> Found | None:
         """Return what the engine has made; None if rounds must make or end it.
 
         carried: by the request. search: of draws, the `Drawing` that must end them: it takes over those that are
@@ -171,11 +171,11 @@ class OneRequest:
         spec, reference = carried.ranked, carried.item_set.reference
         for graph, passes in zip(GRAPHS, result.graphs, strict=False):
             metrics.LIST_PASSES.labels(graph.lower()).inc(passes)
-        made: Best | Draws | None = None
+        made: Found | None = None
         reason, way = result.reason, "draft head" if spec.placeholders else metrics.ONE_REQUEST
         if reason is None and spec.races:
             decided = {i: items for i, items in enumerate(result.items) if result.proven or len(items) == spec.k}
-            known = {i: [Draw(tokens, score, True) for tokens, score in items] for i, items in decided.items()}
+            known = {i: [Item(*item, {"exact": True}) for item in items] for i, items in decided.items()}
             made = search.begin_with(known, result.passes, result.rounds)
             way = metrics.UNDECIDED if made is None else way
         elif reason is None and any(result.items):
@@ -189,9 +189,9 @@ class OneRequest:
         return made
 
 
-def best_of(result: ListResult) -> Best:
+def best_of(result: ListResult) -> Found:
     """Return the list that an engine has made."""
-    return Best(ordered([Ranked(*item) for item in result.items[0]]), result.proven, result.passes, result.rounds)
+    return Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
 
 
 def _key(reference: str, spec: ListSpec) -> tuple[str, int]:
@@ -244,8 +244,8 @@ class Lists:
         self._thread = ThreadPoolExecutor(1, "ranked-lists")
 
     async def run(
-        self, search: Rounds[FoundT], ask: Callable[[Pass], Awaitable[Any]], read: Callable[[Pass, Any], Answer]
-    ) -> FoundT:
+        self, search: Rounds, ask: Callable[[Pass], Awaitable[Any]], read: Callable[[Pass, Any], Answer]
+    ) -> Found:
         """Run a search to its end. Cancelled, it cancels what it has asked. Raises as `result_of` and `ask` do.
 
         ask: makes the engine's request for a pass. read: what its output says, called on the thread.

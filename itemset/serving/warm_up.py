@@ -51,7 +51,7 @@ def _build(high: int) -> None:
 
 def _rank(item_set: Any) -> None:
     """Make lists and draws, of a model that thinks all tokens alike."""
-    searches: list[Rounds[Any]] = [
+    searches: list[Rounds] = [
         Search(item_set, 2, width=2, end_token=0),
         Search(item_set, 2, width=2, end_token=0, renormalised=True),
         Drawing(item_set, 2, end_token=0, seed=0),

@@ -13,16 +13,16 @@ from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json
 from itemset.embedded.vocabulary import Vocabulary
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON, Constraint
-from itemset.serving.front_end import FrontEndBase, Grammar
+from itemset.serving.constraint import JSON
+from itemset.serving.front_end import FrontEndBase
 from itemset.serving.http_bodies import body, while_connected
 from itemset.serving.list_runner import Lists, OneRequest
 from itemset.serving.lost_fields import refuse_lost
-from itemset.serving.request import wants_candidates
+from itemset.serving.request import ItemRequest, wants_candidates
 from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LOGPROBS, wrong_type
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass
-from sglang_static.request import CONSTRAINT, OTHERS, asked, constraint_of, in_place, wants_list
+from sglang_static.request import OTHERS, asked, in_place, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class FrontEnd(FrontEndBase):
         path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
         logger.info("Grammar backend static, %s. Item sets: %s", path, self.checks.summary())
 
-    async def prepare(self, request: Any, http_request: Any) -> bool:
+    async def judge(self, request: Any, http_request: Any) -> bool:
         """Judge what each prompt of a request says, once: where one has a set, an ItemRequest takes the place of the
         words, at the key item_set of its sampling parameters. Returns whether they are to get ranked lists.
 
@@ -81,14 +81,16 @@ class FrontEnd(FrontEndBase):
             raise RefusedError("beam search", f"{LIST}, or {DRAWS}: true, is for all prompts of a batch or for none")
         with_defaults = [{**self._defaults, **(params or {})} for params in each]
         requests = [asked(params, fields, ranked=ranked) for params in with_defaults]
-        inside = [
-            None if one is not None else await self._constraint(params, fields, http_request)
-            for params, one in zip(with_defaults, requests, strict=True)
-        ]
-        refuse_lost(body().stated, reached=sum(one is not None for one in inside))
-        if ranked and any(inside):
+        for i, one in enumerate(requests):
+            if one is not None and one.constraint is not None:
+                requests[i] = await while_connected(self.prepare(one), http_request)
+                if requests[i] is not None and sum(bool(with_defaults[i].get(name)) for name in OTHERS) > 1:
+                    raise RefusedError("two constraints", f"of {', '.join(OTHERS)} only one can hold: omit the others")
+        inside = sum(one is not None and one.constraint is not None for one in requests)
+        refuse_lost(body().stated, reached=inside)
+        if ranked and inside:
             raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
-        if not any(requests) and not any(inside):
+        if not any(requests):
             return False
         if ranked and None in requests:
             raise RefusedError(
@@ -98,8 +100,8 @@ class FrontEnd(FrontEndBase):
             )
         made: dict[int, Any] = {}  # by the identity of its list, which prompts may share
         judged = []
-        for i, (params, one, constraint) in enumerate(zip(each, requests, inside, strict=True)):
-            if one is None and constraint is None:
+        for i, (params, one) in enumerate(zip(each, requests, strict=True)):
+            if one is None:
                 judged.append(params)
                 continue
             theirs = processors if isinstance(processors, list) else [processors]
@@ -109,33 +111,17 @@ class FrontEnd(FrontEndBase):
                     "custom_logit_processor is not supported with an item set, from which it could lead away: leave it "
                     "out",
                 )
-            if one is None:
-                assert constraint is not None
-                judged.append(in_place(params or {}, constraint))
-                continue
             if one.weighed and not ranked:
                 self._check_weighed(one.weighed, request, i, params or {})
-            if (texts := one.choice) is not None and id(texts) in made:
-                one = replace(one, choice=made[id(texts)])
-            elif texts is not None or one.chooses:
-                one = await while_connected(self.checks.prepare(one), http_request)
-                made[id(texts)] = one.choice
-            judged.append(in_place(params or {}, self.checks.pinned(one)))
+            if one.choice is not None and one.made is None:
+                one = replace(one, made=made.get(id(one.choice)))
+            waits = one.chooses or (one.choice is not None and one.made is None)
+            pinned = await while_connected(self.prepare(one), http_request) if waits else self.pinned(one)
+            assert pinned is not None
+            made[id(one.choice)] = pinned.made
+            judged.append(in_place(params or {}, pinned))
         request.sampling_params = judged if isinstance(given, list) else judged[0]
         return ranked
-
-    async def _constraint(
-        self, params: Mapping[str, Any], fields: Mapping[str, Any], http_request: Any
-    ) -> Constraint | None:
-        """The constraint with item sets in it that a prompt has. Raises as `Constraints.prepare` does."""
-        if isinstance(before := params.get(CONSTRAINT), Constraint):  # the same request comes again
-            return before
-        if (given := constraint_of(params, fields)) is None:
-            return None
-        made = await while_connected(self.constraints.prepare(*given), http_request)
-        if made is not None and sum(bool(params.get(name)) for name in OTHERS) > 1:
-            raise RefusedError("two constraints", f"of {', '.join(OTHERS)} only one can hold: omit the others")
-        return made
 
     def _check_weighed(self, weighed: str, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
         """Raises RefusedError where the answers to one of a request's prompts can have no weights."""
@@ -146,20 +132,18 @@ class FrontEnd(FrontEndBase):
         reason = "with speculation" if self._speculates and weighed == LOGPROBS else self._why_no_weights
         self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 
-    def attach(self, grammar: Grammar, request: Any, params: Any, prompt_tokens: int) -> None:
-        """Make a request's `SamplingParams` carry its grammar to the scheduler, and note what is expected of its
-        answers. request: a GenerateReqInput.
+    def attach(self, asked: ItemRequest, request: Any, params: Any, prompt_tokens: int) -> None:
+        """Make a request's `SamplingParams` carry to the scheduler what is asked, which is `pinned`, and note what is
+        expected of its answers. request: a GenerateReqInput.
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        stops, weighed = set(params.stop_token_ids or ()), getattr(request, legal_mass.ASKED, "")
-        least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
-        ends, most = stops | self._ends, params.max_new_tokens
-        carried = self.engine_request(grammar, stop_tokens=ends, max_tokens=most, weighed=weighed, **least)
+        stops, least = set(params.stop_token_ids or ()), {"prompt_tokens": prompt_tokens}
+        ends, least["min_tokens"] = stops | self._ends, params.min_new_tokens
+        carried = self.engine_request(asked, stop_tokens=ends, max_tokens=params.max_new_tokens, **least)
         if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
         content = compat.content_after_reasoning(self._tokenizer, request)
-        expected = self.expected(grammar, frozenset(stops | self._all_ends), content, weighed=weighed)
-        setattr(request, answers.EXPECTED, expected)
-        setattr(request, answers.CALLED, grammar if isinstance(grammar, str) else None)
+        setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
+        setattr(request, answers.CALLED, carried.reference or None)

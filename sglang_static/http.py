@@ -57,7 +57,7 @@ UNSEEN = ("/generate", "/v1/responses")
 
 
 class ItemSetFields(http_bodies.BodyMiddleware):
-    """Keeps the fields that SGLang does not know, and would drop, in `body()`: `FrontEnd.prepare` reads them."""
+    """Keeps the fields that SGLang does not know, and would drop, in `body()`: `FrontEnd.judge` reads them."""
 
     async def begin(self, scope: Any) -> None:
         """At the start of a server published sets are followed."""
@@ -92,7 +92,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         _move_within_the_contract(given)
 
     async def make(self, request: Any, given: Any) -> None:
-        """Judge a request that is to be streamed, and make its sets. Raises as `FrontEnd.prepare` does."""
+        """Judge a request that is to be streamed, and make its sets. Raises as `FrontEnd.judge` does."""
         front_end, body = _front_end(), http_bodies.body()
         if front_end is None or not isinstance(given, dict) or not given.get("stream") or body.path not in UNSEEN:
             return
@@ -100,7 +100,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
             processor = given.get("custom_logit_processor")
             params = copy.deepcopy(given.get(PARAMS))
             body.made = SimpleNamespace(sampling_params=params, custom_logit_processor=processor)  # held meanwhile
-            await front_end.prepare(body.made, request)
+            await front_end.judge(body.made, request)
 
 
 def _front_end() -> Any:

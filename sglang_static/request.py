@@ -7,17 +7,15 @@ from typing import Any
 
 from itemset import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
-from itemset.serving.constraint import EBNF, JSON, TAG, Constraint
+from itemset.serving.constraint import EBNF, JSON, TAG
 from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 
-CONSTRAINT = "item_set_constraint"
-"""Where a prompt's sampling parameters have its Constraint, as an ItemRequest stands at `item_set`."""
 CARRIED = "item_set_list"
 """Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
-_WORDS = (REFERENCE, CHOICE, CONSTRAINT, SLATE, WEIGHT, LOGPROBS, *SELECTION)
+_WORDS = (REFERENCE, CHOICE, SLATE, WEIGHT, LOGPROBS, *SELECTION)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -41,13 +39,11 @@ def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool) -> ItemRequest | None:
     """What the parameters of one prompt say of item sets, with the fields of its body; None if nothing.
 
-    ranked: whether the prompts of its request get ranked lists. Raises RefusedError as `ItemRequest.of` does, and for
-    words of a beam search that mean nothing here.
+    ranked: whether the prompts of its request get ranked lists. Of a constraint it is not known yet whether sets stand
+    in it. Raises RefusedError as `ItemRequest.of` does, and for words of a beam search that mean nothing here.
     """
     if isinstance(before := params.get(REFERENCE), ItemRequest):  # the same request comes again
         return before
-    if isinstance(params.get(CONSTRAINT), Constraint):
-        return None
     each = places(params, fields)
     given = {key: value for place in each for key, value in place.items()}
     others = [key for key in OTHERS if params.get(key)]
@@ -80,7 +76,8 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
     if request is not None and not ranked and wants_list(params, fields):
         message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
         raise RefusedError("beam search", message, "beam_width")
-    return request
+    stated = constraint_of(params, fields) if request is None else None
+    return request if stated is None else ItemRequest(constraint=stated)
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +93,13 @@ def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
     return {"seed": seed, "temperature": params.get("temperature")}
 
 
-def in_place(params: Mapping[str, Any], grammar: ItemRequest | Constraint) -> dict[str, Any]:
-    """The parameters of one prompt in which a request, or a constraint, stands in place of what it was made of."""
+def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
+    """The parameters of one prompt in which the judged request stands in place of what it was read from."""
     own = without_words(params)
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
-    if isinstance(grammar, ItemRequest):
-        return {**own, REFERENCE: grammar}
-    return {**{key: value for key, value in own.items() if key not in KINDS}, CONSTRAINT: grammar}
+    others = {key: value for key, value in own.items() if request.constraint is None or key not in KINDS}
+    return {**others, REFERENCE: request}
 
 
 def without_words(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,11 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving import startup
-from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass, version_watcher
 from sglang_static.compat import hook
-from sglang_static.request import CARRIED, CONSTRAINT, names_sets, places, without_words
+from sglang_static.request import CARRIED, names_sets, places, without_words
 
 
 @hook("sglang.srt.entrypoints.http_server:app", extends=True)
@@ -52,7 +51,7 @@ async def _generate_request(
 
         with refusals():
             # Encoding a large inline set takes seconds, and all below runs on the event loop.
-            ranked = await self.static_front_end.prepare(obj, request)
+            ranked = await self.static_front_end.judge(obj, request)
             async for part in list_requests.ranked(original, self, obj, request) if ranked else original():
                 answers.note(part)
                 yield part
@@ -86,15 +85,13 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         tokenized.sampling_params.custom_params = {WIRE: carried.json()}
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
-    grammar = given.get(REFERENCE) or given.get(CONSTRAINT)
-    if weighed := getattr(grammar, "weighed", ""):
+    asked = given.get(REFERENCE)
+    if weighed := getattr(asked, "weighed", ""):
         legal_mass.ask(obj, weighed)
     try:
         tokenized = original()
     finally:
         obj.sampling_params = given  # the same request may be tokenized again
-    if isinstance(grammar, ItemRequest):
-        grammar = front_end.checks.reference(grammar)
-    if grammar is not None:
-        front_end.attach(grammar, obj, tokenized.sampling_params, len(input_ids or ()))
+    if asked is not None:
+        front_end.attach(asked, obj, tokenized.sampling_params, len(input_ids or ()))
     return tokenized

@@ -126,6 +126,7 @@ def test_what_is_not_closed_is_looked_for_once() -> None:
         text = opened * 10_000
         assert sum(match.end() - match.start() for match in rewrite._EBNF.finditer(text)) >= len(text) - len(opened)
         assert not holds_sets(EBNF, f'root ::= "a" {text}')
+        assert holds_sets(EBNF, f'root ::= "a" ItemSet("films") {text}')
 
 
 def test_what_is_asked_on_an_event_loop_has_a_limit() -> None:

@@ -25,7 +25,7 @@ WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "-
 
 async def prepared(checks: Checks, choice: Any) -> Any:
     """The set that a front end makes of these texts."""
-    return (await checks.prepare(ItemRequest(choice=choice))).choice
+    return await checks.prepare(ItemRequest(choice=choice))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def test_equal_lists_at_once_are_encoded_once(tokenizer):
     found = asyncio.run(run())
     assert len({id(one) for one in found}) == 1
     assert gate.texts == [SLICE_TEXTS] * 3
-    references = [checks.reference(ItemRequest(choice=choice)) for choice in (texts, found[0])]
+    asked = (ItemRequest(choice=texts), ItemRequest(made=found[0]))
+    references = [checks.made(one).reference for one in asked]
     assert references == [found[0].reference] * 2
     assert gate.texts == [SLICE_TEXTS] * 3
     assert sorted(found[0].item_set.items()) == sorted(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -276,7 +277,7 @@ def test_small_sets_count_with_what_surrounds_them():
 def test_a_set_is_known_while_it_is_held():
     sets = Catalogue(StaticConfig(inline_set_host_memory=0))
     held = sets.inline(kept(sets, 3))
-    assert copy.deepcopy(ItemRequest(choice=held)).choice is held  # engines copy a request's parameters
+    assert copy.deepcopy(ItemRequest(made=held)).made is held  # engines copy a request's parameters
     kept(sets, 4)
     assert sets.inline(held.reference) is held
     assert sets[held.reference] is held.item_set

@@ -71,9 +71,9 @@ def processes(films: Films, tmp_path: Path) -> Processes:
 
 def test_requests_keep_the_version_that_they_began_with(films, processes):
     front = processes.checks[0]
-    first = front.pinned(ItemRequest(item_set="films"))
-    narrowed = front.pinned(ItemRequest(item_set="films", exclude_keys=["v0-1"]))
-    references = [front.reference(one) for one in (first, narrowed)]
+    first = front.made(ItemRequest(item_set="films"))
+    narrowed = front.made(ItemRequest(item_set="films", exclude_keys=["v0-1"]))
+    references = [one.reference for one in (first, narrowed)]
     for _ in range(3):
         films.publish()
         processes.follower.look()
@@ -184,7 +184,7 @@ def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
         films.publish()
         processes.follower.look()
         front = processes.checks[0]
-        front.reference(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
+        front.made(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
         seen += [weakref.ref(one.registered["films"]) for one in (front.catalogue, *processes.engines)]
     gc.collect()
     assert [one() is None for one in seen] == [True] * 8 + [False] * 4
@@ -195,6 +195,17 @@ def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
     begin = os.listdir(tmp_path / "cache")
     processes.follower.look()
     assert os.listdir(tmp_path / "cache") == begin  # nothing was copied
+
+
+def test_a_version_that_stays_open_is_begun_already(films, processes):
+    """As a worker finds that of a rollback."""
+    films.publish()
+    processes.follower.look()
+    worker, first = processes.engines[0], films.versions[0].name
+    opened = worker.begun("films", first)
+    assert opened is not None
+    worker.serve(opened)
+    assert worker.reference("films") == f"version:{first}@films"
 
 
 def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes):
@@ -213,8 +224,8 @@ def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes
     del late
     gc.collect()
     assert front.catalogue.inline(reference) is None
-    kept = front.pinned(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
-    assert [*front.catalogue._inline] == [kept.choice.reference]
+    kept = front.made(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
+    assert [*front.catalogue._inline] == [kept.reference]
 
 
 def test_sets_of_a_folder_come_and_go(films, tmp_path):
@@ -228,7 +239,7 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
     processes.follower.look()
     assert [len(one.open_sets()) for one in processes.engines] == [1]
     with pytest.raises(RefusedError, match="no item set is called 'more'"):
-        processes.checks[0].reference(ItemRequest(item_set="more"))
+        processes.checks[0].made(ItemRequest(item_set="more"))
     with pytest.raises(RefusedError, match="no item set is called 'more'"):
         processes.follower.refresh("more")
 
@@ -247,7 +258,7 @@ def test_a_folder_without_sets_may_get_some(tmp_path):
     assert processes.config.item_set_versions == {}
     Films(tmp_path / "sets" / "films")
     processes.follower.look()
-    assert processes.checks[0].reference(ItemRequest(item_set="films")).endswith("@films")
+    assert processes.checks[0].made(ItemRequest(item_set="films")).reference.endswith("@films")
 
 
 def test_a_set_of_a_file_is_not_followed(films, tmp_path):

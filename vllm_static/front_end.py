@@ -14,15 +14,14 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON, TAG, Constraint, ExpectedItems
-from itemset.serving.front_end import FrontEndBase, Grammar, ListJob
+from itemset.serving.constraint import JSON, TAG, ExpectedItems
+from itemset.serving.front_end import FrontEndBase, ListJob
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, REFERENCE
 from itemset.serving.wire import WIRE
 from vllm_static import compat
 from vllm_static.draft_head_requests import drafting
-from vllm_static.request import constraint_of
 from vllm_static.single_request import EngineLists
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -76,26 +75,17 @@ class FrontEnd(FrontEndBase):
                 )
         logger.info("Structured output backend static, %s. Item sets: %s", path, self.checks.summary())
 
-    def constraint(self, params: SamplingParams) -> Constraint | None:
-        """Return a request's constraint with item sets in it, made unless it was before. Raises as `Constraints.get`
-        does."""
-        structured = params.structured_outputs
-        if structured is not None and isinstance(structured.grammar, Constraint):
-            return structured.grammar
-        given = constraint_of(params)
-        return None if given is None else self.constraints.get(*given)
-
     def attach(
-        self, grammar: Grammar, params: SamplingParams, prompt_tokens: int, *, weighed: str = ""
+        self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int
     ) -> Callable[[Any], Expected | ExpectedItems]:
-        """Make `params`, the request's own, carry its grammar to the engine. weighed: see ItemRequest.
+        """Make `params`, the request's own, carry to the engine what is asked, which is `pinned`.
 
         Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
         and the other parameters leave no way to end an item.
         """
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
-        stops, max_tokens = set(params.all_stop_token_ids), params.max_tokens
-        carried = self.engine_request(grammar, stop_tokens=stops, max_tokens=max_tokens, weighed=weighed, **least)
+        stops = set(params.all_stop_token_ids)
+        carried = self.engine_request(asked, stop_tokens=stops, max_tokens=params.max_tokens, **least)
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
                 raise RefusedError(
@@ -110,21 +100,21 @@ class FrontEnd(FrontEndBase):
                 f"with a repetition_penalty of {params.repetition_penalty} tokens have no scores: give one near 1",
                 "repetition_penalty",
             )
-        if weighed:  # in the place of the sampled tokens' log-probabilities: see `legal_mass`
+        if asked.weighed:  # in the place of the sampled tokens' log-probabilities: see `legal_mass`
             instead_of = "logprobs" if params.logprobs is not None or params.logprob_token_ids else None
             reason = compat.why_no_weights(self.vllm_config)
-            self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.ignore_eos)
+            self.check_weight(asked.weighed, reason, instead_of=instead_of, ignore_eos=params.ignore_eos)
             params.logprobs, params.flat_logprobs = 1, True
         others = {key: value for key, value in (params.extra_args or {}).items() if key != REFERENCE}
         params.extra_args = {**others, WIRE: carried}
-        own = {"choice": [grammar]} if isinstance(grammar, str) else {"grammar": grammar.spec()}
+        own = {"grammar": carried.holes.grammar} if carried.holes else {"choice": [carried.reference]}
         params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(**own))
 
         def expected(request: Any) -> Expected | ExpectedItems:
             """Called when vLLM has completed the request: whether it begins with reasoning is known last."""
             content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
             stop_tokens = frozenset(request.sampling_params.all_stop_token_ids)
-            return self.expected(grammar, stop_tokens, content, weighed=weighed)
+            return self.expected(asked, stop_tokens, content)
 
         return expected
 
@@ -144,8 +134,8 @@ class FrontEnd(FrontEndBase):
             )
         placeholders: tuple[int, ...] = ()
         if self._drafting is not None and asked.ranked is not None:
-            reference = self.checks.reference(asked)
-            if self._drafting.drafts(reference, self.checks.catalogue[reference], asked.ranked):
+            made = self.checks.made(asked)
+            if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
                 placeholders = self._drafting.placeholders
         after, limits = AFTER + self.v2 + len(placeholders), {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
         job = self.begin_list(asked, end_token, after=after, **limits, placeholders=len(placeholders))

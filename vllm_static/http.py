@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from itemset.embedded.rewrite import mentions
-from itemset.errors import ItemSetError, shown
+from itemset.errors import shown
 from itemset.serving import http_bodies, lost_fields, request_fields
-from itemset.serving.catalogue import InlineSet, RefusedError
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.request import ItemRequest, wants_draws, with_beams
@@ -31,9 +30,6 @@ SURFACE = lost_fields.Surface(
     inside="name a set in item_set, beside the other fields; state a schema in response_format or structured_outputs: "
     '{"json": ...} (/v1/responses: text.format), a grammar in structured_outputs: {"grammar": ...}',
 )
-
-MAKING = {*SURFACE.served, "/v1/messages"}
-"""Endpoints whose answers may be streamed."""
 
 
 class ItemSetWords(http_bodies.BodyMiddleware):
@@ -62,27 +58,6 @@ class ItemSetWords(http_bodies.BodyMiddleware):
                 structured[TAG] = disguised(structured[TAG])
             if wants_draws(given) and body.path in _DRAWING:
                 with_beams(given)
-
-    async def make(self, request: Any, given: Any) -> None:
-        """What is wrong with a set is said as vLLM makes the request's parameters: its answer has not begun either."""
-        front_end, body = compat.front_end_of(request.scope["app"].state), http_bodies.body()
-        if front_end is None or not isinstance(given, dict) or body.path not in MAKING:
-            return
-        for kind, spec in body.stated if given.get("stream") else ():
-            await http_bodies.while_connected(front_end.constraints.prepare(kind, spec), request)
-        fields = {**(xargs if isinstance(xargs := given.get(XARGS), dict) else {}), **given}
-        structured = given.get(STRUCTURED)
-        choice = structured.get(CHOICE) if isinstance(structured, dict) else None
-        name = fields.get(REFERENCE)
-        if (choice is None and not isinstance(name, str)) or (choice is not None and name is not None):
-            return
-        kinds = dict.fromkeys(SELECTION, list) | {request_fields.FILTER: dict}
-        selection = {word: fields[word] for word, kind in kinds.items() if isinstance(fields.get(word), kind)}
-        try:
-            prepared = front_end.checks.prepare(ItemRequest(name, choice, **selection))
-            body.made = (await http_bodies.while_connected(prepared, request)).choice
-        except ItemSetError as error:
-            body.made = error
 
 
 def _take_choice(given: dict[str, Any]) -> None:
@@ -132,6 +107,16 @@ def judge_request(request: Any) -> None:
     if request.response_format is not None and request.response_format.type != "text":
         message = "a ranked list and response_format exclude each other: leave response_format out"
         raise RefusedError("two constraints", message, "response_format")
+
+
+async def make_sets(front_end: Any) -> None:
+    """Make the set of a request that was judged, and those in a stream's constraints: once its answer has begun, it is
+    too late to refuse one. Raises as `FrontEndBase.prepare` does."""
+    body = http_bodies.body()
+    if body.judged is not None:
+        body.judged = await front_end.prepare(body.judged)
+    for stated in body.stated if getattr(body.request, "stream", False) else ():
+        await front_end.constraints.prepare(*stated)
 
 
 def with_item_set(params: Any) -> Any:
@@ -196,6 +181,4 @@ def _judged(request: Any, *, k: int | None, draws: bool) -> ItemRequest | None:
     if fields.get("beam_width") is not None:
         message = f"there is no field beam_width: a ranked list takes {BEAMS}, n, and width for the beams of its search"
         raise RefusedError("beam search", message, "beam_width")
-    if judged is not None and isinstance(body.made, ItemSetError):
-        raise body.made
-    return replace(judged, choice=body.made) if judged is not None and isinstance(body.made, InlineSet) else judged
+    return judged

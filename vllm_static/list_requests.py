@@ -138,7 +138,7 @@ def offline(
 
     tokenizer = llm.get_tokenizer()
     end_token, front_end = tokenizer.eos_token_id, llm.llm_engine.input_processor.static_front_end
-    asked = front_end.checks.pinned(asked)  # all lists are of one version
+    asked = front_end.pinned(asked)  # all lists are of one version
     lists = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
     results, logs = _results(llm, front_end, lists, lora_requests, priorities)
     # All that is written out goes through the tokenizer and the set together.
@@ -177,7 +177,7 @@ def candidates(
 ) -> list[RequestOutput]:
     """What `LLM.generate` answers to requests for lists or draws. options: of `_results`."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
-    pinned = [front_end.checks.pinned(one) for one in asked]
+    pinned = [front_end.pinned(one) for one in asked]
     prompts = [list(one["prompt_token_ids"]) for one in inputs]
     end_token = tokenizer.eos_token_id
     given = zip(pinned, params, prompts, strict=True)
@@ -280,7 +280,7 @@ async def online(
     """
     tokenizer = client.renderer.get_tokenizer()
     front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
-    asked = await front_end.checks.prepare(asked)
+    asked = await front_end.prepare(asked)
     made = RankedList(front_end, asked, params, tokens, tokenizer.eos_token_id)
     lists = front_end.lists(client)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itemset.serving.hooks import IMPORTED, START
 from vllm_static import (  # noqa: F401 - modules with hooks
     answers,
-    candidates,
     compat,
     core_hooks,
     draft_head_requests,

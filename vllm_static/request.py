@@ -8,25 +8,28 @@ from typing import Any
 
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG, Constraint
+from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG
 from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
 from itemset.serving.request_fields import DRAWN, LIST, LOGPROBS, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
 from itemset.serving.wire import WIRE, EngineRequest
 
-_READ = {*SELECTION, *OPTIONS, *DRAWN, WEIGHT, LOGPROBS, LIST}
+_READ = {SLATE, *SELECTION, *OPTIONS, *DRAWN, WEIGHT, LOGPROBS, LIST}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
     """What a request's parameters ask of item sets, judged unless that was done; None if nothing.
 
-    Raises RefusedError as `ItemRequest.of` does.
+    Of a constraint it is not known yet whether sets stand in it. Raises RefusedError as `ItemRequest.of` does.
     """
     extra, k = getattr(params, "extra_args", None) or {}, getattr(params, "beam_width", None)
     if isinstance(extra.get(WIRE), EngineRequest):  # ours, for the list of another request
         return None
-    judged = extra.get(REFERENCE)
-    return judged if isinstance(judged, ItemRequest) else judge(extra, params.structured_outputs, k=k, draws=bool(k))
+    if isinstance(judged := extra.get(REFERENCE), ItemRequest):
+        return judged
+    judged = judge(extra, params.structured_outputs, k=k, draws=bool(k))
+    given = constraint_of(params) if judged is None and k is None else None
+    return judged if given is None else ItemRequest(constraint=given)
 
 
 def asked_of_generate(params: SamplingParams) -> ItemRequest | None:
@@ -71,8 +74,10 @@ def judge(
     )
 
 
-def put(params: Any, request: ItemRequest) -> Any:
-    """The same parameters with the judged request in place of what it was read from."""
+def put(params: Any, request: ItemRequest | None) -> Any:
+    """The same parameters with the judged request, if any, in place of what it was read from."""
+    if request is None:
+        return params
     own, extra = copy.copy(params), getattr(params, "extra_args", None) or {}
     own.extra_args = {**{key: value for key, value in extra.items() if key not in _READ}, REFERENCE: request}
     if own.structured_outputs is not None:
@@ -86,7 +91,7 @@ def constraint_of(params: Any) -> tuple[str, Any] | None:
     structured = getattr(params, STRUCTURED, None)
     if slate is not None and structured is None:
         return SLATE, slate
-    if structured is None or isinstance(structured.grammar, Constraint):
+    if structured is None:
         return None
     if structured.json is not None:
         return JSON, structured.json
@@ -99,22 +104,12 @@ def constraint_of(params: Any) -> tuple[str, Any] | None:
     return None
 
 
-def asks_slate(asked: Any) -> bool:
-    """Whether a request, or its parameters, ask for a slate, made already or not."""
-    made = getattr(getattr(asked, STRUCTURED, None), "grammar", None)
-    given = (getattr(asked, "extra_args", None), getattr(asked, "model_extra", None))
-    return any((one or {}).get(SLATE) is not None for one in given) or getattr(made, "kind", None) == SLATE
-
-
-def with_constraint(params: SamplingParams, constraint: Constraint) -> SamplingParams:
-    """The same parameters, with the constraint in place of what it was made of."""
-    own = copy.copy(params)
-    own.structured_outputs = structured = copy.copy(params.structured_outputs) or StructuredOutputsParams(grammar="s")
-    structured.json = structured.structural_tag = None
-    structured.grammar = constraint
-    if constraint.kind == SLATE:
-        own.extra_args = {key: value for key, value in params.extra_args.items() if key != SLATE}
-    return own
+def asks_slate(given: Any) -> bool:
+    """Whether a request, or its parameters, ask for a slate, judged already or not."""
+    each = [getattr(given, name, None) or {} for name in ("extra_args", "model_extra")]
+    judged = each[0].get(REFERENCE)
+    constraint = judged.constraint if isinstance(judged, ItemRequest) else None
+    return any(one.get(SLATE) is not None for one in each) or (constraint is not None and constraint[0] == SLATE)
 
 
 def names_sets(params: SamplingParams) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving import metrics, startup
 from itemset.serving.hooks import IMPORTED
+from itemset.serving.request import wants_candidates
 from itemset.serving.request_fields import REFERENCE, SLATE, STRUCTURED
 from vllm_static import answers, compat
 from vllm_static.compat import hook
@@ -57,31 +58,27 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    from vllm_static.request import asked, names_sets, put, with_constraint
+    from vllm_static.request import asked, names_sets, put
 
-    front_end, grammar, weighed, told = self.static_front_end, None, "", getattr(params, answers.TOLD, None)
+    front_end, item_request, told = self.static_front_end, None, getattr(params, answers.TOLD, None)
     if isinstance(params, SamplingParams):
         with refusals(params):
             if not front_end and names_sets(params):  # it would be ignored
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
-            if front_end and (item_request := asked(params)) is not None:
-                item_request = front_end.checks.pinned(item_request)
-                params, weighed = put(params, item_request), item_request.weighed
-                grammar = front_end.checks.reference(item_request)
-            elif front_end and (grammar := front_end.constraint(params)) is not None:
-                params = with_constraint(params, grammar)
+            if front_end and (judged := asked(params)) is not None:
+                params = put(params, item_request := front_end.pinned(judged))
     given = params
-    if grammar is not None:
+    if item_request is not None:
         if self.model_config.is_diffusion:
             raise VLLMValidationError("Item sets are not supported for diffusion language models.")
         given = copy.copy(params)
         given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
     request = original(params=given)
-    if grammar is not None:
+    if item_request is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with refusals(params):
-            expecting = front_end.attach(grammar, request.sampling_params, prompt_tokens, weighed=weighed)
+            expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
             setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
     return request
 
@@ -95,37 +92,94 @@ def _generate(
     each item an output."""
     if not self.input_processor.static_front_end:
         return original()
-    from vllm_static import candidates, http
-    from vllm_static.request import asked, constraint_of
+    from vllm_static import http
+    from vllm_static.request import asked
 
-    if candidates.wanted(sampling_params):
+    if _wants_candidates(sampling_params):
         options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
-        return candidates.online(self, prompt, sampling_params, request_id, priority=priority, **options)
+        return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
     with refusals(sampling_params):
         params = http.with_item_set(sampling_params)
-        if asked(params) is None and constraint_of(params) is None:
+        if asked(params) is None:
             return original(sampling_params=params)
     return _prepared(original, self, copy.copy(params), answers.place())
 
 
 async def _prepared(original: Callable[..., Any], client: Any, params: Any, place: answers.Place) -> Any:
     """The answers of a request, whose set or constraint is made first: for a large inline set it takes seconds."""
-    from vllm_static.request import asked, constraint_of, put, with_constraint
+    from vllm_static.request import asked, put
     from vllm_static.version_watcher import follow
 
     follow(client)  # without a server nobody has begun to
     front_end = client.input_processor.static_front_end
     with refusals(params):
         if (item_request := asked(params)) is not None:
-            params = put(params, await front_end.checks.prepare(item_request))
-        elif (given := constraint_of(params)) is not None:
-            constraint = await front_end.constraints.prepare(*given)
-            params = params if constraint is None else with_constraint(params, constraint)
+            params = put(params, await front_end.prepare(item_request))
     told: dict[int, Any] = {}
     setattr(params, answers.TOLD, told)
     async with aclosing(original(sampling_params=params)) as results:
         async for result in results:
             yield answers.noted(result, place, told)
+
+
+async def _candidates(
+    client: Any, prompt: Any, params: Any, request_id: str, **options: Any
+) -> AsyncGenerator[Any, None]:
+    """A list or draws, each item an output."""
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    from vllm_static import list_requests
+    from vllm_static.request import asked_of_generate
+
+    with refusals():
+        request = asked_of_generate(params)
+        assert request is not None
+        if not (isinstance(prompt, dict) and "prompt_token_ids" in prompt):
+            parsed = parse_model_prompt(client.model_config, prompt)
+            (prompt,) = await client.renderer.render_cmpl_async([parsed])
+        async for output in list_requests.online(request, client, prompt, request_id, params, **options):
+            yield output
+
+
+def _wants_candidates(params: Any) -> bool:
+    return wants_candidates(getattr(params, "extra_args", None))
+
+
+@hook("vllm.entrypoints.llm:LLM.generate", why="lists and draws, each item an output", when=IMPORTED)
+def _generate_offline(
+    original: Callable[..., Any], self: Any, prompts: Any, sampling_params: Any, lora_request: Any, priority: Any,
+    tokenization_kwargs: Any,
+) -> Any:  # fmt: skip
+    """SamplingParams(n=16, extra_args={"item_set": "films", "list": True}), or "draws": True. Samples of other prompts
+    of the same call are made by vLLM, after them."""
+    given = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params]
+    if self.llm_engine.input_processor.static_front_end is None or not any(map(_wants_candidates, given)):
+        return original()
+    from vllm_static import list_requests
+    from vllm_static.request import asked_of_generate
+
+    alone = not isinstance(prompts, list | tuple) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    prompts = [prompts] if alone else list(prompts)
+    each = list(self._params_to_seq(sampling_params, len(prompts)))
+    loras = self._lora_request_to_seq(lora_request, len(prompts))
+    priorities = self._priority_to_seq(priority, len(prompts))
+
+    def of(values: Any, chosen: list[int]) -> list[Any]:
+        return [values[i] for i in chosen]
+
+    with refusals():
+        asked = [asked_of_generate(one) for one in each]
+        ours = [i for i, one in enumerate(asked) if one is not None]
+        inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
+        options = {"loras": of(loras, ours), "priorities": None if priority is None else of(priorities, ours)}
+        found = list_requests.candidates(self, inputs, of(asked, ours), of(each, ours), **options)
+    outputs = dict(zip(ours, found, strict=True))
+    if others := [i for i in range(len(prompts)) if i not in outputs]:
+        more: dict[str, Any] = {"lora_request": of(loras, others)} if lora_request is not None else {}
+        more |= {"priority": of(priorities, others)} if priority is not None else {}
+        samples = original(prompts=of(prompts, others), sampling_params=of(each, others), **more)
+        outputs |= zip(others, samples, strict=True)
+    return [outputs[i] for i in range(len(prompts))]
 
 
 @hook("vllm.entrypoints.serve.engine.serving:BaseServing._check_model", when=IMPORTED)
@@ -139,6 +193,8 @@ async def _check_model(original: Callable[..., Any], self: Any, request: Any) ->
         try:
             with refusals(request):
                 http.judge_request(request)
+                if (front_end := compat.front_end_of(self)) is not None:
+                    await http.make_sets(front_end)
         except VLLMValidationError as error:  # not every endpoint expects one to be raised here
             return self.create_error_response(error)
     return await original()

@@ -82,7 +82,7 @@ class Marker:
     def finds(self, kind: str, given: Any) -> bool:
         """Whether item sets stand in a schema, tag or grammar: without xgrammar. Raises as these do."""
         if kind == "ebnf":
-            return any(True for _ in self._elements(given)) and bool(self._places)
+            return any(self._places for _ in self._elements(given)) or bool(self._places)
         parsed = self._parsed(given)
         older = parsed.get("structures") if isinstance(parsed, dict) and kind == "tag" else None
         for schema in [parsed] if kind == "schema" else [one["schema"] for one in older or () if "schema" in one]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,44 +105,32 @@ class Checks:
         Waits until texts are encoded and built, or filters applied, unless they were not long ago. Raises RefusedError,
         or ItemSetError for what is wrong with an item.
         """
-        if isinstance(asked.choice, InlineSet):
-            return asked.choice
+        if isinstance(asked.made, InlineSet):
+            return asked.made
         if asked.choice is not None:
             return self._inline.get(asked.choice, asked.escape)
         reference = self.catalogue.reference(asked.item_set or "")
-        if asked.chooses:
-            return self._selections.get(asked, reference)
-        return self.catalogue.made(reference)
+        return self._selections.get(asked, reference) if asked.chooses else self.catalogue.made(reference)
 
-    def reference(self, asked: ItemRequest) -> str:
-        """The reference of a request's set. Raises as `made` does."""
-        return self.made(asked).reference
-
-    def pinned(self, asked: ItemRequest) -> ItemRequest:
-        """The request with its set, whatever version is served later. Raises as `made` does."""
-        return replace(asked, choice=self.made(asked))
-
-    async def prepare(self, asked: ItemRequest) -> ItemRequest:
-        """The same beside the event loop, of which it takes a millisecond.
+    async def prepare(self, asked: ItemRequest) -> InlineSet:
+        """Do `made` beside the event loop, of which it takes a millisecond.
 
         Encoding stops if this is cancelled and no other request waits for it.
         """
+        if asked.made is None and asked.choice is not None:
+            return await self._inline.prepare(asked.choice, asked.escape)
         if asked.chooses:
-            choice = await self._selections.prepare(asked, self.catalogue.reference(asked.item_set or ""))
-        elif isinstance(asked.choice, list):
-            choice = await self._inline.prepare(asked.choice, asked.escape)
-        else:
-            choice = self.made(asked)
-        return replace(asked, choice=choice)
+            return await self._selections.prepare(asked, self.catalogue.reference(asked.item_set or ""))
+        return self.made(asked)
 
     def request(
-        self, reference: str, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0
+        self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0
     ) -> None:
         """Raises RefusedError where the set and the rest of the request leave no way to end an item.
 
         after: context tokens that must stay free after the item.
         """
-        item_set = self.catalogue[reference]
+        item_set, reference = made.item_set, made.reference
         called = "the inline set" if reference.startswith(INLINE) else f"the item set {name_of(reference)!r}"
         room, words = self._limits.context - self._limits.reserved - after - prompt_tokens, self.words
         if item_set.longest > room:

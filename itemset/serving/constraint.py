@@ -62,8 +62,8 @@ class Constraint:
         return self
 
     @property
-    def references(self) -> list[str]:
-        return list(dict.fromkeys(hole.made.reference for hole in self.holes))
+    def sets(self) -> list[InlineSet]:
+        return list({hole.made.reference: hole.made for hole in self.holes}.values())
 
     def spec(self) -> str:
         """Return what `Grammars` reads in the engine."""

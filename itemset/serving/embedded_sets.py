@@ -30,7 +30,6 @@ from itemset.trie.walk import NO_TOKEN
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _THREADS = 2
-_Sizes = dict[Any, tuple[Place, int]]  # by what a place asks for: how many items that is
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
 
 
@@ -61,8 +60,8 @@ class Constraints:
         """
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
         self.vocabulary, self._lock = Once(vocabulary), threading.Lock()
-        self._marked: OrderedDict[str, tuple[Marked, _Sizes, int]] = OrderedDict()
-        self._marked_characters = 0
+        self._marked: OrderedDict[str, tuple[Marked, int]] = OrderedDict()
+        self._marked_characters, self._served = 0, list[str]()  # the versions of the sets in them
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
         self._large = ThreadPoolExecutor(1, "item-holes-large")
@@ -71,7 +70,7 @@ class Constraints:
     def get(self, kind: str, spec: Any) -> Constraint | None:
         """Return the constraint, None if no item set stands in it. Waits for all of it.
 
-        Raises RefusedError for what cannot hold, and as `Checks.reference` does.
+        Raises RefusedError for what cannot hold, and as `Checks.made` does.
         """
         if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
@@ -85,38 +84,34 @@ class Constraints:
         marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
         if marked is None:
             return None
-        made = [self._checks.made(await self._checks.prepare(self._asked(place))) for place in marked.holes]
+        made = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
         threads = self._threads if len(marked.grammar) <= SMALL else self._large
         return await loop.run_in_executor(threads, self._assembled, kind, marked, made)
 
     def _mark(self, kind: str, spec: Any) -> Marked | None:
-        """Find and mark the places, unless that was done not long ago and the sets' sizes are the same."""
+        """Find and mark the places, unless that was done not long ago, with sets as large as those that are served."""
         key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
+        served = [one.version for one in self._checks.catalogue.serving]
         with self._lock:
-            marked, sizes, _ = self._marked.get(key, (None, {}, 0))
-        if marked is not None and all(self._size(place) == size for place, size in sizes.values()):
-            return marked
-        marked = self._marked_anew(kind, spec, sizes := {})
-        if marked is None or not key:
+            if served != self._served:
+                self._served, self._marked_characters = served, 0
+                self._marked.clear()
+            known, _ = self._marked.get(key, (None, 0))
+        if (marked := known or self._marked_anew(kind, spec)) is None or not key:
             return marked
         # Characters that stay in memory: of the text with the lists of its places, twice, and of its grammar.
         count = 2 * len(key) + len(marked.spec) + len(marked.grammar)
-        if count <= _LONGEST_KEPT:
-            with self._lock:
-                self._marked_characters += count - self._marked.pop(key, (None, {}, 0))[2]
-                self._marked[key] = marked, sizes, count
+        with self._lock:
+            if known is None and count <= _LONGEST_KEPT and served == self._served and key not in self._marked:
+                self._marked_characters += count
+                self._marked[key] = marked, count
                 while self._marked_characters > _MARKED:
-                    self._marked_characters -= self._marked.popitem(last=False)[1][2]
+                    self._marked_characters -= self._marked.popitem(last=False)[1][1]
         return marked
 
-    def _marked_anew(self, kind: str, spec: Any, sizes: _Sizes) -> Marked | None:
-        def size_of(place: Place) -> int:
-            if place.asks not in sizes:
-                sizes[place.asks] = place, self._size(place)
-            return sizes[place.asks][1]
-
+    def _marked_anew(self, kind: str, spec: Any) -> Marked | None:
         try:
-            marked = _marked(Marker(size_of), kind, spec, self._options)
+            marked = _marked(Marker(self._size), kind, spec, self._options)
             if marked is not None:
                 self._validate(kind, marked.spec)
                 xgrammar.Grammar.from_ebnf(marked.ebnf(0))
@@ -190,8 +185,8 @@ class Constraints:
 
         limits: as of `Checks.slate`.
         """
-        for reference in constraint.references:
-            self._checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
+        for made in constraint.sets:
+            self._checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
         if constraint.kind == SLATE:
             self._check_stops(constraint, stop_tokens)
             self._checks.slate(constraint.least, prompt_tokens=prompt_tokens, **limits)

@@ -4,6 +4,7 @@ its answers are read with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from itemset.embedded.vocabulary import Vocabulary
@@ -20,9 +21,6 @@ from itemset.serving.list_runner import OneRequest, search_for
 from itemset.serving.request import ItemRequest
 from itemset.serving.version_watcher import Follower
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec
-
-Grammar = str | Constraint
-"""What an answer keeps to: a set, by its reference, or a constraint with sets in it."""
 
 
 class ListJob(NamedTuple):
@@ -69,23 +67,44 @@ class FrontEndBase:
     def validate(kind: str, spec: str) -> None:
         """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
 
+    def pinned(self, asked: ItemRequest) -> ItemRequest | None:
+        """The request with its set or constraint, whatever version is served later; None if no set stands in it.
+
+        Waits until it is made. Raises as `Checks.made` and `Constraints.get` do.
+        """
+        if asked.made is not None:
+            return asked
+        given = asked.constraint
+        made = self.checks.made(asked) if given is None else self.constraints.get(*given)
+        return None if made is None else replace(asked, made=made)
+
+    async def prepare(self, asked: ItemRequest) -> ItemRequest | None:
+        """Do `pinned` beside the event loop. Encoding stops if this is cancelled and no other request waits for it."""
+        if asked.made is not None:
+            return asked
+        given = asked.constraint
+        made = await (self.checks.prepare(asked) if given is None else self.constraints.prepare(*given))
+        return None if made is None else replace(asked, made=made)
+
     def engine_request(
-        self, grammar: Grammar, *, stop_tokens: set[int], max_tokens: int | None, weighed: str = "", **least: int
+        self, asked: ItemRequest, *, stop_tokens: set[int], max_tokens: int | None, **least: int
     ) -> EngineRequest:
-        """Return what a request carries to the engine. Counts it.
+        """Return what a request that is `pinned` carries to the engine. Counts it.
 
         least: `prompt_tokens` and `min_tokens`. Raises RefusedError where its grammar and the other parameters leave no
         way to end an item.
         """
-        if isinstance(grammar, str):
-            self.checks.request(grammar, stop_tokens=stop_tokens, **least)
-            carried = EngineRequest(self.checks.catalogue.made(grammar).ref, weighed=weighed)
-        else:
+        grammar = asked.made
+        if isinstance(grammar, Constraint):
+            sets = grammar.sets
             self.constraints.check(grammar, stop_tokens=stop_tokens, max_tokens=max_tokens, **least)
-            sets = [self.checks.catalogue.made(one).ref for one in grammar.references]
-            carried = EngineRequest(holes=HolesSpec(grammar.spec(), sets, grammar.slate))
-        for reference in [grammar] if isinstance(grammar, str) else grammar.references:
-            metrics.REQUESTS.labels(metrics.label(reference)).inc()
+            carried = EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets], grammar.slate))
+        else:
+            (made,) = sets = [self.checks.made(asked)]
+            self.checks.request(made, stop_tokens=stop_tokens, **least)
+            carried = EngineRequest(made.ref, weighed=asked.weighed)
+        for one in sets:
+            metrics.REQUESTS.labels(metrics.label(one.reference)).inc()
         return carried
 
     def begin_list(
@@ -101,13 +120,12 @@ class FrontEndBase:
         """Begin a request's ranked list or draws. Counts it.
 
         after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if
-        the list may not be so long, or some items could not be scored, and as `Checks.reference` does.
+        the list may not be so long, or some items could not be scored, and as `Checks.made` does.
         """
-        catalogue, reference = self.checks.catalogue, self.checks.reference(asked)
-        choices = asked.ranked or asked.drawn
+        made, choices = self.checks.made(asked), asked.ranked or asked.drawn
         assert choices is not None
-        self.checks.request(reference, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
-        item_set = catalogue[reference]
+        self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
+        item_set = made.item_set
         search = search_for(item_set, choices, end_token=end_token, config=self.config, words=self.words)
         if max_tokens is not None and max_tokens <= item_set.longest:
             name = self.words.max_tokens
@@ -118,23 +136,24 @@ class FrontEndBase:
                 name,
             )
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
-        spec = self.one_request.spec(asked, reference, search, end_token, **options)
-        carried = None if spec is None else EngineRequest(catalogue.made(reference).ref, spec)
-        return ListJob(item_set, search, catalogue.version_fields(reference), carried)
+        spec = self.one_request.spec(asked, made.reference, search, end_token, **options)
+        carried = None if spec is None else EngineRequest(made.ref, spec)
+        return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried)
 
     def expected(
         self,
-        grammar: Grammar,
+        asked: ItemRequest,
         stop_tokens: frozenset[int],
         content: Callable[[Sequence[int]], Sequence[int]] | None,
-        *,
-        weighed: str,
     ) -> Expected | ExpectedItems:
-        """Return what names the items of a request's answers. content: takes off reasoning, see `Expected`."""
+        """Return what names the items of the answers to a `pinned` request. content: takes off reasoning, see
+        `Expected`."""
         catalogue = self.checks.catalogue
-        if isinstance(grammar, str):
-            return Expected(catalogue[grammar], stop_tokens, content, catalogue.version_fields(grammar), weighed)
-        return ExpectedItems(grammar, self.constraints.vocabulary.get(), catalogue, stop_tokens, content)
+        if isinstance(asked.made, Constraint):
+            return ExpectedItems(asked.made, self.constraints.vocabulary.get(), catalogue, stop_tokens, content)
+        made = self.checks.made(asked)
+        of_set = catalogue.version_fields(made.reference)
+        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed)
 
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:

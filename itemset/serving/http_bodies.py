@@ -114,8 +114,7 @@ class BodyMiddleware:
         raise NotImplementedError
 
     async def make(self, request: Any, given: Any) -> None:
-        """Make the set that a body brings or selects: once a stream has begun, it is too late to refuse it."""
-        raise NotImplementedError
+        """Make the sets of a body whose endpoint would begin to stream before it is judged."""
 
 
 async def while_connected(work: Awaitable[Result], request: Any) -> Result:

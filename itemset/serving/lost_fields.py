@@ -307,36 +307,27 @@ def disguised(tag: Any) -> Any:
     place of its sets: a constant text, out of which `undisguised` takes the set again."""
     if not mentions(tag):
         return tag
-    if isinstance(tag, str):
-        try:
-            return json.dumps(disguised(json.loads(tag)))
-        except ValueError:  # as the engine will say
-            return tag
-
-    def constant(node: dict[str, Any]) -> Any:
-        text = {"type": "const_string", "value": _DISGUISE + json.dumps(node)}
-        return text if node.get("type") == REFERENCE else None
-
-    return _replaced(tag, constant)
+    try:
+        read = json.loads(tag if isinstance(tag, str) else json.dumps(tag), object_hook=_constant)
+    except ValueError:  # as the engine will say
+        return tag
+    return json.dumps(read) if isinstance(tag, str) else read
 
 
 def undisguised(tag: str | dict[str, Any]) -> str:
     """The same structural tag with its sets, as JSON."""
-    tag = tag if isinstance(tag, str) else json.dumps(tag)
-
-    def item_set(node: dict[str, Any]) -> Any:
-        value = node.get("value")
-        return json.loads(value[len(_DISGUISE) :]) if isinstance(value, str) and value.startswith(_DISGUISE) else None
-
-    return json.dumps(_replaced(json.loads(tag), item_set)) if _DISGUISE in tag else tag
+    text = tag if isinstance(tag, str) else json.dumps(tag)
+    return json.dumps(json.loads(text, object_hook=_item_set)) if _DISGUISE in text else text
 
 
-def _replaced(node: Any, other: Callable[[dict[str, Any]], Any]) -> Any:
-    """The same with other formats in place of those for which there is one; JSON schemas are left as they are."""
-    if isinstance(node, list):
-        return [_replaced(one, other) for one in node]
-    if not isinstance(node, dict):
+def _constant(node: dict[str, Any]) -> dict[str, Any]:
+    if "json_schema" in node:  # which stays as it is
+        node["json_schema"] = json.loads(undisguised(json.dumps(node["json_schema"])))
+    return {"type": "const_string", "value": _DISGUISE + json.dumps(node)} if node.get("type") == REFERENCE else node
+
+
+def _item_set(node: dict[str, Any]) -> Any:
+    value = node.get("value")
+    if not isinstance(value, str) or not value.startswith(_DISGUISE):
         return node
-    return other(node) or {
-        key: value if key == "json_schema" else _replaced(value, other) for key, value in node.items()
-    }
+    return json.loads(value[len(_DISGUISE) :], object_hook=_item_set)

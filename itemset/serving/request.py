@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from itemset.errors import shown
 from itemset.serving import request_fields as fields
@@ -25,6 +25,9 @@ from itemset.serving.request_fields import (
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
+if TYPE_CHECKING:  # it imports torch
+    from itemset.serving.constraint import Constraint
+
 BENDING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "min_new_tokens"), (0,)),
@@ -40,13 +43,14 @@ UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
 class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
 
-    item_set: the name of a registered set. choice: the texts of an inline set, or the set made of them, or of what is
-    left of the registered one. item_filter, exclude_keys, only_keys: see `views.view`. escape: of an inline set's
-    texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its answers say these.
+    item_set: the name of a registered set. choice: the texts of an inline set. item_filter, exclude_keys, only_keys:
+    see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
+    answers say these. constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
+    or the constraint, once it is made.
     """
 
     item_set: str | None = None
-    choice: list[str] | InlineSet | None = field(default=None, repr=False)
+    choice: list[str] | None = field(default=None, repr=False)
     ranked: ListOptions | None = None
     drawn: DrawOptions | None = None
     item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -54,6 +58,8 @@ class ItemRequest:
     only_keys: list[Any] | None = field(default=None, repr=False)
     escape: Escape | None = None
     weighed: str = ""
+    constraint: tuple[str, Any] | None = field(default=None, repr=False)
+    made: InlineSet | Constraint | None = field(default=None, repr=False)
 
     def __deepcopy__(self, memo: Any) -> ItemRequest:
         """Engines copy a request's parameters; this is immutable."""
@@ -68,7 +74,7 @@ class ItemRequest:
     def chooses(self) -> bool:
         """Whether it selects among the items of its registered set, and that is still to be done."""
         selection = (self.item_filter, self.exclude_keys, self.only_keys)
-        return self.choice is None and any(one is not None for one in selection)
+        return self.made is None and any(one is not None for one in selection)
 
     @classmethod
     def of(

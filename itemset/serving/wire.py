@@ -87,6 +87,11 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     place: tuple[int, int, str, int, tuple[Tokens, ...]] | None = None
     slate: tuple[int, int] | None = None
 
+    @property
+    def reference(self) -> str:
+        """Of its set; empty if it has a constraint."""
+        return self.item_set.reference if self.item_set else ""
+
     def but(self, **changes: Any) -> EngineRequest:
         """Return the same with some fields changed."""
         return msgspec.structs.replace(self, **changes)

@@ -1,0 +1,96 @@
+"""Answers on their way out of a server, with what they say of items."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import weakref
+from typing import Any
+
+import pytest
+
+from itemset.serving import http_bodies
+
+JSON = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+EVENTS = [(b"content-type", b"text/event-stream")]
+RED, BLUE = {"item": {"key": 0}}, {"item": {"key": 2}}
+
+
+class Made:
+    """A set that a body brings."""
+
+
+def served(path: str, headers: Any, *bodies: bytes, items: Any = None, each: int = 1) -> tuple[list[Any], list[Any]]:
+    """What an app sends, and what leaves the server. items: what is told of items before the answer begins."""
+    given, left, made = [], [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = http_bodies.body()
+        body.items |= items or {}
+        body.each, body.made = each, Made()
+        made.append(weakref.ref(body.made))
+        scope["kept"] = send  # as a server's objects of a request do, which refer to each other
+        given.append({"type": "http.response.start", "status": 200, "headers": headers})
+        more = [
+            {"type": "http.response.body", "body": one, "more_body": i + 1 < len(bodies)}
+            for i, one in enumerate(bodies)
+        ]
+        given.extend(more)
+        for message in given:
+            await send(message)
+
+    async def receive_nothing() -> Any:
+        raise AssertionError
+
+    async def sent(message: Any) -> None:
+        left.append(message)
+
+    scope = {"type": "http", "path": path}
+    asyncio.run(http_bodies.BodyMiddleware(app)(scope, receive_nothing, sent))
+    gc.collect()
+    assert made[0]() is None  # though `scope` is still there
+    return given, left
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/health"])
+@pytest.mark.parametrize("headers", [JSON, EVENTS])
+def test_an_answer_without_items_is_sent_as_it_is(path, headers):
+    given, left = served(path, headers, b'{"choices": []', b"}")
+    assert all(one is other for one, other in zip(given, left, strict=True))
+
+
+def test_another_endpoints_answer_is_sent_as_it_is():
+    given, left = served("/v1/messages", JSON, b"{}", items={(0, 0): RED})
+    assert left == given
+
+
+def test_an_answer_as_a_whole_gets_its_items_and_its_length():
+    """In pieces; all but the choices stays the text that it was; lists may be shorter than was asked for."""
+    whole = b'{"id": 1.50, "choices": [{"index": 0, "finish_reason": "stop"}, {"index": 1, "finish_reason": "stop"}]}'
+    _, left = served("/v1/completions", JSON, whole[:30], whole[30:], items={(1, 0): BLUE, (0, 0): RED}, each=7)
+    start, body = left
+    assert dict(start["headers"])[b"content-length"] == b"%d" % len(body["body"])
+    assert [choice["item"] for choice in json.loads(body["body"])["choices"]] == [RED["item"], BLUE["item"]]
+    assert b"1.50" in body["body"]
+
+
+def test_an_error_after_items_is_sent_whole():
+    _, (start, body) = served("/v1/completions", JSON, b'{"error": {"code": 500}}', items={(0, 0): RED})
+    assert json.loads(body["body"]) == {"error": {"code": 500}}
+    assert dict(start["headers"])[b"content-length"] == b"%d" % len(body["body"])
+
+
+def test_events_get_their_items_where_a_choice_ends():
+    choice = b'data: {"choices":[{"index":3,"text":"a","finish_reason":%s}]}\n\n'
+    events = choice % b"null" + choice % b'"stop"'
+    _, left = served("/v1/completions", EVENTS, events, b"data: [DONE]\n\n", items={(1, 1): BLUE}, each=2)
+    first, last = (json.loads(line[6:])["choices"][0] for line in left[1]["body"].split(b"\n\n")[:2])
+    assert ("item" in first, last["item"], left[2]["body"]) == (False, BLUE["item"], b"data: [DONE]\n\n")
+
+
+def test_a_response_has_its_item_beside_its_output():
+    said = b'{"object":"response","output":[]}'
+    for headers, answer in ((JSON, said), (EVENTS, b'event: a\ndata: {"type":"a","response":' + said + b"}\n\n")):
+        _, left = served("/v1/responses", headers, answer, items={(0, 0): RED})
+        assert b'"output":[],"item":{"key":0}}' in left[1]["body"]

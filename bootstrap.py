@@ -4,6 +4,7 @@
 python3 bootstrap.py setup               make .venv and install everything
 python3 bootstrap.py demo [ARGUMENT...]  set up, then run examples/films.py (which gets the arguments)
 python3 bootstrap.py retrieval [ARG...]  set up, then run examples/retrieval.py (which gets the arguments)
+python3 bootstrap.py train [ARG...]      set up, then run examples/training.py (which gets the arguments)
 python3 bootstrap.py nezha [ARG...]      set up, then run examples/nezha.py (which gets the arguments)
 python3 bootstrap.py playground [ARG...] set up, then run examples/playground.py (which gets the arguments)
 python3 bootstrap.py test [ARGUMENT...]  set up, then run ruff, mypy and pytest (pytest gets the arguments)
@@ -65,7 +66,10 @@ SGLANG_ON_CPU = (  # run by every Python of the environment as it starts
     f"sys.path.append({str(STAND_INS)!r}); runpy.run_path({str(STAND_INS / 'sitecustomize.py')!r})"
 )
 EXAMPLE_PACKAGES = ["gguf", "accelerate", "openai", "scikit-learn"]
-EXAMPLES = {"demo": "films.py", "retrieval": "retrieval.py", "nezha": "nezha.py", "playground": "playground.py"}
+EXAMPLES = {
+    "demo": "films.py", "retrieval": "retrieval.py", "train": "training.py", "nezha": "nezha.py",
+    "playground": "playground.py",
+}  # fmt: skip
 PLAYGROUND = "gradio==6.31.0"
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. If a version of locks/ is not there for this

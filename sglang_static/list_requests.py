@@ -24,6 +24,7 @@ from itemset.ranking.search import TokenScores
 from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected
+from itemset.serving.list_runner import AbortedError
 from itemset.serving.request import wants_candidates
 from itemset.serving.request_fields import BEAMS, LOGPROBS, REFERENCE
 from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
@@ -61,8 +62,9 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
     if (body().fields or {}).get(BEAMS) or wants_candidates(given):  # an OpenAI endpoint wants an answer a choice
         items = [one for answer in answers for one in answer["meta_info"]["beam_results"]]
         for info in (one["meta_info"] for one in items):
-            score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
-            info["item"] = score | {name: info[name] for name in _IN_ITEM if name in info}
+            if "sequence_score" in info:
+                score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
+                info["item"] = score | {name: info[name] for name in _IN_ITEM if name in info}
         yield items
     else:
         yield answers[0] if single else answers
@@ -88,15 +90,20 @@ async def _one(
         return _answer(one, output["meta_info"])
 
     best: Any = None
-    if job.carried is not None:
-        result, texts, info = await _in_one_request(generate, manager, prompt, job.carried, skip)
-        said |= info
-        best = front_end.one_request.outcome(job.carried, result, job.search)
-    if best is None:
-        best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
-    logs = TokenScores(job.item_set, [item.tokens for item in best.items] if asked.weighed else [], end)
-    if logs.passes:
-        await front_end.lists.run(logs, partial(_ask, generate, manager, lora, prompt), read)
+    try:
+        if job.carried is not None:
+            result, texts, info = await _in_one_request(generate, manager, prompt, job.carried, skip)
+            said |= info
+            best = front_end.one_request.outcome(job.carried, result, job.search)
+        if best is None:
+            best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
+        logs = TokenScores(job.item_set, [item.tokens for item in best.items] if asked.weighed else [], end)
+        if logs.passes:
+            await front_end.lists.run(logs, partial(_ask, generate, manager, lora, prompt), read)
+    except AbortedError as error:
+        info = {"finish_reason": error.args[0]}
+        none = {"output_ids": [], "text": "", "meta_info": info}
+        return {**none, "meta_info": {**info, "beam_results": [none] * asked.wanted}}
     results: list[dict[str, Any]] = []
     async for part in front_end.lists.entries(best, job.item_set, job.of_set):
         for item, entry in part:
@@ -152,7 +159,7 @@ async def _in_one_request(
             raise error from None
     except HTTPException as error:  # the KV cache was full
         return ListResult(reason=NoList.NO_ROOM_NOW, detail=str(error.detail)), {}, {}
-    info: dict[str, Any] = output["meta_info"]
+    info = _unless_aborted(output)["meta_info"]
     if (results := info.pop("beam_results", None)) is None:
         return ListResult(reason=NoList.NO_ROOM_NOW, detail=str(info.get("finish_reason"))), {}, {}
     texts, items, totals = dict[Tokens, str](), list[tuple[Tokens, float]](), list[int]()
@@ -183,6 +190,12 @@ async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[
     with no_body():
         async for part in generate(obj=asked, request=None):
             output = part
+    return _unless_aborted(output)
+
+
+def _unless_aborted(output: dict[str, Any]) -> dict[str, Any]:
+    if (reason := output["meta_info"]["finish_reason"])["type"] == "abort":
+        raise AbortedError(reason)
     return output
 
 

@@ -1,80 +1,68 @@
-"""Rollouts by a real `AsyncLLM`, in a process of its own: candidates, and sleep, new weights and waking up under load.
-
-python async_rollouts.py MODEL OTHER SET ITEMS: prints JSON. ITEMS: a JSON file of the set's items.
-"""
+"""Rollouts while an engine sleeps, takes new weights and wakes, on the event loop of a real engine of either kind."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine_words import EOS, PROMPT
-from engines import FAST
+import psutil
+from candidate_tests import Trainer, check
+from engine_words import PROMPT, Answer, Item, asked
 
 CYCLES = 10
+LIST = asked("ragged", list=True, n=3, item_logprobs=True)
+LOADS = (asked("ragged", n=2), LIST, asked("ragged", draws=True, n=2))
+SETTLED, GROWTH = 5, 8 << 20  # the cycle after which memory is flat; bytes: a model more a cycle would be 11 MiB
+
+Ask = Callable[[Any, dict[str, Any]], Awaitable[list[Answer]]]
 
 
-async def rollouts(model: str, other: str, item_set: str) -> dict[str, Any]:
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+class Cycles(NamedTuple):
+    """lists: the list asked for after each cycle. ended: what the load's requests came to, each its answers or the
+    error's words. resident: bytes after each cycle."""
 
-    options = {"item_sets": {"films": item_set}, "item_set_kernels": "numba"}
-    backend = {"backend": "static"}
-    args = AsyncEngineArgs(model=model, **FAST, structured_outputs_config=backend, additional_config=options)
-    engine = AsyncLLM.from_engine_args(args)
-    numbers = iter(range(10**9))
+    lists: list[list[Answer]]
+    ended: list[list[Answer] | str]
+    resident: list[int]
 
-    async def ask(prompt: Any, n: int = 1, **extra: Any) -> list[Any]:
-        params = SamplingParams(n=n, max_tokens=20, extra_args={"item_set": "films", **extra})
-        async for output in engine.generate(prompt, params, str(next(numbers))):
-            last = output
-        return last.outputs
 
-    def told(outputs: list[Any]) -> list[Any]:
-        return [(list(one.token_ids), one.cumulative_logprob, one.item, one.item_logprobs) for one in outputs]
+async def cycles(ask: Ask, renew: Callable[[Path, int], Awaitable[Any]], models: Sequence[Path]) -> Cycles:
+    """renew: sleeps at a level, takes the weights of a model, and wakes."""
+    found = Cycles([], [], [])
+    going = True
 
-    tokens = {"prompt_token_ids": PROMPT}
-    found: dict[str, Any] = {
-        "list": told(await ask(tokens, 4, list=True, item_logprobs=True)),
-        "draws": told(await ask("A film: ", 3, draws=True, item_logprobs=True)),
-    }
-    illegal, answered, going = [], 0, True
-    legal = {tuple(item) for item in json.loads(Path(sys.argv[4]).read_text())}
+    async def load(words: dict[str, Any]) -> None:
+        for i in itertools.count():
+            if not going:
+                return
+            try:
+                found.ended.append(await ask([PROMPT, [9, 8]][i % 2], words))
+            except Exception as error:
+                found.ended.append(f"{type(error).__name__}: {error}")
 
-    async def load() -> None:
-        nonlocal answered
-        while going:
-            for one in await ask([[7, 8, 9], "A film: "][answered % 2] and tokens, 2):
-                done = one.finish_reason == "stop" and one.token_ids[-1] == EOS
-                if one.finish_reason != "abort" and not (done and tuple(one.token_ids[:-1]) in legal):
-                    illegal.append(list(one.token_ids))
-                answered += one.finish_reason == "stop"
-
-    loads = [asyncio.ensure_future(load()) for _ in range(3)]
-    found["cycles"], resident = [], []
+    loads = [asyncio.ensure_future(load(words)) for words in LOADS]
     for cycle in range(CYCLES):
-        await asyncio.sleep(0.2)
-        await engine.sleep(1 + cycle % 2)
-        path = model if cycle % 2 else other
-        await engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        await engine.wake_up()
-        await engine.reset_prefix_cache()
-        found["cycles"].append([cycle % 2, told(await ask(tokens, 2, list=True, item_logprobs=True))])
-        resident.append((await engine.collective_rpc(resident_bytes))[0])
+        await asyncio.sleep(0.1)
+        await renew(models[(cycle + 1) % 2], 1 + cycle // 2 % 2)
+        found.lists.append(await ask(PROMPT, LIST))
+        processes = psutil.Process().children(recursive=True)
+        found.resident.append(sum(one.memory_info().rss for one in processes))
     going = False
     await asyncio.gather(*loads)
-    engine.shutdown()
-    return found | {"illegal": illegal, "answered": answered, "resident": resident}
+    return found
 
 
-def resident_bytes(worker: Any) -> int:
-    return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(rollouts(*sys.argv[1:4]))))
+def check_cycles(found: Cycles, items: frozenset[Item], trainers: Sequence[Trainer]) -> None:
+    """trainers: of the models, in their order. Each list is that of a fresh engine, and of the weights taken last."""
+    for cycle, listed in enumerate(found.lists):
+        check(trainers[(cycle + 1) % 2], items, listed)
+        assert [one.tokens for one in listed] == [one.tokens for one in found.lists[cycle % 2]]
+    assert found.lists[0] != found.lists[1]
+    assert [one for one in found.ended if isinstance(one, str)] == []
+    answers = [answer for one in found.ended for answer in one]
+    assert {answer.finish for answer in answers} == {"stop", "abort"}
+    assert all(answer.item in items for answer in answers if answer.finish == "stop")
+    assert found.resident[-1] - found.resident[SETTLED] < GROWTH

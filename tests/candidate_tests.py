@@ -20,11 +20,15 @@ Trainer = Callable[[itemset.ItemSet, Sequence[Item], float], tuple[torch.Tensor,
 
 @pytest.fixture(scope="module")
 def trainer(tiny_model: Path) -> Trainer:
+    return trainer_of(tiny_model)
+
+
+def trainer_of(path: Path) -> Trainer:
     """A function of a set, answers after PROMPT and a temperature: log q and log p of each token, in float32."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def log_probs(item_set: itemset.ItemSet, answers: Sequence[Item], temperature: float) -> Any:
         lengths = [len(answer) for answer in answers]
@@ -80,8 +84,26 @@ def check_candidates(engine: Any, named_sets: dict[str, NamedSet], trainer: Trai
     drawn = engine.ask([PROMPT], {"item_set": "tagged", "draws": True, "n": 5, "seed": 7, **options})
     assert [answer.item for answer in drawn] == [item for item, _ in engine.draw(item_set="tagged", draws=5, seed=7)]
     check(trainer, named_sets["tagged"].items, drawn)
+    logprobs = [answer.said["item"]["logprob"] for answer in drawn]
+    assert logprobs == pytest.approx([sum(answer.said["item_logprobs"]["log_p"]) for answer in drawn], abs=2e-3)
+    legal = {"item_set": "ragged", "list": True, "n": 2, "renormalised": True, **options}
+    for answer in engine.ask([PROMPT], legal):
+        assert answer.said["item"]["score"] == pytest.approx(sum(answer.said["item_logprobs"]["log_q"]), abs=2e-3)
     part = {"item_set": "tagged", "exclude_keys": ["item 1"], "list": True, "n": 3, "item_logprobs": True}
     check(trainer, {tuple(x) for i, x in enumerate(tagged_items()) if i != 1}, engine.ask([PROMPT], part))
+
+
+def check_logprobs(
+    engine: Any, named_sets: dict[str, NamedSet], trainer: Trainer, logprobs: Callable[[Answer], list[float]],
+    *, legal: bool, temperature: float,
+) -> None:  # fmt: skip
+    """That what the engine itself calls log-probabilities are log q if `legal`, else log p, at a temperature, of
+    answers sampled at 0.7."""
+    items = named_sets["ragged"].items
+    words = asked("ragged", logprobs=0, temperature=0.7)
+    for answer in engine.ask([PROMPT] * 3, [words] * 3):
+        numbers = trainer(itemset.build([list(item) for item in sorted(items)]), [answer.tokens], temperature)
+        assert logprobs(answer) == pytest.approx(numbers[not legal][0].tolist(), abs=1e-3)
 
 
 REFUSED = [

@@ -196,13 +196,9 @@ class Engine(HostedEngine):
         """The answers to texts or token ids, with one request's words or each one's: several of a prompt with `n`."""
         from vllm import SamplingParams
 
-        params = [SamplingParams(**_given(one)) for one in (words if isinstance(words, list) else [words])]
+        params = [SamplingParams(**given(one)) for one in (words if isinstance(words, list) else [words])]
         outputs = self.generate(_tokens(prompts), params if isinstance(words, list) else params[0])
-        return [
-            Answer(tuple(one.token_ids), one.text, one.finish_reason, vars(one))
-            for output in outputs
-            for one in output.outputs
-        ]
+        return [answered(one) for output in outputs for one in output.outputs]
 
     @property
     def refusal(self) -> type[Exception]:
@@ -215,7 +211,7 @@ class Engine(HostedEngine):
         """A list of each prompt."""
         from vllm_static.list_requests import RankingParams
 
-        return self.call(_rank, _tokens(prompts), RankingParams(beam_width=n, **_given({"max_tokens": 40} | words)))
+        return self.call(_rank, _tokens(prompts), RankingParams(beam_width=n, **given({"max_tokens": 40} | words)))
 
     def draw(self, **words: Any) -> list[tuple[Item, float]]:
         """Items and their scores."""
@@ -266,7 +262,11 @@ def take_triton_attention() -> None:
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0  # one kernel for all batches: a third of the launches of the other
 
 
-def _given(words: dict[str, Any]) -> dict[str, Any]:
+def answered(one: Any) -> Answer:
+    return Answer(tuple(one.token_ids), one.text, one.finish_reason, vars(one))
+
+
+def given(words: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `SamplingParams` for words that both engines take."""
     from vllm.sampling_params import StructuredOutputsParams
 

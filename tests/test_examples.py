@@ -97,6 +97,29 @@ def test_a_draft_head_learns_from_the_states_that_a_list_has(codes, tmp_path, mo
         torch.testing.assert_close(given["states"][i], alone[0], atol=1e-5, rtol=1e-4)
 
 
+def test_rollouts_beside_each_other_are_those_of_each_alone(tiny_model):
+    """A prompt is computed once for all of its rollouts, and they do not see each other."""
+    import torch
+    import training
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    films = training.Films(itemset.build([[100 + i, 200 + i % 3] for i in range(20)], keys=np.arange(20)), end=1)
+    prompts = torch.tensor([[7, 8, 9], [10, 11, 12]])
+    torch.manual_seed(0)
+    passes = training.Beside(model, prompts)
+    ids = passes.rollouts(4, films, inside=True)
+    keys = films.index.lookup(ids[..., :-1].flatten(0, 1).tolist()).tolist()  # raises if one is no item
+    with torch.no_grad():
+        together = passes.logits(ids)
+        for i, (prompt, rows) in enumerate(zip(prompts, ids, strict=True)):
+            alone = model(torch.cat((prompt.expand(4, -1), rows), 1)).logits[:, 2:]
+            torch.testing.assert_close(together[i], alone, atol=1e-5, rtol=1e-4)
+    rewards = films.rewards(ids, [([], [keys[0]]), ([], [keys[4], keys[0]])])
+    assert rewards[:, 0].tolist() == [1, 1]
+    assert set(rewards.flatten().tolist()) <= {0.0, 1.0, rewards.new_tensor(1 / np.log2(3)).item()}
+
+
 def test_a_cold_start_holds_out_the_newest_films_altogether():
     titles = {key: f"Film {key} ({1980 + key})" for key in range(1, 20)} | {20: "Film 20", 21: "Seven (Se7en) (1999)"}
     years = cold_start.years(titles)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import TESTS, environment
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -43,3 +46,13 @@ def test_what_is_no_json_object_says_so(text: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_STATIC", text)
     with pytest.raises(ValueError, match="VLLM_STATIC must be a JSON object"):
         apply_environment(EngineArgs(model="any"))
+
+
+def test_trl_s_own_loop_with_vllm_in_its_process(tiny_model: Path, tmp_path: Path) -> None:
+    """What vLLM says of a rollout is what the trainer computes, so the importance ratio is 1."""
+    command = [sys.executable, TESTS / "colocated_grpo.py", tiny_model, tmp_path]
+    run = subprocess.run(command, env=environment("v1"), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-6000:]
+    ratios = json.loads(run.stdout.splitlines()[-1])
+    assert len(ratios) == 3
+    assert [one for pair in ratios for one in pair] == pytest.approx([1] * 6, abs=1e-3)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from async_rollouts import check_cycles, cycles
 from candidate_tests import *  # noqa: F403 - its trainer
-from candidate_tests import check_candidates, check_refusals, check_samples
-from engine_words import PROMPT
+from candidate_tests import check_candidates, check_logprobs, check_refusals, check_samples, trainer_of
+from engine_words import PROMPT, Answer
+from engines import FAST, answered, given
 from models import cached_tiny_llama
 from sets import FIRST
 from test_vllm_engine import NGRAM, named, on_path
 from torch.overrides import TorchFunctionMode
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
 from weight_tests import *  # noqa: F403 - its oracle
 from weight_tests import check_weights, weighed
 
@@ -153,6 +159,27 @@ def test_candidates_have_the_log_probabilities_of_the_trainer(engines, tiny_mode
         check_candidates(engine, named_sets, trainer)
 
 
+@pytest.mark.parametrize(
+    ("way", "mode", "legal", "temperature"),
+    [
+        ("v1", "raw", True, 1.0),
+        ("v1", "processed", True, 0.7),
+        ("v2", "raw", False, 1.0),
+        ("v2", "processed", True, 0.7),
+    ],
+)
+def test_which_number_logprobs_are(engines, tiny_model, static, named_sets, trainer, way, mode, legal, temperature):
+    runner, path, _ = WAYS[way]
+    more = {} if mode == "raw" else {"logprobs_mode": "processed_logprobs"}
+    engine = engines(runner, tiny_model, **on_path(static, path, "numba"), **more)
+
+    def logprobs(answer: Answer) -> list[float]:
+        columns = answer.said["logprobs"]
+        return [column[token].logprob for column, token in zip(columns, answer.tokens, strict=True)]
+
+    check_logprobs(engine, named_sets, trainer, logprobs, legal=legal, temperature=temperature)
+
+
 def test_candidates_beside_samples_of_one_call(engines, tiny_model, static, named_sets):
     """In the order of the prompts."""
     engine = engines("v2", tiny_model, **on_path(static, "device", "numba"))
@@ -164,3 +191,44 @@ def test_candidates_beside_samples_of_one_call(engines, tiny_model, static, name
 
 def test_what_makes_no_candidates_is_refused(engines, tiny_model, static):
     check_refusals(engines("v2", tiny_model, **on_path(static, "device", "numba")))
+
+
+@pytest.mark.parametrize(("runner", "path"), [("v1", "host"), ("v2", "device")])
+def test_ten_cycles_of_sleep_and_new_weights_under_load(engines, tiny_model, static, named_sets, runner, path):
+    models = [tiny_model, cached_tiny_llama(seed=1)]
+    options = on_path(static, path, "numba")
+    engine = engines(runner, tiny_model, **options)
+    found = engine.call(in_cycles, models, FAST | options)
+    (first,) = engine.rank(3, prompts=[PROMPT], item_set="ragged")
+    assert [answer.tokens for answer in found.lists[1]] == [tokens for _, tokens in first.items]
+    check_cycles(found, named_sets["ragged"].items, [trainer_of(model) for model in models])
+
+
+def in_cycles(llm: Any, models: list[Path], options: dict[str, Any]) -> Any:
+    """In the process of an engine, with another like it."""
+    return asyncio.run(_in_cycles(models, options))
+
+
+async def _in_cycles(models: list[Path], options: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(models[0]), **options))
+    numbers = itertools.count()
+
+    async def ask(prompt: Any, words: dict[str, Any]) -> list[Answer]:
+        params = SamplingParams(**given(words))
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        async for output in engine.generate({"prompt_token_ids": prompt}, params, str(next(numbers))):
+            last = output
+        return [answered(one) for one in last.outputs]
+
+    async def renew(model: Path, level: int) -> None:
+        await engine.sleep(level)
+        await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+        await engine.wake_up()
+
+    try:
+        return await cycles(ask, renew, models)
+    finally:
+        engine.shutdown()

@@ -22,12 +22,13 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.http_bodies import no_body
-from itemset.serving.list_runner import run_together
+from itemset.serving.list_runner import AbortedError, run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat, model_runner_v1
 from vllm_static.single_request import list_params
 
 _OF_DRAW = {"exact", "weight", "accepted", "candidates"}
+ABORT = "abort"  # vLLM's word for why an answer ended
 _NEAR = 8  # tokens before an item that its text may depend on
 
 
@@ -275,7 +276,7 @@ async def online(
 ) -> AsyncGenerator[RequestOutput, None]:
     """The beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
 
-    When the client goes, all its requests are aborted.
+    When the client goes, all its requests are aborted. A list that the engine aborts ends as samples do then.
     """
     tokenizer = client.renderer.get_tokenizer()
     front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
@@ -284,11 +285,14 @@ async def online(
     lists = front_end.lists(client)
 
     async def generate(prompt: list[int], params: SamplingParams) -> Any:
-        output, name = None, f"{request_id}-{random_uuid()}"
+        output: Any = None
+        name = f"{request_id}-{random_uuid()}"
         given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
         with no_body():
             async for part in client.generate(given, params, name, **options):
                 output = part
+        if output.outputs[0].finish_reason == ABORT:
+            raise AbortedError
         return output
 
     async def ask(one: Pass) -> Any:
@@ -299,14 +303,19 @@ async def online(
         raise RuntimeError("vLLM gave no scores")
 
     best = None
-    if (carried := made.job.carried) is not None:
-        async with front_end.one_request.room(carried.ranked, lambda: compat.unfinished(client)):
-            output = await generate(made.whole_prompt, list_params(carried))
-        best = front_end.one_request.read(carried, output.prompt_token_id_logprobs, made.search)
-    if best is None:
-        best = await lists.run(made.search, ask, made.answer)
-    if (logs := made.token_scores(best)).passes:
-        await lists.run(logs, ask, made.answer)
+    try:
+        if (carried := made.job.carried) is not None:
+            async with front_end.one_request.room(carried.ranked, lambda: compat.unfinished(client)):
+                output = await generate(made.whole_prompt, list_params(carried))
+            best = front_end.one_request.read(carried, output.prompt_token_id_logprobs, made.search)
+        if best is None:
+            best = await lists.run(made.search, ask, made.answer)
+        if (logs := made.token_scores(best)).passes:
+            await lists.run(logs, ask, made.answer)
+    except AbortedError:
+        none = [CompletionOutput(i, "", [], 0.0, None, finish_reason=ABORT) for i in range(asked.wanted)]
+        yield _output(request_id, prompt, none)
+        return
     items: list[tuple[Any, Any, str]] = []
     async for part in lists.entries(best, made.job.item_set, made.job.of_set):
         rows = [item.tokens for item, _ in part]

@@ -37,6 +37,10 @@ DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused an
 Result = TypeVar("Result")
 
 
+class AbortedError(Exception):
+    """The engine has ended a request of a list, because it goes to sleep or takes new weights: so the list ends too."""
+
+
 def search_for(
     item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words
 ) -> Rounds:

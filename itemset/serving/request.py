@@ -66,6 +66,11 @@ class ItemRequest:
         return self
 
     @property
+    def wanted(self) -> int:
+        """How many items its list has, or its draws."""
+        return self.ranked.k if self.ranked is not None else self.drawn.n if self.drawn is not None else 1
+
+    @property
     def chooses(self) -> bool:
         """Whether it selects among the items of its registered set, and that is still to be done."""
         selection = (self.item_filter, self.exclude_keys, self.only_keys)

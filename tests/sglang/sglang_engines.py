@@ -97,10 +97,8 @@ class Engine(HostedEngine):
         given = [sampling_params(one) for one in words] if several else sampling_params(words)
         logprobs = ["logprobs" in one for one in words] if several else "logprobs" in words
         kind = "prompt" if isinstance(prompts[0], str) else "input_ids"
-        return [
-            Answer(tuple(one["output_ids"]), one["text"], one["meta_info"]["finish_reason"]["type"], one["meta_info"])
-            for one in self.generate(**{kind: prompts}, sampling_params=given, return_logprob=logprobs)
-        ]
+        found = self.generate(**{kind: prompts}, sampling_params=given, return_logprob=logprobs)
+        return [answered(one) for one in found]
 
     def rank(self, n: int, prompts: Any = (PROMPT, PROMPT), **words: Any) -> list[Found]:
         """A list of each prompt."""
@@ -124,6 +122,11 @@ def sampling_params(words: dict[str, Any]) -> dict[str, Any]:
         if word in ("json", "structural_tag") and not isinstance(value, str)
     }
     return {own.get(word, word): value for word, value in (words | texts).items() if word != "logprobs"}
+
+
+def answered(output: dict[str, Any]) -> Answer:
+    info = output["meta_info"]
+    return Answer(tuple(output["output_ids"]), output["text"], info["finish_reason"]["type"], info)
 
 
 def found_in(output: dict[str, Any]) -> Found:

@@ -45,7 +45,7 @@ HASHES = ROOT / "tests" / "data" / "contract"
 LINE = 160  # characters of a difference
 
 TESTS = {
-    "vllm": [f"tests/test_vllm_{name}.py" for name in ("contract", "draft_models", "engine", "server")],
+    "vllm": [f"tests/test_vllm_{name}.py" for name in ("contract", "draft_models", "engine", "server", "weights")],
     "sglang": [
         f"tests/sglang/test_sglang_{name}.py" for name in ("draft_models", "live", "server", "weights", "wide_lists")
     ],

@@ -46,7 +46,7 @@ def processor_of(llm: Any) -> Any:
 
 
 def plan_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.structured_output_manager.backend._device.plan
+    return llm.llm_engine.engine_core.engine_core.static_backend._device.plan
 
 
 @pytest.mark.timeout(1_800)
@@ -340,7 +340,7 @@ def test_the_bits_of_a_filter_go_to_the_worker_once(engines, tiny_model, device)
 
 def forget_what_came(llm: Any) -> None:
     """Let the engine core forget all sets that came with requests."""
-    llm.llm_engine.engine_core.engine_core.structured_output_manager.backend._catalogue._inline.clear()
+    llm.llm_engine.engine_core.engine_core.static_backend._catalogue._inline.clear()
     gc.collect()
 
 

@@ -35,7 +35,7 @@ def host_path_taken():
 
 
 def paths(llm: Any) -> dict[str, int]:
-    return dict(llm.llm_engine.engine_core.engine_core.structured_output_manager.backend.figures()["by_path"])
+    return dict(llm.llm_engine.engine_core.engine_core.static_backend.figures()["by_path"])
 
 
 def test_many_slates_in_triton_kernels(start):
@@ -62,11 +62,11 @@ def test_preempted_slates_begin_anew(start, asynchronous):
 
 
 def residents(llm: Any) -> int:
-    return len(llm.llm_engine.engine_core.engine_core.structured_output_manager.backend._device.plan.residents)
+    return len(llm.llm_engine.engine_core.engine_core.static_backend._device.plan.residents)
 
 
 def residents_of_registered(llm: Any) -> int:
-    return len(llm.llm_engine.engine_core.engine_core.structured_output_manager.backend._catalogue.registered)
+    return len(llm.llm_engine.engine_core.engine_core.static_backend._catalogue.registered)
 
 
 def test_what_takes_the_host_path(start):

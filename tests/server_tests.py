@@ -249,7 +249,7 @@ def test_an_answer_that_is_no_item_names_none(server: HttpServer, dialect: Diale
 
 
 def test_equal_lists_are_encoded_once_and_hold_up_no_short_one(server: HttpServer, dialect: Dialect) -> None:
-    texts = [f"{LONG} {i}" for i in range(40_000)]
+    texts = [f"{LONG} {i}" for i in range(100_000)]
     before = encoded(server)
     with ThreadPoolExecutor(3) as pool:
         long = [pool.submit(complete, server, **dialect.choice(texts)) for _ in range(3)]

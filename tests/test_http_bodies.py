@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import json
 import weakref
@@ -31,6 +32,7 @@ def served(path: str, headers: Any, *bodies: bytes, items: Any = None, each: int
         body.each, body.made = each, Made()
         made.append(weakref.ref(body.made))
         scope["kept"] = send  # as a server's objects of a request do, which refer to each other
+        scope["context"] = contextvars.copy_context()  # as the tasks of an engine do that its first request begins
         given.append({"type": "http.response.start", "status": 200, "headers": headers})
         more = [
             {"type": "http.response.body", "body": one, "more_body": i + 1 < len(bodies)}

@@ -104,6 +104,8 @@ class BodyMiddleware:
         finally:
             _body.reset(token)
             answer.end()
+            if not getattr(given.request, "background", False):  # an engine's tasks begin in a first request's context
+                given.request = given.judged = given.made = None
 
     async def begin(self, scope: Any) -> None:
         """Do what an engine needs before a request, or when the server starts: the type of the scope says which."""

@@ -33,12 +33,9 @@ PATHS = {
 
 
 class Ask(NamedTuple):
-    """silent: whether the answer says nothing of its items."""
-
     cell: Cell
     way: str
     client: str
-    silent: bool
 
 
 @cache
@@ -48,9 +45,8 @@ def asks(engine: str, *, offline: bool = False) -> dict[str, Ask]:
     for i, cell in enumerate(CELLS):
         for way in cell.ways.split() if engine in cell.engines else ():
             if way in WAYS[engine].split() and (way == "offline") == offline:
-                silent = (engine, way) == ("sglang", "responses")
                 clients = ("json", "openai") if way in ("completions", "chat", "responses", "stream") else ("json",)
-                found |= {f"{i} {cell.row}, {way}, {client}": Ask(cell, way, client, silent) for client in clients}
+                found |= {f"{i} {cell.row}, {way}, {client}": Ask(cell, way, client) for client in clients}
     return found
 
 
@@ -80,7 +76,7 @@ def over_http(server: Any, asked: Ask) -> list[Got]:
         return _streamed(answer)
     if path == "/v1/responses":
         (text,) = [part["text"] for one in answer["output"] for part in one.get("content") or ()]
-        return [Got(text) if asked.silent else Got(text, *_told(answer))]
+        return [Got(text, *_told(answer))]
     if path == "/generate":
         return of_sglang(answer)
     return [Got(one["text"] if "text" in one else one["message"]["content"], *_told(one)) for one in answer["choices"]]

@@ -240,6 +240,7 @@ class Follower:
             with suppress(ItemSetError):
                 newest = published.current(followed.folder)
             if newest != version:
+                self._superseded.add(version.name)  # nothing will serve it, and its copy is here
                 raise ItemSetError("another version became current")
         self._superseded.discard(version.name)
         self._delete_copies(catalogue.serve(opened))

@@ -158,6 +158,7 @@ def test_fields_that_vllm_allows_with_xgrammars_name_alone():
 
 
 def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path, monkeypatch):
+    plugin.register()
     monkeypatch.setattr(startup, "_from_flags", [])  # the tests after this one were not started by flags
     itemset.build([[5, 6]]).save(tmp_path / "films.itemset")
     args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(

@@ -133,8 +133,8 @@ class FrontEnd(FrontEndBase):
         self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 
     def attach(self, asked: ItemRequest, request: Any, params: Any, prompt_tokens: int) -> None:
-        """Make a request's `SamplingParams` carry to the scheduler what is asked, which is `pinned`, and note what is
-        expected of its answers. request: a GenerateReqInput.
+        """Write a pinned request into its `SamplingParams` for the scheduler, and note which items its answers may be.
+        request: a GenerateReqInput.
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """

@@ -86,8 +86,8 @@ def apply_flags(args: argparse.Namespace) -> None:
     for flag, option in NAMING_FLAGS.items():
         if named := getattr(args, flag, None):
             if _backend(args) != BACKEND:
-                flag = "--structured-outputs-config.backend static"
-                raise ItemSetError(f"--item-set needs the static backend: add {flag}")
+                mend = "add --structured-outputs-config.backend static"
+                raise ItemSetError(f"--item-set needs the static backend: {mend}")
             args.additional_config = with_named(getattr(args, "additional_config", None) or {}, option, named)
             setattr(args, flag, None)  # with several API servers, each reads the same flags again
 

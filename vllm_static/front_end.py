@@ -78,7 +78,7 @@ class FrontEnd(FrontEndBase):
     def attach(
         self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int
     ) -> Callable[[Any], Expected | ExpectedItems]:
-        """Make `params`, the request's own, carry to the engine what is asked, which is `pinned`.
+        """Write a pinned request into `params`, its own, for the engine.
 
         Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
         and the other parameters leave no way to end an item.

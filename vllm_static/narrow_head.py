@@ -28,9 +28,7 @@ from vllm_static.narrow_hooks import reading
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-SHARE = (
-    3  # an alphabet has at most 1/3 of the vocabulary: a CPU's full head is packed for its product, its rows are not
-)
+SHARE = 3  # an alphabet has at most a third of the vocabulary: a CPU packs its full head, and no copies of its rows
 MOST_RUNS = 4  # of rows that lie together, which are multiplied where they are; of more, all rows are gathered
 WHOLE = 256 << 20  # bytes of raw logits that may stand in memory: below, one product of all tokens is faster
 PART = 16 << 20  # bytes of logits that do so of a larger pass, whose sums over all tokens are made part by part

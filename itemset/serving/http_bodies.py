@@ -97,15 +97,17 @@ class BodyMiddleware:
         if root and path.startswith(f"{root}/"):  # a proxy's prefix, which the server's routes do not know
             path = path[len(root) :]
         token = _body.set(given := Body(str(path)))
-        scope[_MIDDLEWARE], answer = self, _Answer(send, given)
+        scope[_MIDDLEWARE] = self
         try:
             await self.begin(scope)
-            await self._app(scope, receive, answer if given.path in ANSWERED else send)
+            await self._app(scope, receive, _Answer(send, given) if given.path in ANSWERED else send)
         finally:
             _body.reset(token)
-            answer.end()
-            if not getattr(given.request, "background", False):  # an engine's tasks begin in a first request's context
-                given.request = given.judged = given.made = None
+            # A server's objects of a request hold the body, and an engine's tasks begin in a first request's context:
+            # its sets do not live as long as these.
+            given.made = None
+            if not getattr(given.request, "background", False):
+                given.request = given.judged = None
 
     async def begin(self, scope: Any) -> None:
         """Do what an engine needs before a request, or when the server starts: the type of the scope says which."""
@@ -160,10 +162,6 @@ class _Answer:
         self._send, self._body = send, given
         self._held: Any = None  # the beginning of an answer as a whole: its length will change
         self._so_far = b""
-
-    def end(self) -> None:
-        """Let go of the body: its sets do not live as long as the server's objects of a request, which hold this."""
-        self._body = Body()
 
     async def __call__(self, message: Any) -> None:
         if not self._body.items:

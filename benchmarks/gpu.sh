@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the kernels and measures on the GPU: bash benchmarks/gpu.sh --help. With an engine and this project installed:
-# bash benchmarks/gpu.sh vllm [DIRECTORY for the results]   paths, speculation, lists, draws, shared_prefix, narrow_head
+# bash benchmarks/gpu.sh vllm [DIRECTORY for the results]   paths, speculation, lists, draws, narrow_head
 # bash benchmarks/gpu.sh sglang [DIRECTORY]                 paths, lists, draws
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,7 +14,6 @@ if [[ ${1:-} == vllm || ${1:-} == sglang ]]; then
     else
         "$python" "$root/benchmarks/gpu_needs.py" torch triton vllm xgrammar transformers --plugin vllm.general_plugins
         run paths --kinds device --drafts none ngram forced "draft model" --items 1e6
-        run shared_prefix
         run narrow_head
     fi
     run paths

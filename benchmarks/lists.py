@@ -5,7 +5,8 @@ python benchmarks/lists.py --json docs/benchmarks/lists.json
 python benchmarks/lists.py --counts 1 8 --widths 64 256 --ways "in a step" --before ../before
 
 In SGLang's virtual environment it measures SGLang, else vLLM's model runner V2, without a GPU in Triton's interpreter.
-10^6 random semantic IDs of 4 tokens, a tiny random Llama in float32, prompts that no prefix cache has seen. All ways of
+10^6 random semantic IDs of 4 tokens, a tiny random Llama in float32 (with `--layers`, a random model of Qwen3-0.6B's
+shape with so many layers; vLLM only), prompts that no prefix cache has seen. All ways of
 an engine take turns, beside an ordinary request for one token of each prompt ("one token"); the least time of several
 counts, because other work only ever adds to it. The engine's own search knows no set; of its beams, "legal" are in it.
 `--counts` are lists whose prompts end in one step. The draft head has random weights: its time says something, its
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import runner
+from narrow_head import model_of, random_weight
 from runner import END, GPU, VOCABULARY, Engine, Report, Row, checkouts, in_turns, isolated, parser, random_prompts
 
 CODES, MOST = 4, 2_048  # tokens of an ID; beams at a time
@@ -28,12 +30,20 @@ PLACEHOLDERS = range(2_000, 2_000 + CODES)
 WAYS = ("in a step", "rounds", "own", "draft head", "generate()")
 
 
-def measure(engine: str, file: str, head: str, ways: list[str], cells: list[list[int]], repeats: int) -> list[Row]:
+def measure(
+    engine: str, file: str, head: str, ways: list[str], cells: list[list[int]], repeats: int, model: str = ""
+) -> list[Row]:
     """A row for each cell: prompt tokens, width, lists."""
     import itemset
 
     options = {"ranked_list_beams": MOST} | ({"item_set_draft_head": head} if head else {})
-    running, item_set, rows = Engine(engine, file, options=options), itemset.load(file), []
+    given: Row = {}
+    if model:
+        from vllm.model_executor.model_loader import dummy_loader
+
+        dummy_loader.initialize_single_dummy_weight = random_weight
+        given = {"load_format": "dummy", "max_model_len": max(tokens for tokens, _, _ in cells) + 64}
+    running, item_set, rows = Engine(engine, file, model=model, options=options, **given), itemset.load(file), []
     for tokens, width, count in cells:
         prompts, found = random_prompts(tokens, count), {}
 
@@ -94,6 +104,7 @@ def main() -> None:
     options.add_argument("--counts", type=int, nargs="+", default=[1], help="lists at a time")
     options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:3]))
     options.add_argument("--repeats", type=int, default=7)
+    options.add_argument("--layers", type=int, default=0, help="of a model of Qwen3-0.6B's shape")
     arguments = options.parse_args()
     engine = runner.engine_here()
     cells = [[p, w, n] for p in arguments.prompts for w in arguments.widths for n in arguments.counts if w * n <= MOST]
@@ -101,12 +112,16 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         file = runner.saved(runner.random_ids(arguments.items, CODES), Path(folder, "ids.itemset"))
+        (large := Path(folder, "model")).mkdir()
+        model = model_of(large, arguments.layers, 8) if arguments.layers else ""
         for code, checkout in checkouts(arguments):
             given = {"env": runner.environment_of(engine), "checkout": checkout}
-            found = isolated(measure, engine, file, "", by_engine, cells, arguments.repeats, **given)
+            found = isolated(measure, engine, file, "", by_engine, cells, arguments.repeats, model, **given)
             if "draft head" in arguments.ways:
                 head = random_head(Path(folder, "draft.head"))
-                drafted = isolated(measure, engine, file, head, ["draft head"], cells, arguments.repeats, **given)
+                drafted = isolated(
+                    measure, engine, file, head, ["draft head"], cells, arguments.repeats, model, **given
+                )
                 found = [
                     row | {"draft head, ms": one["draft head, ms"]} for row, one in zip(found, drafted, strict=True)
                 ]

@@ -55,7 +55,7 @@ def model_of(folder: Path, layers: int, kv_heads: int) -> str:
     shape = {"hidden_size": 1_024, "intermediate_size": 3_072, "num_hidden_layers": layers, "head_dim": 128}
     heads = {"num_attention_heads": 16, "num_key_value_heads": kv_heads, "hidden_act": "silu"}
     more = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
-    more |= {"vocab_size": VOCABULARY, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 2_048}
+    more |= {"vocab_size": VOCABULARY, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 8_192}
     tiny_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(shape | heads | more | {"eos_token_id": END}))
     return str(folder)
@@ -69,7 +69,7 @@ class Switched:
 
         import itemset
 
-        dummy_loader.initialize_single_dummy_weight = _weight  # vLLM's are so small that all logits are equal
+        dummy_loader.initialize_single_dummy_weight = random_weight  # vLLM's are so small that all logits are equal
         sets = {}
         for alphabet in ALPHABETS:
             items = np.tile(items_of(alphabet), (1, repeated))
@@ -110,7 +110,7 @@ class Switched:
         return [list(one.outputs[0].token_ids) for one in outputs]
 
 
-def _weight(tensor: Any, *_: Any) -> None:
+def random_weight(tensor: Any, *_: Any) -> None:
     if tensor.is_floating_point():
         tensor.data.normal_(0, 0.05) if tensor.dim() > 1 else tensor.data.fill_(1)
 

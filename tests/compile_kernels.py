@@ -22,6 +22,7 @@ from itemset.masking import triton_kernels as kernels
 from itemset.masking.batch import CHAIN, COLUMNS, TREE
 from itemset.ranking import triton_kernels as beams
 from itemset.ranking.beam_state import ALONE, ENDED, OPEN
+from vllm_static import triton_attention
 
 POINTERS = {
     "logits": "*bf16",
@@ -44,6 +45,7 @@ MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS, "ALIGNED": True}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
+    "beams_own": (triton_attention.add_own_kernel, {}),
     "forced": (kernels._forced_kernel, {"GUESS": False}),
     "forced_guess": (kernels._forced_kernel, {"GUESS": True}),
     "grow": (kernels._grow_kernel, {"above": None, "tokens": None, "LAYOUT": CHAIN}),
@@ -76,6 +78,13 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "walk_tree": (kernels._walk_kernel, {"LAYOUT": TREE, "logits": None} | MASK),
 }
 COMMON = {"rows_each": None, "positions": None, "STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
+OWN = {"MORE": 1, "GROUP": 2, "HEADS": 16, "SIZE": 128, "PADDED": 128, "KEYS": triton_attention.KEYS}
+OWN_POINTERS = {
+    "sums": "*fp32",
+    "ancestors": "*i64",
+    **dict.fromkeys(["output", "query", "keys", "values", "own"], "*bf16"),
+    **dict.fromkeys(["scale", "cap"], "fp32"),
+}
 LISTS_COMMON = {
     "columns": None,
     "ALIGNED": True,
@@ -101,6 +110,8 @@ def form_of(name: str) -> Form:
     of_lists = name.startswith(("lists_", "races_"))
     races = name.startswith("races_")
     common, pointers = (LISTS_COMMON, LISTS) if of_lists else (COMMON, POINTERS)
+    if name == "beams_own":
+        common, pointers = OWN, OWN_POINTERS
     if of_lists:
         common = common | {"RACES": races, "LANES": beams.CHILDREN // (2 if races or name == "lists_ended" else 1)}
     constants = {key: value for key, value in (common | constants).items() if key in kernel.arg_names}

@@ -240,7 +240,7 @@ def test_caches_that_beams_cannot_share():
         return step_list_hooks._one_full_attention(KVCacheConfig(8, [], groups))
 
     assert suits(full)
-    assert suits(MLAAttentionSpec(**sizes))
+    assert not suits(MLAAttentionSpec(**sizes))
     assert not suits(full, full)
     assert not suits(SlidingWindowSpec(**sizes, sliding_window=64))
     assert not suits(FullAttentionSpec(**sizes, sliding_window=64))

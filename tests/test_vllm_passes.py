@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from msgspec.structs import replace
-from test_vllm_wide_lists import ROOMY, as_accelerators, asked, by_rounds, given, prompt_of, runner_of, same, ways
+from test_vllm_wide_lists import ROOMY, asked, by_rounds, given, prompt_of, runner_of, same, ways
 
 from itemset.serving.list_runner import best_of
 from itemset.serving.wire import REASONS, WIRE, ListResult, NoList
@@ -18,27 +18,6 @@ LENGTHS = [20, 20, 20]
 @pytest.fixture
 def engine(engines, tiny_model, static):
     return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
-
-
-def waits(llm: Any, queued: frozenset[str] | None) -> tuple[int, int]:
-    """Passes of a list, and how often they wait for the device."""
-    from vllm_static import branch_forward
-
-    stream = runner_of(llm).main_stream
-    with (
-        mock.patch.object(branch_forward, "QUEUED", branch_forward.QUEUED if queued is None else queued),
-        mock.patch.object(branch_forward, "_run", wraps=branch_forward._run) as run,
-        mock.patch.object(stream, "synchronize", wraps=stream.synchronize) as wait,
-    ):
-        (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
-    assert len(found) == 4
-    return run.call_count, wait.call_count
-
-
-def test_a_backend_that_plans_on_the_host_is_waited_for(engine):
-    """Before the first plan, and after each: the next one goes into the same memory."""
-    assert engine.call(waits, None) == (4, 0)
-    assert engine.call(waits, frozenset()) == (4, 5)
 
 
 def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], list[Any]]:
@@ -96,12 +75,12 @@ def largest(llm: Any) -> tuple[int, int, list[int]]:
 
 
 def break_passes() -> None:
-    from vllm_static import branch_forward
+    from vllm_static import beam_forward
 
     def broken(*args: Any) -> Any:
-        raise TypeError("InputBatch has another field")
+        raise TypeError("there is another field")
 
-    branch_forward._run = broken
+    beam_forward._run = broken
 
 
 def blocks_of(llm: Any) -> tuple[int, int]:
@@ -117,6 +96,6 @@ def test_passes_that_do_not_run_are_found_at_the_start(engines, tiny_model, stat
     added, counted = broken.call(ways, [{"extra_args": {"item_set": "prefixes"}}] * 2)
     assert added > 4
     assert counted == {"the KV cache has no blocks for beams": 2}
-    assert "Ranked lists take rounds of requests: a first pass failed: TypeError('InputBatch" in broken.log()
+    assert "Ranked lists take rounds of requests: a first pass failed: TypeError('there is" in broken.log()
     worker, scheduler = broken.call(blocks_of)
     assert scheduler == worker

@@ -118,9 +118,9 @@ def as_accelerators(llm: Any, *arguments: Any) -> Any:
 
 def passes_of(llm: Any, options: dict[str, Any], k: int | None) -> list[int]:
     """The tokens of each pass of a request inside its step, with fixed shapes: a list of k items, or draws."""
-    from vllm_static import branch_forward
+    from vllm_static import beam_forward
 
-    own, sizes = branch_forward._run, list[int]()
+    own, sizes = beam_forward._run, list[int]()
 
     def run(runner: Any, tokens: Any, *args: Any) -> Any:
         sizes.append(tokens.numel())
@@ -128,7 +128,7 @@ def passes_of(llm: Any, options: dict[str, Any], k: int | None) -> list[int]:
 
     params = DrawParams if k is None else RankingParams
     asked = params(beam_width=k or 1, max_tokens=20, extra_args=options)
-    with mock.patch.object(branch_forward, "_run", run), fixed_shapes(llm):
+    with mock.patch.object(beam_forward, "_run", run), fixed_shapes(llm):
         llm.beam_search([{"prompt_token_ids": prompt_of(20)}], asked)
     return sizes
 

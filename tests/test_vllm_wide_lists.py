@@ -169,9 +169,9 @@ def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
 
     own, shapes = step_lists.logits_after, list[list[tuple[int, int]]]()
 
-    def run(runner: Any, branches: Any, tokens: torch.Tensor, known: int) -> torch.Tensor:
+    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
         shapes[-1].append(tuple(tokens.shape))
-        return own(runner, branches, tokens, known)
+        return own(runner, kv, tokens)
 
     with mock.patch.object(step_lists, "logits_after", run):
         for form, end in ((as_accelerators, None), (as_accelerators, 1), (inside, 1)):
@@ -229,7 +229,7 @@ def test_nothing_is_left(engines, tiny_model, static, prepare):
     tight = given(static, ranked_list_beams=2) | {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
     small = engines("v2", tiny_model, **tight, prepare=prepare)
     before, after, answered, preempted = small.call(churn, CHURNED)
-    assert before == after == 35
+    assert before == after == 38
     assert answered == CHURNED - CHURNED // 3
     assert preempted
 
@@ -274,9 +274,9 @@ class Reads(TorchDispatchMode):
 
 
 def reads(llm: Any) -> tuple[int, Counter[str]]:
-    from vllm_static import branch_forward, step_lists
+    from vllm_static import beam_forward, step_lists
 
-    watch, own, run = Reads(), step_lists.WideLists._make, branch_forward._run
+    watch, own, run = Reads(), step_lists.WideLists._make, beam_forward._run
     passes_run = 0
 
     def make(*args: Any) -> Any:
@@ -289,15 +289,15 @@ def reads(llm: Any) -> tuple[int, Counter[str]]:
         with _disable_current_modes():  # vLLM's own metadata and model
             return run(*args)
 
-    with mock.patch.object(step_lists.WideLists, "_make", make), mock.patch.object(branch_forward, "_run", run_apart):
+    with mock.patch.object(step_lists.WideLists, "_make", make), mock.patch.object(beam_forward, "_run", run_apart):
         (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
     assert len(found) == 4
     return passes_run, watch.found
 
 
 def test_a_list_of_512(engines, tiny_model, static):
-    """Each pass is many passes here: the runner's buffers hold 64 rows."""
-    roomy = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 64}
+    """Each pass is many passes here: the runner's buffers hold 64 tokens."""
+    roomy = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 64, "max_num_batched_tokens": 64}
     wide = engines("v2", tiny_model, **given(static, ranked_list_beams=512), **roomy)
     (found,) = wide.call(inside, "large", 512, 512, False, [50])
     assert len({tokens for tokens, _ in found}) == 512
@@ -307,13 +307,13 @@ def test_a_list_of_512(engines, tiny_model, static):
 
 def test_what_has_no_room_is_said(engine):
     """A worker refuses nothing: the answer has a number instead of a list."""
-    (output,) = engine.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 600, 1, False))
+    (output,) = engine.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 6_000, 1, False))
     assert output.prompt_token_id_logprobs.tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize(("name", "renormalised"), [("fixed", False), ("ragged", False), ("prefixes", True)])
 def test_the_cache_as_gpus_have_it(engines, tiny_model, static, engine, name, renormalised):
-    """vLLM's own Triton attention reads the beams' blocks."""
+    """vLLM's own Triton attention reads the prompts, and ours the beams' own tokens."""
     layout = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
     other = engines("v2", tiny_model, **static, **ROOMY, **layout)
     lengths = [20, 32, 33]
@@ -321,34 +321,32 @@ def test_the_cache_as_gpus_have_it(engines, tiny_model, static, engine, name, re
     assert "TRITON_ATTN" in other.log()
     for items, expected in zip(found, engine.call(inside, name, 4, 3, renormalised, lengths), strict=True):
         same(items, expected)
-    if name == "fixed":
-        copied, token = other.call(bytes_of_forks)
-        assert [(rows, known) for rows, known, _ in copied] == [(8, 1), (8, 2), (8, 3)]  # of so many tokens each
-        assert all(size == rows * known * token for rows, known, size in copied)
 
 
-def bytes_of_forks(llm: Any) -> tuple[list[tuple[int, int, int]], int]:
-    """Of each pass of a list but its first, its rows, the tokens that they have, and the bytes of the KV cache that are
-    copied; and the bytes of a token."""
-    from vllm_static.kv_branches import Branches
+def test_a_list_takes_an_entry_a_node(engine):
+    """No block of the cache: of three passes, an entry of each row, tails apart."""
+    rows, used, free = engine.call(entries)
+    assert used == sum(rows)
+    assert len(set(free)) == 1
 
-    fork, select, copied, size = Branches.fork, torch.index_select, list[tuple[int, int, int]](), 0
 
-    def forked(branches: Branches, parents: torch.Tensor, known: int) -> None:
-        nonlocal size
-        size = 0
-        with mock.patch.object(torch, "index_select", counted):
-            fork(branches, parents, known)
-        copied.append((parents.numel(), known, size))
+def entries(llm: Any) -> tuple[list[int], int, list[int]]:
+    """Of a list the rows of its passes, the entries that it has taken, and the free blocks of the cache around them."""
+    from vllm_static import step_lists
+    from vllm_static.beam_kv import BeamKV
 
-    def counted(*args: Any, out: torch.Tensor) -> torch.Tensor:
-        nonlocal size
-        size += out.nbytes
-        return select(*args, out=out)
+    own, made, rows = step_lists.logits_after, list[BeamKV](), list[int]()
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free = [pool.get_num_free_blocks()]
 
-    with mock.patch.object(Branches, "fork", forked):
-        as_accelerators(llm, "fixed", 4, 3, False, [33])
-    return copied, sum(cache[0, :, 0].nbytes for cache in runner_of(llm).kv_caches)
+    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
+        made.append(kv)
+        rows.append(len(tokens))
+        return own(runner, kv, tokens)
+
+    with mock.patch.object(step_lists, "logits_after", run):
+        inside(llm, "large", 24, 12, False, [40])
+    return rows, made[-1].used, [*free, pool.get_num_free_blocks()]
 
 
 @pytest.fixture(scope="module")

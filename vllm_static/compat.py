@@ -209,25 +209,6 @@ def why_no_weights(vllm_config: Any) -> str | None:
     return None
 
 
-SHARING = ("FLASH_ATTN", "TRITON_ATTN")
-"""Attention backends that can read a prompt once for all beams of a list (`shared_prefix`)."""
-
-
-def refuse_backends(names: set[str]) -> None:
-    """Raise ValueError unless these attention backends can read a prompt once for all beams of a list."""
-    if others := names.difference(SHARING):
-        raise ValueError(
-            f"item_set_shared_prefix is on, but the attention backend {min(others)} cannot read a prompt once for all "
-            f"beams: omit item_set_shared_prefix, or take --attention-backend {' or '.join(SHARING)}, on a GPU"
-        )
-
-
-def configured_backends(vllm_config: Any) -> set[str]:
-    """The attention backend as far as it is known before a model is loaded: named, or a CPU's only one."""
-    named = vllm_config.attention_config.backend
-    return {named.name} if named is not None else {"CPU_ATTN"} if _platform().is_cpu() else set()
-
-
 def can_draft_on_device(vllm_config: Any) -> bool:
     """Whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
     return bool(vllm_config.use_v2_model_runner or not _platform().is_cpu())

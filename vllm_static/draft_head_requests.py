@@ -46,7 +46,7 @@ def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str
     damaged, of another model or tokenizer, or drafts none of the sets, and if no lists are made inside a step.
     """
     from itemset.ranking.draft_head import DraftHead
-    from vllm_static.kv_branches import MOST_LOGITS
+    from vllm_static.beam_forward import MOST_LOGITS
 
     path = StaticConfig.of(vllm_config.additional_config).item_set_draft_head
     if path is None:

@@ -162,8 +162,6 @@ def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
         refuse_speculation(config)
         if path == "device" and reason is not None:
             raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
-        if options.item_set_shared_prefix == "on":
-            compat.refuse_backends(compat.configured_backends(config))
         _add_versions(config)
     if path != "host" and reason is None and not compat.on_device_path(config):
         config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from itemset.masking.log_probs import log_probs_of
 from itemset.serving.hooks import IMPORTED
 from vllm_static import compat
+from vllm_static.beam_kv import to_device
 from vllm_static.compat import hook
-from vllm_static.kv_branches import to_device
 from vllm_static.legal_mass import temperature
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 
 from itemset.ranking.beams import Beams
 from itemset.serving.config import StaticConfig
-from vllm_static.kv_branches import to_device
+from vllm_static.beam_kv import to_device
 from vllm_static.narrow_hooks import reading
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name

@@ -28,7 +28,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import EngineRequest, Prepare, Stage, read
 from itemset.trie.walk import FREE
 from vllm_static import compat, legal_mass, speculation
-from vllm_static.kv_branches import to_device
+from vllm_static.beam_kv import to_device
 from vllm_static.narrow_head import NarrowHead
 from vllm_static.weight_updates import kept_through_sleep
 

@@ -13,7 +13,6 @@ from vllm.logger import init_logger
 from itemset.serving.config import StaticConfig
 from vllm_static import compat, core_hooks
 from vllm_static.compat import hook
-from vllm_static.kv_branches import own_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,48 +32,35 @@ USUAL = 16  # the same, of an engine whose sets come with the requests
 
 
 class Trial(NamedTuple):
-    """Why a worker cannot make lists, and why it cannot read their prompts once for all beams; None if it can. tokens:
-    see `branch_forward.logits_room`."""
+    """Why a worker cannot make lists; None if it can. tokens: see `beam_forward.logits_room`."""
 
-    lists: str | None
-    apart: str | None
+    reason: str | None
     tokens: int
 
 
 class Room(NamedTuple):
-    """What lists get. blocks: of the KV cache, which the scheduler does not know. beams: that have room in them.
-    tokens: that a pass may have the logits of. apart: whether a pass reads a prompt once for all beams."""
+    """What lists get. blocks: of the KV cache, which the scheduler does not know: the memory of beams' own tokens.
+    beams: that have room in it. tokens: that a pass may have the logits of."""
 
     blocks: int
     beams: int
     tokens: int
-    apart: bool
 
 
-NO_ROOM = Room(0, 0, 0, False)
+NO_ROOM = Room(0, 0, 0)
 
 
-def backends(worker: Any) -> set[str]:
-    """Return the names of a worker's attention backends. Called by the engine core, as are the next two."""
-    from vllm_static import branch_forward
-
-    return branch_forward.backends(compat.runner_of(worker))
-
-
-def try_out(worker: Any, blocks: int, apart: bool) -> Trial:
-    """Let a worker try passes in this many blocks, which no request has. apart: also with prompts read once."""
-    from vllm_static import branch_forward
+def try_out(worker: Any, blocks: int) -> Trial:
+    """Let a worker try passes in this many blocks, which no request has. Called by the engine core, as is the next."""
+    from vllm_static import beam_forward
 
     runner = compat.runner_of(worker)
-    last = runner.kv_cache_config.num_blocks
-    scratch = range(last - blocks, last)
-    if reason := branch_forward.try_out(runner, scratch):
-        return Trial(reason, None, 0)
+    if reason := beam_forward.try_out(runner, runner.kv_cache_config.num_blocks - blocks):
+        return Trial(reason, 0)
     try:
-        tokens = branch_forward.logits_room(runner)
+        return Trial(None, beam_forward.logits_room(runner))
     except Exception as error:  # a device that does not say what is free
-        return Trial(f"what memory is free is not known: {error!r}", None, 0)
-    return Trial(None, branch_forward.try_out_apart(runner, scratch) if apart else None, tokens)
+        return Trial(f"what memory is free is not known: {error!r}", 0)
 
 
 def install(worker: Any, room: Room) -> None:
@@ -133,54 +119,43 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
 
 
 def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config: Any) -> tuple[Room, str | None]:
-    """What room lists get, and why none are made; None if they are. All workers have tried it.
-
-    Raises ValueError if prompts are to be read once, and the attention backend can not.
-    """
+    """What room lists get, and why none are made; None if they are. All workers have tried it."""
     config = StaticConfig.of(vllm_config.additional_config)
-    shared = config.item_set_shared_prefix == "on"
-    if shared:
-        compat.refuse_backends(set().union(*workers(backends)))
     if not _one_full_attention(cache):
         return NO_ROOM, "the KV cache is not one of full attention"
-    blocks, beams = scratch_blocks(config, max(workers(longest_item)), cache, vllm_config)
+    blocks, beams = beam_blocks(config, max(workers(longest_item)), cache, vllm_config)
     if not blocks:
         return NO_ROOM, "the KV cache is too small for beams"
-    trials: list[Trial] = workers(try_out, args=(blocks, shared))
-    if reason := next(filter(None, (one.lists for one in trials)), None):
+    trials: list[Trial] = workers(try_out, args=(blocks,))
+    if reason := next(filter(None, (one.reason for one in trials)), None):
         return NO_ROOM, reason
     tokens = min(one.tokens for one in trials)
     if not tokens:
         return NO_ROOM, "no memory is left for the logits of beams: lower --gpu-memory-utilization"
-    why = next(filter(None, (one.apart for one in trials)), None)
-    if shared and why is None:
-        logger.info("Ranked lists: each pass reads a prompt once for all beams")
-    elif shared:
-        logger.warning("Ranked lists: each beam reads its prompt, although item_set_shared_prefix is on: %s", why)
-    return Room(blocks, min(beams, tokens), tokens, shared and why is None), None
+    return Room(blocks, min(beams, tokens), tokens), None
 
 
-def scratch_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> tuple[int, int]:
+def beam_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> tuple[int, int]:
     """Return how many blocks lists get, for `ranked_list_beams` or for what may be missed of the cache, and how many
     beams have room in them.
 
     longest: tokens of the longest item of the registered sets, 0 if there are none.
     """
     block: int = cache.kv_cache_groups[0].kv_cache_spec.block_size
-    each = 2 * own_blocks(block - 1, min(LONGEST, longest or USUAL), block)
+    each = min(LONGEST, longest or USUAL)  # tokens
     context = -(-vllm_config.model_config.max_model_len // block)
     most = config.ranked_list_beams
     share = SHARE_UNASKED if most is None else SHARE
     left: int = min(cache.num_blocks // share, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
-    beams = max(0, left) // each
+    beams = max(0, left) * block // each
     beams = beams if most is None else min(most, beams)
-    return each * beams, beams
+    return -(-each * beams // block), beams
 
 
 def _one_full_attention(cache: KVCacheConfig) -> bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    return [type(one) for one in specs] in ([FullAttentionSpec], [MLAAttentionSpec]) and (
+    return [type(one) for one in specs] == [FullAttentionSpec] and (
         specs[0].sliding_window is specs[0].attention_chunk_size is None
     )

@@ -7,7 +7,6 @@ gives the hidden states, also if the prompt takes several steps.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -21,8 +20,8 @@ from torch import Tensor
 from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import GRAPHS, HEAD, REASONS, EngineRequest, ListSpec, NoList
-from vllm_static.branch_forward import borrowed, logits_after, ran, run_logits, use_adapters
-from vllm_static.kv_branches import MOST_LOGITS, Branches, Prompt, scratch_needed, to_device
+from vllm_static.beam_forward import MOST_LOGITS, logits_after, ran, run_logits, use_adapters
+from vllm_static.beam_kv import BeamKV, Prompt, to_device
 from vllm_static.narrow_head import Alphabet
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
@@ -68,8 +67,9 @@ class Passes(NamedTuple):
     stepwise: bool
 
     @property
-    def rows(self) -> int:
-        return max(rows for rows, _ in self.shapes)
+    def entries(self) -> int:
+        """Beams' tokens that are kept: one of each row. The last pass is read by nobody, and yet it is written."""
+        return sum(rows for rows, _ in self.shapes)
 
     @property
     def tokens(self) -> int:
@@ -88,9 +88,9 @@ class WideLists:
 
     def __init__(self, runner: Any, room: Room) -> None:
         """room: its blocks are the KV cache's last ones."""
-        self._runner, self._room, count = runner, room, runner.kv_cache_config.num_blocks
-        self._scratch = range(count - room.blocks, count)
-        self._block = runner.block_tables.block_sizes[0]
+        self._runner, self._room = runner, room
+        self._first_block = runner.kv_cache_config.num_blocks - room.blocks
+        self._entries = room.blocks * runner.block_tables.block_sizes[0]
         self._sets = item_sets(runner)
         self.asked: dict[int, Asked] = {}
         self.narrow = runner.device.type == "cpu"
@@ -161,12 +161,10 @@ class WideLists:
         ends = hidden_states[batch.logits_indices[to_device(rows, hidden_states.device)]]
         lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
         parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
-        drafted = all(one.spec.placeholders for one in lists)
-        with contextlib.nullcontext() if drafted else borrowed(self._runner):
-            for group in self._grouped([each for one in lists for each in one.apart]):
-                made = (self._draft if group[0].spec.placeholders else self._make)(group)
-                for one, table in zip(group, made, strict=True):
-                    parts[one.prompt.request].append(table)
+        for group in self._grouped([each for one in lists for each in one.apart]):
+            made = (self._draft if group[0].spec.placeholders else self._make)(group)
+            for one, table in zip(group, made, strict=True):
+                parts[one.prompt.request].append(table)
         return tables | {request: _joined(some) for request, some in parts.items()}
 
     def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
@@ -184,7 +182,7 @@ class WideLists:
         """Why a list cannot be made here."""
         if one.spec.placeholders:
             return None
-        if not self._scratch:
+        if not self._entries:
             return NoList.NO_BLOCKS
         if self._sets.arena.level_plan(one.number).levels > MOST_ROUNDS:
             return NoList.TOO_DEEP
@@ -197,27 +195,23 @@ class WideLists:
         return None if self._fit([one]) else NoList.NO_ROOM
 
     def _fit(self, lists: Sequence[Asked]) -> bool:
-        """Whether there is room for these lists, which are of one kind: blocks and logits."""
+        """Whether there is room for these lists, which are of one kind: entries and logits."""
         if lists[0].spec.placeholders:
             assert self._sets.head is not None
             each = 4 * self._sets.head.row_size * lists[0].spec.width
             return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
         passes = self._passes(lists[0])
-        return self._have_blocks(lists, passes.rows) and len(lists) * passes.tokens <= self._room.tokens
-
-    def _have_blocks(self, lists: Sequence[Asked], rows: int) -> bool:
-        longest = self._sets.arena.level_plan(lists[0].number).longest
-        return scratch_needed([one.prompt for one in lists], rows, longest, self._block) <= len(self._scratch)
+        return len(lists) * passes.entries <= self._entries and len(lists) * passes.tokens <= self._room.tokens
 
     def _passes(self, one: Asked) -> Passes:
         """The passes of a list, or of a race. Tails take a token a pass, too, if these are not many, and there are
-        blocks for their rows. Not those of draws: in its tail an item would compete with beams, and fewer draws would
+        entries for their rows. Not those of draws: in its tail an item would compete with beams, and fewer draws would
         be decided."""
         plan, spec = self._sets.arena.level_plan(one.number), one.spec
         if not (self.narrow or spec.races or (plan.levels if spec.renormalised else plan.longest) > MOST_ROUNDS):
             options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
             counts = rows_of_passes(plan, spec.width, **options) or (1,)
-            if self._have_blocks([one], max(counts)):
+            if sum(counts) <= self._entries:
                 return Passes([(rows, 1) for rows in counts], stepwise=True)
         shapes, rows = [], 1
         for level, tail in enumerate(plan.tails):
@@ -252,7 +246,7 @@ class WideLists:
         options |= {"renormalised": spec.renormalised, "kernels": self._sets.kernels}
         beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
-        branches = Branches(runner, prompts, passes.rows, plan.longest, self._scratch, apart=self._room.apart)
+        kv = BeamKV(runner, prompts, self._first_block)
         alphabet, narrow = self._alphabet(one), self._sets.narrow
         if alphabet is None or not spec.renormalised:
             use_adapters(runner, [prompt.request for prompt in prompts], np.array([prompt.slot for prompt in prompts]))
@@ -264,16 +258,13 @@ class WideLists:
                 beams.narrow()
             if not beams.passes_left:
                 break
-            known, count = beams.taken - 1, beams.row_count
-            if known == 0:
-                branches.begin()
-            else:
-                branches.fork(beams.parents.view(len(group), -1)[:, :count], known)
-            tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count]
+            count = beams.row_count
+            kv.fork(beams.parents.view(len(group), -1)[:, :count], beams.taken - 1)
+            tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count].flatten(0, 1)
             if alphabet is None:
-                beams.round(logits_after(runner, branches, tokens.flatten(0, 1), known))
+                beams.round(logits_after(runner, kv, tokens))
             else:
-                states = logits_after(runner, branches, tokens.flatten(0, 1), known, head=lambda states: states)
+                states = logits_after(runner, kv, tokens, head=lambda states: states)
                 narrow.round(beams, states, alphabet, renormalised=spec.renormalised)
         table = _table(beams)
         for column, graph in enumerate(GRAPHS, 3):

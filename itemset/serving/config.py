@@ -81,7 +81,6 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_limit: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 1_000
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
     ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
-    item_set_shared_prefix: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_narrow_head: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_head_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None

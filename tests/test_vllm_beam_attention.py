@@ -1,0 +1,141 @@
+"""Passes of ranked lists that read each prompt once for all beams, whose own tokens are entries of a trie."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import beam_rows
+import pytest
+import torch
+from devices import DEVICE
+from engines import take_triton_attention
+from test_vllm_wide_lists import PLAIN, ROOMY, given, inside, prompt_of, reads, runner_of, same
+from torch import Tensor
+
+TRITON: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
+ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="of CPUs")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "cap", "heads_first"),
+    [
+        pytest.param("FLASH_ATTN", torch.float16, 0.0, False, marks=ON_GPU),
+        pytest.param("FLASH_ATTN", torch.float16, 2.0, True, marks=ON_GPU),
+        ("TRITON_ATTN", torch.float32, 0.0, False),
+        ("TRITON_ATTN", torch.float32, 2.0, True),
+        pytest.param("CPU_ATTN", torch.float32, 0.0, True, marks=ON_CPU),
+        pytest.param("CPU_ATTN", torch.bfloat16, 0.0, True, marks=ON_CPU),
+    ],
+)
+def test_attention_in_two_parts(backend: str, dtype: torch.dtype, cap: float, heads_first: bool) -> None:
+    """Over three prompts, one of which ends with a block."""
+    most = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    assert beam_rows.largest_difference(backend, dtype, cap=cap, heads_first=heads_first) <= most
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"logits_soft_cap": 30.0}, None),
+        ({"sliding_window": 64}, "a sliding window"),
+        ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi"),
+        ({"sinks": torch.zeros(beam_rows.HEADS)}, "attention sinks"),
+        ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share KV"),
+    ],
+)
+def test_what_two_parts_cannot_do(options: dict[str, Any], reason: str | None) -> None:
+    from vllm_static.beam_attention import why_not
+
+    why = why_not(beam_rows.implementation("TRITON_ATTN", **options))
+    assert why == reason if reason is None else str(why).startswith(reason)
+
+
+def parts(llm: Any) -> tuple[int, tuple[int, Counter[str]], int]:
+    """How often layers attend in two parts: for ordinary requests, and for a list, with its passes."""
+    from vllm_static import beam_attention
+
+    with mock.patch.object(beam_attention, "attend", wraps=beam_attention.attend) as attend:
+        llm.generate([{"prompt_token_ids": prompt_of(length)} for length in (9, 40)], PLAIN, use_tqdm=False)
+        ordinary = attend.call_count
+        return ordinary, reads(llm), attend.call_count
+
+
+def test_the_passes_of_lists_alone_attend_in_two_parts(engines, tiny_model, static):
+    """In both layers of the model, and nothing is read back."""
+    engine = engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
+    assert engine.call(parts) == (0, (4, Counter()), 8)
+
+
+def recorded(llm: Any) -> list[tuple[str, int, int]]:
+    """What passes of four rows, and of six, are given when vLLM has recorded graphs for both."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    from vllm_static.beam_forward import _shape
+
+    runner, found = runner_of(llm), []
+    manager = runner.cudagraph_manager
+    decode = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, uniform_token_count=1)
+    pieces = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None)
+    whole = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8)
+    graphs = {"_candidates": {(4, 0): [decode, pieces], (6, 0): [whole]}, "_graphs_captured": True}
+    with mock.patch.multiple(manager, **graphs):
+        for rows in (4, 6):
+            shape = _shape(runner, rows, 1, [])
+            found.append((shape.cg_mode.name, shape.num_tokens, shape.num_reqs or 0))
+    return found
+
+
+def test_no_full_graph_replays_them(engines, tiny_model, static):
+    """A recorded graph of the whole model holds another attention. One of the pieces between attention will do."""
+    engine = engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
+    assert engine.call(recorded) == [("PIECEWISE", 8, 0), ("NONE", 6, 6)]
+
+
+def take_another_base() -> None:
+    """A Triton attention whose sums were of powers of 2, as another version of vLLM might have."""
+    take_triton_attention()
+    from vllm_static import beam_attention
+
+    own = beam_attention._by_triton
+
+    def by_triton(*args: Any) -> tuple[Tensor, Tensor]:
+        output, sums = own(*args)
+        return output, sums / math.log(2)
+
+    beam_attention._PROMPT["TritonAttentionImpl"] = by_triton
+
+
+def test_other_numbers_are_found_at_the_start(engines, tiny_model, static):
+    """Then lists take rounds."""
+    arguments = {"attention_config": TRITON["attention_config"], "prepare": take_another_base}
+    other = engines("v2", tiny_model, **static, **ROOMY, **arguments)
+    assert "reads prompts once for all beams gives other numbers" in other.log()
+
+
+class TestTriton:
+    """vLLM's own Triton attention, and ours for beams, in Triton's interpreter where there is no GPU."""
+
+    @pytest.fixture
+    def engine(self, engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
+        return engines("v2", tiny_model, **static, **ROOMY, **TRITON)
+
+    @pytest.fixture
+    def usual(self, engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
+        return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
+
+    @pytest.mark.parametrize(("name", "renormalised"), [("ragged", False), ("prefixes", True)])
+    def test_tails_are_read_whole(self, engine, usual, name, renormalised):
+        """Prompts inside a block of 32, of one, and a token longer, in passes of several prompts."""
+        lengths = [20, 32, 33, 33]
+        found = engine.call(inside, name, 4, 3, renormalised, lengths)
+        for items, expected in zip(found, usual.call(inside, name, 4, 3, renormalised, lengths), strict=True):
+            same(items, expected)
+            assert items

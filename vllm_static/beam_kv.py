@@ -1,0 +1,122 @@
+"""The KV of beams, one entry a trie node: prompts stay in the engine's cache, and no beam has a block of its own.
+
+Beams that share tokens share the entries of these. A row knows its ancestors by their numbers, so nothing is copied
+when beams fork, and nothing is left when a list ends (trie-based beam search, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils import torch_utils
+
+
+class Prompt(NamedTuple):
+    """A request whose prompt's KV is complete. slot: its row of the runner's block tables. tokens: its length."""
+
+    request: str
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Some rows' queries, prompt by prompt, and the paged KV of the prompts.
+
+    starts: [prompts + 1] int32, each prompt's first query token, and the end. lengths: [prompts] int32, its tokens.
+    tables: [prompts, blocks] int32. spans: the same starts and lengths on the host, of each prompt (first query, end,
+    tokens). most_queries, most_keys: of any prompt.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    tables: Tensor
+    spans: list[tuple[int, int, int]]
+    most_queries: int
+    most_keys: int
+
+
+@dataclass(frozen=True)
+class BeamMetadata:
+    """What a pass tells the model's attention layers: the metadata type by which they know it.
+
+    positions: [rows, more] int64, counted from the prompt's first token. ancestors: [rows, known] int64, the entries of
+    each row's tokens so far. entries: [rows] int64, where the KV of each row's first query token goes; tails are never
+    read again. first_block: of the cache, from which on entries lie. scratch: of kernels, for all layers.
+    """
+
+    positions: Tensor
+    ancestors: Tensor
+    entries: Tensor
+    prompts: PromptPart
+    first_block: int
+    scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens, without those that fill up a CUDA graph."""
+        count: int = self.positions.numel()
+        return count
+
+
+class BeamKV:
+    """The tokens after some prompts, of rows that branch off these, as many from each.
+
+    used: entries that are taken.
+    """
+
+    def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int) -> None:
+        """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them."""
+        self.prompts, self.used, self._first_block = prompts, 0, first_block
+        self._lengths = [one.tokens for one in prompts]
+        (block,) = runner.block_tables.block_sizes
+        device = runner.device
+        slots = to_device([one.slot for one in prompts], device)
+        self._tables = runner.block_tables.block_tables[0].gpu[slots, : -(-max(self._lengths) // block)]
+        self._device_lengths = to_device(self._lengths, device)
+        self._ancestors = torch.empty(len(prompts), 1, 0, dtype=torch.int64, device=device)
+
+    def fork(self, parents: Tensor, known: int) -> None:
+        """Let rows go on from these rows of the last pass, or from the prompts.
+
+        parents: [prompts, rows] int64, each counted among its prompt's rows. known: tokens that every row keeps.
+        """
+        self._ancestors = self._ancestors[:, :, :known].gather(1, parents[:, :, None].expand(-1, -1, known))
+
+    def metadata(self, rows: slice, more: int) -> BeamMetadata:
+        """Of a pass over the next `more` tokens of some rows, counted over all prompts. Reads nothing back."""
+        _, each, known = self._ancestors.shape
+        device = self._ancestors.device
+        first, last = rows.start // each, -(-rows.stop // each)  # prompts
+        count = rows.stop - rows.start
+        steps = torch.arange(known, known + more, device=device)
+        positions = (self._device_lengths[:, None, None] + steps).expand(-1, each, -1).reshape(-1, more)[rows]
+        starts = [min(max(one * each - rows.start, 0), count) * more for one in range(first, last + 1)]
+        lengths = self._lengths[first:last]
+        part = PromptPart(
+            torch.arange(first, last + 1, device=device).mul_(each).sub_(rows.start).clamp_(0, count).mul_(more).int(),
+            self._device_lengths[first:last].int(),
+            self._tables[first:last],
+            list(zip(starts, starts[1:], lengths, strict=False)),
+            min(each, count) * more,
+            max(lengths),
+        )
+        entries = torch.arange(self.used + rows.start, self.used + rows.stop, device=device)
+        return BeamMetadata(positions, self._ancestors.flatten(0, 1)[rows], entries, part, self._first_block)
+
+    def grow(self) -> None:
+        """Note that a pass has run over all rows: the first query token of each is its last ancestor."""
+        prompts, rows, _ = self._ancestors.shape
+        entries = torch.arange(self.used, self.used + prompts * rows, device=self._ancestors.device)
+        self._ancestors = torch.cat((self._ancestors, entries.view(prompts, rows, 1)), 2)
+        self.used += prompts * rows
+
+
+def to_device(values: Any, device: torch.device, dtype: Any = np.int64) -> Tensor:
+    """Copy numbers of the host to the device without waiting for it."""
+    return torch_utils.async_tensor_h2d(np.asarray(values, dtype), device=device)

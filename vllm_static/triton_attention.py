@@ -1,0 +1,64 @@
+"""Attention over beams' own tokens, added to that over their prompts: Triton's kernel of `beam_attention`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KEYS = 8  # that a program reads at a time
+
+
+@triton.jit(do_not_specialize=["known", "tokens"])
+def add_own_kernel(
+    output, sums, query, keys, values, own, ancestors, known, scale, cap, tokens,
+    output_stride, query_stride, keys_stride, values_stride,
+    MORE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One query token of one head: its row's ancestors, then the row's new tokens up to itself, KEYS at a time, by an
+    online softmax that begins with the prompt's part."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, own_head, kv_heads = token // MORE, head // GROUP, HEADS // GROUP
+    size = tl.arange(0, PADDED)
+    inside = size < SIZE
+    at = output + token * output_stride + head * SIZE + size
+    asked = tl.load(query + token * query_stride + head * SIZE + size, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.load(sums + head * tokens + token)
+    total, added = largest * 0 + 1, tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    end = known + token % MORE + 1
+    for start in range(0, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        old, new = key < known, (key >= known) & (key < end)
+        entry = tl.load(ancestors + row * known + key, mask=old, other=0)
+        old_at = own + (entry * kv_heads + own_head)[:, None] * (2 * SIZE) + size[None]
+        place = row * MORE + key - known
+        old_mask, new_mask = old[:, None] & inside[None], new[:, None] & inside[None]
+        new_keys = keys + place[:, None] * keys_stride + own_head * SIZE + size[None]
+        new_values = values + place[:, None] * values_stride + own_head * SIZE + size[None]
+        read = tl.load(old_at, mask=old_mask, other=0.0) + tl.load(new_keys, mask=new_mask, other=0.0)
+        scores = tl.sum(read.to(tl.float32) * asked[None], 1) * scale
+        if cap > 0:
+            scores = cap * (1 - 2 / (tl.exp(2 * scores / cap) + 1))
+        scores = tl.where(old | new, scores, -float("inf"))
+        most = tl.maximum(largest, tl.max(scores, 0))
+        parts, faded = tl.exp(scores - most), tl.exp(largest - most)
+        read = tl.load(old_at + SIZE, mask=old_mask, other=0.0) + tl.load(new_values, mask=new_mask, other=0.0)
+        added = added * faded + tl.sum(read.to(tl.float32) * parts[:, None], 0)
+        total, largest = total * faded + tl.sum(parts, 0), most
+    tl.store(at, (added / total).to(output.dtype.element_ty), mask=inside)
+
+
+def add_own(
+    output: Tensor, sums: Tensor, query: Tensor, new: tuple[Tensor, Tensor], own: Tensor, ancestors: Tensor,
+    scale: float, cap: float,
+) -> None:
+    """As `beam_attention.add_own`. The last two dimensions of output, query and new must be dense."""
+    tokens, heads, size = query.shape
+    strides = (output.stride(0), query.stride(0), new[0].stride(0), new[1].stride(0))
+    rows, known = ancestors.shape
+    add_own_kernel[(tokens, heads)](
+        output, sums.contiguous(), query, *new, own, ancestors.contiguous(), known, scale, cap, tokens, *strides,
+        MORE=tokens // rows, GROUP=heads // own.shape[1], HEADS=heads, SIZE=size,
+        PADDED=triton.next_power_of_2(size), KEYS=KEYS,
+    )

@@ -10,11 +10,19 @@ import pytest
 
 import itemset
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path += [str(EXAMPLES), str(EXAMPLES.parent)]
+import bootstrap
 import cold_start
 import nezha_model
 import retrieval_data
 import retrieval_model
+
+
+@pytest.mark.parametrize("script", bootstrap.EXAMPLES.values())
+def test_examples_take_what_bootstrap_gives_them(script):
+    """Else they end with an error of their arguments, after minutes of installing."""
+    assert 'parser.add_argument("--engine", choices=["vllm", "sglang"]' in (EXAMPLES / script).read_text()
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from itemset.serving.list_runner import best_of
-from itemset.serving.wire import HEAD, EngineRequest, ListResult, ListSpec, SetRef
+from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListResult, ListSpec, NoList, SetRef
 from vllm_static.list_requests import RankingParams
 from vllm_static.single_request import EngineLists, list_params
 
@@ -296,8 +296,8 @@ def reads(llm: Any) -> tuple[int, Counter[str]]:
 
 
 def test_a_list_of_512(engines, tiny_model, static):
-    """Each pass is many passes here: the runner's buffers hold 64 tokens."""
-    roomy = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    """A pass may be two passes here: the runner's buffers hold 2,048 tokens."""
+    roomy = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 64, "max_num_batched_tokens": 2_048}
     wide = engines("v2", tiny_model, **given(static, ranked_list_beams=512), **roomy)
     (found,) = wide.call(inside, "large", 512, 512, False, [50])
     assert len({tokens for tokens, _ in found}) == 512
@@ -305,10 +305,10 @@ def test_a_list_of_512(engines, tiny_model, static):
     same(found, [(tokens, score) for score, tokens in oracle])
 
 
-def test_what_has_no_room_is_said(engine):
+def test_what_takes_too_many_tokens_is_said(engine):
     """A worker refuses nothing: the answer has a number instead of a list."""
-    (output,) = engine.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 6_000, 1, False))
-    assert output.prompt_token_id_logprobs.tolist() == [[1.0]]
+    (output,) = engine.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 1_500, 1, False))
+    assert output.prompt_token_id_logprobs.tolist() == [[float(REASONS.index(NoList.TOO_LONG))]]
 
 
 @pytest.mark.parametrize(("name", "renormalised"), [("fixed", False), ("ragged", False), ("prefixes", True)])

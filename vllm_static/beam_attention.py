@@ -22,7 +22,7 @@ from vllm_static.beam_kv import BeamMetadata, PromptPart
 
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
 MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
-TOLERANCE = 0.02  # of an attention of numbers around 1: what 16 bits may make of another order of adding
+TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make of another order of adding
 
 
 def install(runner: Any) -> str | None:

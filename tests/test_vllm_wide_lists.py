@@ -339,10 +339,10 @@ def entries(llm: Any) -> tuple[list[int], int, list[int]]:
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free = [pool.get_num_free_blocks()]
 
-    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def run(runner: Any, kv: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         made.append(kv)
         rows.append(len(tokens))
-        return own(runner, kv, tokens)
+        return own(runner, kv, tokens, **options)
 
     with mock.patch.object(step_lists, "logits_after", run):
         inside(llm, "large", 24, 12, False, [40])

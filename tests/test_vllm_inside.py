@@ -112,6 +112,10 @@ def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path
     client_checks.check_bench(server, tiny_model, tmp_path, capsys)
 
 
+def test_langchain_and_instructor(server):
+    client_checks.check_frameworks(server)
+
+
 def test_items_inside_are_counted(server):
     before = server.figures()
     complete(server, n=2, max_tokens=150, slate=ALONE)

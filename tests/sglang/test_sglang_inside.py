@@ -63,6 +63,10 @@ def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path
     client_checks.check_bench(server, tiny_model, tmp_path, capsys)
 
 
+def test_langchain_and_instructor(server):
+    client_checks.check_frameworks(server)
+
+
 def test_tools(server):
     check_refused_beside_slates(server)
     status, answer = server.post("/v1/chat/completions", CHAT | {"response_format": TAG, "use_beam_search": True})

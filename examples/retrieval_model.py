@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 MEMORY = 20  # films of a user that the model looks back on
 STEPS, BATCH = 1_500, 48
 TOLD_SECONDS = 5
-# 0.9 MB: weights in float16, semantic IDs. `bootstrap.py retrieval --train` leaves one in .cache/retrieval-trained, too.
+# 0.9 MB: weights in float16, semantic IDs. `bootstrap.py retrieval --train` leaves one in .cache/retrieval-trained.
 SHIPPED = Path(__file__).with_name("retrieval.safetensors")
 
 

@@ -143,3 +143,12 @@ def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.Captu
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) == 9
     assert cli.main([*words, "--body", 'bad={"item_set": "flims"}']) == 1
     assert "did you mean 'films'" in capsys.readouterr().err
+
+
+def check_bench_of_generate(server: Any, tokenizer: Path, folder: Path) -> None:
+    """SGLang's own form, after `check_bench`: a set's beams are items, its own are none."""
+    report, url = folder / "bench.json", f"{server.url}/generate"
+    words = ["bench", "--url", url, "--set", str(folder / "films.itemset"), "--tokenizer", str(tokenizer), "-k", "4"]
+    bodies = ["--body", 'set={"item_set": "films"}', "--body", "open={}", "--concurrency", "2", "--requests", "2"]
+    assert cli.main([*words, *bodies, "--json", str(report)]) == 0
+    assert [row["legal"] for row in json.loads(report.read_text())["rows"]] == [1.0, 0.0]

@@ -61,6 +61,7 @@ def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path
     client_checks.check(server)
     client_checks.check_printed(server, tmp_path)
     client_checks.check_bench(server, tiny_model, tmp_path, capsys)
+    client_checks.check_bench_of_generate(server, tiny_model, tmp_path)
 
 
 def test_langchain_and_instructor(server):

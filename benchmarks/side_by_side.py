@@ -32,19 +32,20 @@ def launches(model: Path, index: Path, sglang: Path) -> list[tuple[str, Any, lis
     from serving import Launch
 
     class WithMore(Launch):
+        def environment(self) -> dict[str, str]:
+            return {**super().environment(), "OMP_NUM_THREADS": "1"}
+
         def command(self, port: int) -> list[str]:
             command = super().command(port)
             if self.engine == "sglang":
-                return [str(sglang), *command[1:], "--max-running-requests", "1024", "--max-total-tokens", "65536"]
+                room = ("--max-running-requests", "1024", "--max-total-tokens", "65536", "--sleep-on-idle")
+                return [str(sglang), *command[1:], *room]
             return [*command, "--max-logprobs", "-1"]
 
-    class Generate(Launch):
+    class Generate(WithMore):
         def command(self, port: int) -> list[str]:
-            server, given = (
-                str(ROOT / "benchmarks" / "generate_server.py"),
-                ["--model", str(model), "--set", str(index)],
-            )
-            return [sys.executable, server, *given, "--port", str(port)]
+            server = str(ROOT / "benchmarks" / "generate_server.py")
+            return [sys.executable, server, "--model", str(model), "--set", str(index), "--port", str(port)]
 
     set_of, of_set = f"films={index}", ("the set", "/v1", SET)
     return [
@@ -81,6 +82,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--sglang", type=Path, required=True, help="the Python of SGLang's environment")
     options.add_argument("--users", type=int, default=100)
+    options.add_argument("--servers", nargs="+", default=["vLLM", "SGLang", "generate()"])
     options.add_argument("-k", type=int, default=50)
     options.add_argument("--concurrency", nargs="+", default=["1", "8"])
     arguments = options.parse_args()
@@ -91,6 +93,8 @@ def main() -> None:
         folder = Path(name)
         model, index = prepared(folder, arguments.users)
         for server, launch, ways in launches(model, index, arguments.sglang.absolute()):
+            if server not in arguments.servers:
+                continue
             with running_server(launch) as url:
                 for label, path, body in ways:
                     command = [sys.executable, "-m", "itemset", "bench", "--url", url.removesuffix("/v1") + path]

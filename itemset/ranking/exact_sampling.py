@@ -31,7 +31,6 @@ class DrawingOptions(TypedDict, total=False):
     width: passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
     max_passes: stop after these. approximate: let the draws that are not finished then go on among the items that are
     scored; otherwise `result` raises CutOffError.
-    paths: give path passes, for a model that scores many rows in a pass: fewer rounds. No draw depends on it.
     """
 
     replace: bool
@@ -40,7 +39,6 @@ class DrawingOptions(TypedDict, total=False):
     width: int | None
     max_passes: int | None
     approximate: bool
-    paths: bool
 
 
 class Drawing(Rounds):
@@ -60,7 +58,7 @@ class Drawing(Rounds):
         check_positive(n=n, width=self._width, max_passes=options.get("max_passes"))
         if not 0 < temperature <= 1:
             raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
-        tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature, paths=options.get("paths", False))
+        tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature)
         super().__init__(tree, options.get("max_passes"))
         races, self._k = (n, 1) if options.get("replace", True) else (1, n)
         keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")

@@ -13,7 +13,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, Gramm
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
-from itemset.embedded.vocabulary import Vocabulary
+from itemset.embedded.holes import Vocabulary
 from itemset.masking.arena import ArenaFullError, Place
 from itemset.masking.arena_plan import Slate
 from itemset.masking.host import HostState, fill_bitmasks

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 import itemset
 from itemset.building import sources
-from itemset.building.external import build_external
-from itemset.building.memory import available_memory, needed_memory
+from itemset.building.external import available_memory, build_external, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
 from itemset.cli.options import Command, output_file, positive, size, tokenizer_of, unwritable

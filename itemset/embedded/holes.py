@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet, build
 from itemset.masking import host
 from itemset.masking.host import Walk
-from itemset.trie.jit import compiled
+from itemset.trie.pointers import compiled
 from itemset.trie.walk import DEAD, END
 
 Made = TypeVar("Made")

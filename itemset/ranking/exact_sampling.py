@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.ranking.search import Found, Item, Rounds, check_positive
-from itemset.trie.jit import compiled
+from itemset.trie.pointers import compiled
 
 _GOLDEN, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31, _S12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.masking.cpu_kernels import children_from
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label
+from itemset.trie.pointers import compiled, first_edge, label
 from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal, tail_token
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError, shown
-from itemset.trie.jit import compiled
+from itemset.trie.pointers import compiled
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class StaticGrammar(BaseGrammarObject):
-    """One request's item set, or grammar with sets in it, as SGLang's contract wants it (constrained/base_grammar_backend.py).
+    """One request's item set, or grammar with sets in it, as SGLang wants it (constrained/base_grammar_backend.py).
 
     The first grammar of a batch makes, moves and applies the mask of all: ours is xgrammar's bitmask, so that either
     may be the first.
@@ -125,9 +125,8 @@ class StaticBackend:
             if request.sampling_params.max_new_tokens > 0 and carried.ranked is None:
                 self._figures.admitted("device" if on_device else "host")
             if not on_device:
-                request.grammar = compat.after_reasoning(
-                    manager, request, StaticGrammar(partial(HostState, item_set, stops))
-                )
+                grammar = StaticGrammar(partial(HostState, item_set, stops))
+                request.grammar = compat.after_reasoning(manager, request, grammar)
                 manager._apply_request_reasoning_config(request)
         except ItemSetError as error:
             self._figures.refused()

@@ -44,7 +44,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 
 class StaticGrammar(StructuredOutputGrammar):
-    """One request's item set, or grammar with sets in it, as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
+    """One request's item set, or grammar with sets in it, as vLLM wants it (v1/structured_output/backend_types.py)."""
 
     def __init__(self, begin: Callable[[], HostState | Composite]) -> None:
         """begin: makes a request's place in its set, or in a grammar with sets in it, and holds what that needs."""

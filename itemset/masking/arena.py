@@ -127,6 +127,7 @@ class Copies:
 
 __all__ = ["Arena", "ArenaFullError", "Place", "Plan", "Resident", "arena_bytes", "check_tables", "room_for"]
 
+_ALPHABETS = 8  # of a set
 _SECTIONS = dict(zip((*SECTIONS, "alive", "dead"), range(len(SECTIONS) + 2), strict=True)) | {"ready": READY}
 
 
@@ -238,6 +239,8 @@ class Arena:
         if more not in placed.alphabets:
             if isinstance(placed.tokens, ItemSet):
                 placed.tokens = placed.tokens.token_ids
+            if len(placed.alphabets) == _ALPHABETS:  # `more` comes from clients
+                del placed.alphabets[next(iter(placed.alphabets))]
             placed.alphabets[more] = np.union1d(placed.tokens, np.array(more, np.int64)).tobytes()
         return placed.alphabets[more]
 

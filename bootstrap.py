@@ -71,6 +71,8 @@ EXAMPLES = {
     "playground": "playground.py",
 }  # fmt: skip
 PLAYGROUND = "gradio==6.31.0"
+# Of examples that the tests run. In a folder of their own: they want other versions of what the engines want, too.
+CLIENTS, CLIENTS_LOCK = ["instructor", "langchain-openai"], LOCKS / "clients.txt"
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. If a version of locks/ is not there for this
 machine or Python, add --newest. Then start this again."""
@@ -128,6 +130,7 @@ class Environment:
         self.lock = lock
         self.python = path / "bin" / "python"
         self.stamp = path / "bootstrap.json"
+        self.clients = path / "clients"
 
     def create(self) -> None:
         if self.path.exists() and any(self.path.iterdir()) and not (self.path / "pyvenv.cfg").exists():
@@ -144,7 +147,8 @@ class Environment:
 
     def pip(self, *arguments: str | Path) -> None:
         command = [self.python, "-m", "pip", "--disable-pip-version-check", *arguments]
-        if self.lock and arguments[0] in ("install", "download") and PLAYGROUND not in arguments:  # an older pillow
+        apart = {"--target", PLAYGROUND} & set(map(str, arguments))  # the playground wants an older pillow
+        if self.lock and arguments[0] in ("install", "download") and not apart:
             command += ["--constraint", self.lock]
         with one_at_a_time() if "-e" in arguments else contextlib.nullcontext():
             code = call(command)
@@ -152,11 +156,15 @@ class Environment:
             line = shlex.join(str(word) for word in command)
             raise BootstrapError(f"pip ended with code {code}.\n  command: {line[:400]}\n{PIP_ADVICE}")
 
-    def write_lock(self, lock: Path) -> None:
-        """Name every package here by its version, without what belongs to this machine: paths, and builds of torch."""
+    def write_lock(self, lock: Path, *where: str | Path) -> None:
+        """Name every package here by its version, without what belongs to this machine: paths, and builds of torch.
+
+        where: pip's options, for packages of another folder.
+        """
         if not self.python.exists():
             raise BootstrapError(f"{self.path} is not there: run `python3 bootstrap.py test {NEWEST}` first.")
         command = [self.python, "-m", "pip", "list", "--format", "json", "--exclude-editable", "--exclude", "pip"]
+        command += where
         listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         packages = [f"{one['name']}=={one['version'].partition('+')[0]}" for one in json.loads(listed)]
         lock.parent.mkdir(exist_ok=True)
@@ -266,6 +274,9 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
         steps.append(pip_step(PLAYGROUND, PLAYGROUND))
     if command == "test":
         steps.append(pip_step("test tools", "-e", ".[test]"))
+        clients = ["--no-deps", "--requirement", str(CLIENTS_LOCK)] if environment.lock else CLIENTS
+        named = CLIENTS_LOCK.read_text() if environment.lock else ""
+        steps.append(pip_step("LangChain, Instructor", "--target", str(environment.clients), *clients, inputs=named))
     return steps
 
 
@@ -413,6 +424,7 @@ def main() -> int:
         if arguments.command == "lock":
             for engine, environment in environments.items():
                 environment.write_lock(LOCKS / f"{engine.lower()}-cpu.txt")
+                environment.write_lock(CLIENTS_LOCK, "--path", environment.clients)
             return 0
         set_up_all(environments, arguments.command)
         if arguments.set_up_only:

@@ -45,7 +45,7 @@ Items = list[tuple[int, ...]]
 def prepare(folder: Path, histories: Sequence[Sequence[int]]) -> tuple[Path, Path]:
     """Make the model with its head, and the index of its semantic IDs; return the model's folder, and the index."""
     seen = [watched[:-1] for watched in histories]
-    begin, before = retrieval.prepare(CACHE / "retrieval", seen)
+    begin, before = retrieval.prepare(CACHE / "retrieval", None)
     model, catalogue, index = folder / "model", CACHE / "retrieval" / "films.csv", folder / "films.itemset"
     if not model.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
 """Demo: generative retrieval end to end, from texts to ranked lists of films for the users who watched others.
 
-Run it with `python3 bootstrap.py retrieval`, or with `--engine sglang` after it. It gives MovieLens-100K's films
-semantic IDs (residual k-means over embeddings of their titles and genres), teaches a small model what users watch next,
-builds the index, serves both, and asks for ranked lists over HTTP: how near beams come to the exact ranking, and how
-often the film that a user did watch next is among the first ten. `--cold-start` asks for films that no training history
-holds (`cold_start`).
+Run it with `python3 bootstrap.py retrieval`, or with `--engine sglang` after it. It takes semantic IDs of the films of
+MovieLens-100K and a small model that has learnt what users watch next, builds the index, serves both, and asks for
+ranked lists over HTTP: how near beams come to the exact ranking, and how often the film that a user did watch next is
+among the first ten. IDs and model come with the examples; `--train` makes them again (residual k-means over embeddings
+of titles and genres, then some minutes of training). `--cold-start` asks for films that no training history holds
+(`cold_start`).
 """
 
 from __future__ import annotations
@@ -34,26 +35,30 @@ WIDTHS = (1, 4, 10, 64)
 K = 10
 
 
-def prepare(folder: Path, seen: Sequence[Sequence[int]], **attributes: Sequence[Any]) -> tuple[Path, Path]:
+def prepare(folder: Path, seen: Sequence[Sequence[int]] | None, **attributes: Sequence[Any]) -> tuple[Path, Path]:
     """Make semantic IDs, a model that has learnt them, and the index; return the folder of the model, and the index.
 
-    What an earlier run has left is taken. seen: the films that the model learns from, user by user. attributes: a value
-    for each film, by name.
+    What an earlier run has left is taken. seen: the films that the model learns from, user by user; None takes IDs and
+    model that come with the examples. attributes: a value for each film, by name.
     """
     model, catalogue, index = folder / "model", folder / "films.csv", folder / "films.itemset"
     if not model.exists():
         folder.mkdir(parents=True, exist_ok=True)
         titles = titles_by_key()
-        codes = retrieval_data.semantic_ids(retrieval_data.vectors())
+        codes = retrieval_model.shipped_ids() if seen is None else retrieval_data.semantic_ids(retrieval_data.vectors())
         texts = [retrieval_model.text_of(code) for code in codes]
         with catalogue.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["movie_id", "title", "semantic_id", *attributes])
             writer.writerows(zip(titles.keys(), titles.values(), texts, *attributes.values(), strict=True))
         tokenizer = retrieval_model.make_tokenizer(codes)
-        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        print("teaching a small model what users watch next (once)", flush=True)
-        retrieval_model.train(seen, dict(zip(titles, encoded, strict=True)), tokenizer, model)
+        if seen is None:
+            retrieval_model.unpack(tokenizer, model)
+        else:
+            encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            print("teaching a small model what users watch next (once)", flush=True)
+            retrieval_model.train(seen, dict(zip(titles, encoded, strict=True)), tokenizer, model)
+            retrieval_model.pack(model, codes, folder / retrieval_model.SHIPPED.name)
     build_index(catalogue, "semantic_id", model, index, list(attributes))
     return model, index
 
@@ -106,11 +111,11 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
     return whole and all(one[0]["proven"] for one in exact)
 
 
-def show(engine: str, users: int) -> bool:
+def show(engine: str, users: int, train: bool) -> bool:
     """Prepare, serve, ask and report; True if all is as it should be."""
     histories = retrieval_data.histories()
     seen = [watched[:-1] for watched in histories]  # the last film is what the model is asked for
-    model, index = prepare(CACHE / "retrieval", seen)
+    model, index = prepare(CACHE / "retrieval-trained", seen) if train else prepare(CACHE / "retrieval", None)
     with serving(engine, model, index) as retrieval:
         return report(retrieval, histories[:users])
 
@@ -138,10 +143,11 @@ def main() -> int:
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--users", type=int, help="default: 100, and all that there are with --cold-start")
     parser.add_argument("--cold-start", action="store_true", help="films that no training history holds")
+    parser.add_argument("--train", action="store_true", help="make the semantic IDs and train the model here")
     arguments = parser.parse_args()
     if arguments.cold_start:
         return run(partial(show_cold_start, arguments.engine, arguments.users or 10_000))
-    return run(partial(show, arguments.engine, arguments.users or 100))
+    return run(partial(show, arguments.engine, arguments.users or 100, arguments.train))
 
 
 if __name__ == "__main__":

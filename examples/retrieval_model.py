@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from films_data import emptied
 from numpy.typing import NDArray
 
 MEMORY = 20  # films of a user that the model looks back on
 STEPS, BATCH = 1_500, 48
 TOLD_SECONDS = 5
+# 0.9 MB: weights in float16, semantic IDs. `bootstrap.py retrieval --train` leaves one in .cache/retrieval-trained.
+SHIPPED = Path(__file__).with_name("retrieval.safetensors")
 
 
 def text_of(code: Sequence[int]) -> str:
@@ -23,19 +26,23 @@ def text_of(code: Sequence[int]) -> str:
 
 def make_tokenizer(codes: NDArray[Any]) -> Any:
     """One token a code of each level, and an end token."""
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import AddedToken, Tokenizer, decoders
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     special = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    words = Tokenizer(WordLevel(special, unk_token="<unk>"))
+    words.decoder = decoders.Fuse()  # no space between codes: what a server answers is the item's text again
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(special, unk_token="<unk>")),
+        tokenizer_object=words,
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
     )
-    words = [f"<{level}_{value}>" for level, top in zip("abcd", codes.max(0), strict=True) for value in range(top + 1)]
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    codewords = [
+        f"<{level}_{value}>" for level, top in zip("abcd", codes.max(0), strict=True) for value in range(top + 1)
+    ]
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in codewords])
     return tokenizer
 
 
@@ -50,23 +57,10 @@ def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tok
     encoded: each film's tokens by its key.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     chance = random.Random(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
+    model = _fresh(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS, pct_start=0.1)
     long_enough = [watched for watched in histories if len(watched) > MEMORY]
@@ -86,6 +80,55 @@ def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tok
             told = time.monotonic()
             left = (told - started) * (STEPS / (step + 1) - 1)
             print(f"  step {step + 1} of {STEPS}: loss {loss.item():.2f}, about {left:.0f} s left", flush=True)
+    _save(model, tokenizer, folder)
+
+
+def pack(folder: Path, codes: NDArray[Any], path: Path) -> None:
+    """Write a model that `train` has saved, and the semantic IDs that it has learnt, into a file such as `SHIPPED`."""
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    save_file({"semantic_ids": codes.astype(np.uint8)} | {k: v.astype(np.float16) for k, v in weights.items()}, path)
+
+
+def shipped_ids() -> NDArray[Any]:
+    """The films' semantic IDs that the model in `SHIPPED` has learnt: [films, codes], in the order of the titles."""
+    from safetensors import safe_open
+
+    with safe_open(SHIPPED, "numpy") as file:
+        codes: NDArray[Any] = file.get_tensor("semantic_ids")
+    return codes.astype(np.int64)
+
+
+def unpack(tokenizer: Any, folder: Path) -> None:
+    """Save the model in `SHIPPED` with its tokenizer, as `train` does."""
+    from safetensors.torch import load_file
+
+    model, weights = _fresh(tokenizer), load_file(SHIPPED)
+    del weights["semantic_ids"]
+    model.load_state_dict({"lm_head.weight": weights["model.embed_tokens.weight"], **weights})  # tied
+    _save(model, tokenizer, folder)
+
+
+def _fresh(tokenizer: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     unfinished = emptied(folder.with_suffix(".unfinished"))
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

@@ -215,8 +215,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--save", action="store_true", help="write the picture of the documentation")
     arguments = parser.parse_args()
-    seen = [watched[:-1] for watched in retrieval_data.histories()]
-    model, index = prepare(CACHE / "retrieval", seen)
+    model, index = prepare(CACHE / "retrieval", None)
     print(f"training in {len(arguments.ways)} ways, {len(SEEDS)} seeds each, two at a time", flush=True)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         first = pool.submit(hits, *begun(model, index))

@@ -21,6 +21,7 @@ from itemset import cli
 from itemset.cli.serve import requests_of
 from itemset.client import Item, Of, choose, draw, fill, rank
 
+ROOT = Path(__file__).resolve().parent.parent
 LATE = {"year": {"$gt": 1968}}
 Film = Item["films"]
 Colour = Item[["red", "blue"]]
@@ -95,6 +96,32 @@ def check_printed(server: Any, folder: Path) -> None:
     assert '"path":"$.choice"' in field.replace(" ", "")
 
 
+CLIENTS = Path(sys.prefix) / "clients"
+
+
+def check_frameworks(server: Any) -> None:
+    """The examples of LangChain and Instructor, whose packages lie in a folder of their own, name films of the set."""
+    if not CLIENTS.exists():
+        pytest.skip("python3 bootstrap.py test installs LangChain and Instructor")
+    paths = os.pathsep.join(map(str, (CLIENTS, ROOT)))
+    environment = os.environ | {"no_proxy": "127.0.0.1", "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "examples" / f"{name}_films.py", f"{server.url}/v1"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("langchain", "instructor")
+    ]
+    for process, keyed in zip(running, (3, 1), strict=True):
+        field, *lines = process.communicate(timeout=240)[0].splitlines()
+        assert process.returncode == 0
+        assert field.removeprefix("field: ") in TITLE_OF.values()
+        assert len(set(lines)) == len(lines) == keyed
+        assert all(TITLE_OF[int(key)] == title for key, title in (line.split(" ", 1) for line in lines))
+
+
 def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lists of a set hold its items alone, by filter too; the engine's own beams, which know of none, do not."""
     index, users, report = folder / "films.itemset", folder / "users.jsonl", folder / "bench.json"
@@ -116,3 +143,12 @@ def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.Captu
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) == 9
     assert cli.main([*words, "--body", 'bad={"item_set": "flims"}']) == 1
     assert "did you mean 'films'" in capsys.readouterr().err
+
+
+def check_bench_of_generate(server: Any, tokenizer: Path, folder: Path) -> None:
+    """SGLang's own form, after `check_bench`: a set's beams are items, its own are none."""
+    report, url = folder / "bench.json", f"{server.url}/generate"
+    words = ["bench", "--url", url, "--set", str(folder / "films.itemset"), "--tokenizer", str(tokenizer), "-k", "4"]
+    bodies = ["--body", 'set={"item_set": "films"}', "--body", "open={}", "--concurrency", "2", "--requests", "2"]
+    assert cli.main([*words, *bodies, "--json", str(report)]) == 0
+    assert [row["legal"] for row in json.loads(report.read_text())["rows"]] == [1.0, 0.0]

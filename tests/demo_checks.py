@@ -18,9 +18,9 @@ TITLE_OF = {number: f"The {word} river ({1960 + number})" for number, word in en
 def source(folder: Path) -> str:
     """The file of items, with its options, that such a server must have as `films`."""
     path = folder / "films.csv"
-    rows = (f"{key},{title},{1960 + key}\n" for key, title in TITLE_OF.items())
-    path.write_text("movie_id,title,year\n" + "".join(rows))
-    return f"{path}?column=title&key=movie_id&attribute=year"
+    rows = (f"{key},{title},{1960 + key},{'DE' if key % 2 else 'FR'},true\n" for key, title in TITLE_OF.items())
+    path.write_text("movie_id,title,year,region,in_stock\n" + "".join(rows))
+    return f"{path}?column=title&key=movie_id&attribute=year&attribute=region&attribute=in_stock"
 
 
 def check(server: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,50 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def follow(page: str, folder: Path, model: Path, server: Any = None) -> list[str]:
+def site() -> dict[str, list[tuple[str, str]]]:
+    """Each page's blocks of code, by its name: their language and their lines."""
+    pages = sorted(DOCS.rglob("*.md"))
+    return {str(page.relative_to(DOCS)): BLOCK.findall(page.read_text()) for page in pages}
+
+
+def commands(block: str) -> list[list[str]]:
+    """The words of each command of a shell block, without variables that stand before it."""
+    found, open_lines = [], ""
+    for line in block.splitlines():
+        open_lines += line
+        try:
+            words = shlex.split(open_lines, comments=True)
+        except ValueError:  # a quotation goes on, or the line ends in a backslash
+            open_lines = open_lines.removesuffix("\\") + "\n"
+            continue
+        if open_lines.endswith("\\"):
+            open_lines = open_lines.removesuffix("\\")
+            continue
+        open_lines = ""
+        found.append(list(dropwhile(re.compile("[A-Z_]+=").match, words)))
+    return [words for words in found if words]
+
+
+def commands_of(*program: str) -> list[list[str]]:
+    """What follows these words in all commands of the site's unmarked blocks."""
+    every = (words for blocks in site().values() for kind, block in blocks if not kind for words in commands(block))
+    return [words[len(program) :] for words in every if tuple(words[: len(program)]) == program]
+
+
+def requests(port: int) -> list[tuple[str, str]]:
+    """Path and body of each curl command of the site that asks a server on that port."""
+    at = f"localhost:{port}"
+    return [(words[0].partition(at)[2], words[-1]) for words in commands_of("curl") if at in words[0]]
+
+
+def follow(page: str, folder: Path, model: Path | str, server: Any = None, **given: Any) -> list[str]:
     """Run a page's Python and bash blocks in the folder; return what each of them printed. A block that fails raises.
 
-    What `itemset serve` would serve is published instead. server: which is asked; None for a page without one.
+    What `itemset serve` would serve is published instead. server: which is asked; None for a page without one. given:
+    names that the page takes as there.
     """
-    blocks = BLOCK.findall((DOCS / page).read_text())
-    names: dict[str, Any] = {"__name__": "page"}
+    blocks = site()[page]
+    names: dict[str, Any] = {"__name__": "page", **given}
     printed = []
     with contextlib.chdir(folder):
         for kind, code in blocks:
@@ -47,7 +85,7 @@ def follow(page: str, folder: Path, model: Path, server: Any = None) -> list[str
                 name, source = named(cli.parse(shlex.split(code)[1:]).source)
                 options = {"item_sets": {name: source}, "item_set_cache": str(folder / "cache")}
                 published.publish(with_indexes(options, str(model))["item_sets"][name], folder / "sets" / name)
-            if "--item-set-dir sets" in code or code.startswith("itemset serve"):
+            if server is not None and ("--item-set-dir sets" in code or code.startswith("itemset serve")):
                 there = published.sets_in(folder / "sets")
                 wait_for(lambda: there <= {one["name"] for one in server.get("/v1/item_sets")[1]["data"]})  # noqa: B023
     assert printed, f"{page} has no block to run"

@@ -72,6 +72,24 @@ def test_a_model_learns_what_comes_next(codes, tmp_path, monkeypatch):
     assert answer[0, prompt.shape[1] :].tolist() == [*encoded[2], end]
 
 
+def test_the_model_that_comes_with_the_example_is_what_was_packed(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    codes = retrieval_model.shipped_ids()
+    assert codes.shape == np.unique(codes, axis=0).shape == (1_682, retrieval_data.LEVELS + 1)
+    retrieval_model.unpack(retrieval_model.make_tokenizer(codes), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    texts = [retrieval_model.text_of(code) for code in codes]
+    assert tokenizer.batch_decode(tokenizer(texts, add_special_tokens=False).input_ids) == texts
+    retrieval_model.pack(tmp_path / "model", codes, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == retrieval_model.SHIPPED.read_bytes()
+    model, films = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), itemset.build_text(texts, tokenizer)
+    with torch.no_grad():
+        after = model(torch.tensor([[*films.items()[0], tokenizer.eos_token_id]])).logits[0, -1].softmax(-1)
+    assert after[films.children([])[0].astype(int)].sum() > 0.9  # it has learnt that films begin so
+
+
 def test_a_draft_head_learns_from_the_states_that_a_list_has(codes, tmp_path, monkeypatch):
     """A row of the training has twenty instances: each sees what it would see alone. The file fits its model."""
     import torch

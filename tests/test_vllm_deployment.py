@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
 import shlex
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+import pages
 import yaml
 
 from itemset import cli
@@ -42,6 +46,35 @@ def options_of(arguments: list[str]) -> StaticConfig:
     engine_config.apply_flags(args)
     assert args.structured_outputs_config.backend == "static"
     return StaticConfig.of(args.additional_config)
+
+
+def test_the_servers_of_the_pages() -> None:
+    commands = pages.commands_of("vllm", "serve")
+    assert len(commands) >= 6
+    for words in commands:
+        options = options_of(["--model", *words])
+        assert options.item_sets or options.item_set_dir
+    (words,) = pages.commands_of("python", "-m", "vllm.entrypoints.openai.api_server")
+    assert words == ["--enforce-eager", "--model"]
+    assert pages.commands_of("python", "-m", "itemset.serving.warm_up") == [[]]
+    assert importlib.util.find_spec("itemset.serving.warm_up")
+
+
+def test_the_parameters_of_rollouts(tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    assert pages.follow("training.md", tmp_path, "model", SamplingParams=SamplingParams) == [""]
+
+
+def test_the_deployment_of_ray_serve() -> None:
+    """Ray Serve is not installed with the tests: what its engine is given is what our plugin reads."""
+    ((_, block),) = [(kind, block) for kind, block in pages.site()["deployment.md"] if kind == "python"]
+    calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.keyword)]
+    (given,) = (ast.literal_eval(node.value) for node in calls if node.arg == "engine_kwargs")
+    assert StaticConfig.of(given["additional_config"]).item_sets == {"films": "/sets/films.itemset"}
+    assert given["structured_outputs_config"] == {"backend": "static"}
+    (middleware,) = given["middleware"]
+    assert callable(resolve_name(middleware.replace(".http.", ".http:")))
 
 
 def test_the_container_serves_the_mounted_sets() -> None:

@@ -106,10 +106,25 @@ def test_pages_as_a_reader_follows_them(page, server, shop, tiny_model):
     assert printed[-1]
 
 
+def test_items_inside_and_the_requests_of_the_pages(server, tmp_path):
+    asked = pages.requests(8000)
+    assert len(asked) >= 4
+    for path, body in asked:
+        status, answer = server.post(path, json.loads(body) | {"model": server.model_name})
+        assert (status, len(answer["choices"]) > 0) == (200, True), answer
+    (film, _, _, slate) = pages.follow("inside.md", tmp_path, server.model_name, server, client=server.client)
+    assert "'set': 'films'" in film
+    assert slate.count("'key'") == 5
+
+
 def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path, capsys):
     client_checks.check(server)
     client_checks.check_printed(server, tmp_path)
     client_checks.check_bench(server, tiny_model, tmp_path, capsys)
+
+
+def test_langchain_and_instructor(server):
+    client_checks.check_frameworks(server)
 
 
 def test_items_inside_are_counted(server):

@@ -31,7 +31,9 @@ def add_to(command: Command) -> None:
         "itemset bench --url http://localhost:8000/v1 --set films.itemset --tokenizer DIR --users users.jsonl\n"
         """  itemset bench --url URL --set films.itemset --tokenizer DIR --body 'open={"use_beam_search": true}'""",
     )
-    sub.add_argument("--url", required=True, help="of the API, to /v1")
+    sub.add_argument(
+        "--url", required=True, help="of the API, to /v1; to /generate: SGLang's own form, beams of its own"
+    )
     sub.add_argument("--set", metavar="FILE", required=True, help="the index of the set")
     sub.add_argument("--tokenizer", metavar="DIR", required=True, help="the set's tokenizer, which reads the answers")
     users = 'lines of {"prompt": text or token ids, "truth": [keys], "filter": {...}}; the last two may be missing'
@@ -98,17 +100,25 @@ def _ask(url: str, body: Row, filtered: bool, user: Row) -> tuple[list[str], flo
     said = {**body, "prompt": user["prompt"]}
     if filtered and "filter" in user and "item_set" in body:  # no other request knows of filters
         said["item_filter"] = user["filter"]
+    if own := url.endswith("/generate"):
+        said = _as_generate(**said)
     data, kind = json.dumps(said).encode(), {"Content-Type": "application/json"}
     start = time.perf_counter()
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/completions", data, kind)
+        request = urllib.request.Request(url if own else f"{url.rstrip('/')}/completions", data, kind)
         with urllib.request.urlopen(request, timeout=600) as response:
-            texts = [choice["text"] for choice in json.load(response)["choices"]]
+            answer = json.load(response)
+        texts = [one["text"] for one in (answer["meta_info"]["beam_results"] if own else answer["choices"])]
     except urllib.error.HTTPError as error:
         raise ItemSetError(f"{url} refuses {data.decode():.200}: {error.read().decode():.500}") from error
     except OSError as error:
         raise ItemSetError(f"{url} does not answer: {error}: check the address") from error
     return texts, time.perf_counter() - start
+
+
+def _as_generate(model: str, prompt: str | list[int], n: int, max_tokens: int, **params: Any) -> Row:
+    params = {"beam_width": n, "n": n, "max_new_tokens": max_tokens, **params}
+    return {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": params}
 
 
 def shares(item_set: ItemSet, tokenizer: Any, users: list[Row], lists: tuple[list[str], ...]) -> Row:

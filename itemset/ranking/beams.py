@@ -351,7 +351,7 @@ def _check(lists: int, options: BeamOptions) -> None:
 
 
 def _log_exponential(keys: Tensor) -> Tensor:
-    """As `races.log_exponential`, of int64: float64."""
+    """As `exact_sampling.log_exponential`, of int64: float64."""
     unit = (((keys >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
     return (-unit.log()).log()
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label
+from itemset.trie.pointers import compiled, first_edge, label
 from itemset.trie.tables import NONE, Trie
 from itemset.trie.targets import is_leaf, tail_at
 from itemset.trie.walk import is_alive

@@ -8,6 +8,7 @@ import sys
 
 import contract
 import hooked_names
+import pages
 import pytest
 from sglang_engines import environment
 
@@ -16,8 +17,8 @@ from sglang_static import compat, engine_config, plugin
 
 def test_every_hook_is_said_why():
     assert all(hook.why for hook in compat.hook.declared.values())
-    stale = "docs/hooks.md is old: run python -m itemset.serving.hooks"
-    assert hooked_names.documented("sglang") == compat.hook.table(), stale
+    stale = "docs/hooks.md is old: run python tests/hooked_names.py"
+    assert hooked_names.documented("sglang") == hooked_names.table(compat.hook), stale
 
 
 def test_every_hook_takes_what_runs_around_it():
@@ -71,6 +72,18 @@ def test_flags_become_options(monkeypatch):
     }
     with pytest.raises(ValueError, match="--item-set and --item-set-path need the static backend: add"):
         engine_config.apply_flags(argparse.Namespace(grammar_backend="xgrammar", item_set=["films=a"]))
+
+
+def test_the_servers_of_the_pages():
+    from sglang.srt.server_args import ServerArgs
+
+    plugin.register()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    (served,) = pages.commands_of("python3", "-m", "sglang.launch_server")
+    (more,) = pages.commands_of("--device")
+    args = parser.parse_args([*served, "--device", *more])
+    assert (args.grammar_backend, args.item_set, args.device) == ("static", ["films=sets/films"], "cpu")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"films"'])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import cell_asking
 import client_checks
 import demo_checks
+import pages
 import pytest
 from inside_cases import CHAT, SLATE, TAG, TITLES, check_refused_beside_slates
 from inside_tests import *  # noqa: F403 - its tests, with the engine and the server of this module
@@ -57,10 +60,21 @@ def test_the_demos_questions(server, monkeypatch):
     demo_checks.check(server, "sglang", monkeypatch)
 
 
+def test_the_requests_of_the_pages(server):
+    ((path, body),) = pages.requests(30000)
+    status, answer = server.post(path, json.loads(body))
+    assert (status, len(answer["meta_info"]["beam_results"])) == (200, 10), answer
+
+
 def test_clients_and_the_requests_that_serve_prints(server, tiny_model, tmp_path, capsys):
     client_checks.check(server)
     client_checks.check_printed(server, tmp_path)
     client_checks.check_bench(server, tiny_model, tmp_path, capsys)
+    client_checks.check_bench_of_generate(server, tiny_model, tmp_path)
+
+
+def test_langchain_and_instructor(server):
+    client_checks.check_frameworks(server)
 
 
 def test_tools(server):

@@ -103,7 +103,7 @@ def main() -> None:
                     command += ["--concurrency", *arguments.concurrency, "--json", str(folder / "bench.json")]
                     subprocess.run(command, check=True)
                     rows += by_filter(server, json.loads((folder / "bench.json").read_text())["rows"])
-    Report(arguments).add("servers", rows)
+    Report(arguments).add(f"lists of {arguments.k}", rows)
 
 
 def by_filter(server: str, rows: list[Row]) -> list[Row]:

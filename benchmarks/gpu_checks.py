@@ -20,10 +20,9 @@ from torch import Tensor
 import itemset
 from itemset import ItemSet
 from itemset.masking import cpu_kernels, triton_kernels
-from itemset.masking.arena import Arena, room_for
+from itemset.masking.arena import Arena, Copies, room_for
 from itemset.masking.batch import CHAIN, ROW, TREE, Batch
 from itemset.masking.slots import Slots
-from itemset.masking.table_copies import Copies
 
 VOCABULARY, STOP = 2_048, 0
 STEPS = 300

@@ -129,8 +129,8 @@ def measure(way: str, count: int, shape: str, samples: int) -> Row:
     import xgrammar
     from films_data import model_dir
 
+    from itemset.embedded.holes import Vocabulary
     from itemset.embedded.holes import warm_up as warm_up_holes
-    from itemset.embedded.vocabulary import Vocabulary
     from itemset.masking.host import warm_up
     from itemset.text import load_tokenizer
 

@@ -211,6 +211,7 @@ def report(runs: Sequence[dict[str, Any]], before: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["vllm", "sglang"], help="whose environment this runs in; none is started")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--save", action="store_true", help="write the picture of the documentation")
     arguments = parser.parse_args()

@@ -6,6 +6,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,15 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, Gramm
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
-from itemset.embedded.vocabulary import Vocabulary
+from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.holes import Vocabulary
 from itemset.masking.arena import ArenaFullError, Place
 from itemset.masking.arena_plan import Slate
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import BACKEND, StaticConfig
-from itemset.serving.constraint import Grammars, SharedGrammar
+from itemset.serving.constraint import Grammars
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class StaticGrammar(BaseGrammarObject):
-    """One request's item set as SGLang's contract wants it (constrained/base_grammar_backend.py).
+    """One request's item set, or grammar with sets in it, as SGLang wants it (constrained/base_grammar_backend.py).
 
     The first grammar of a batch makes, moves and applies the mask of all: ours is xgrammar's bitmask, so that either
     may be the first.
@@ -43,17 +45,17 @@ class StaticGrammar(BaseGrammarObject):
     move_vocab_mask = staticmethod(XGrammarGrammar.move_vocab_mask)
     apply_vocab_mask = XGrammarGrammar.apply_vocab_mask
 
-    host: Any  # a HostState or Composite
-
-    def __init__(self, item_set: ItemSet, stop_tokens: set[int]) -> None:
+    def __init__(self, begin: Callable[[], HostState | Composite]) -> None:
+        """begin: makes a request's place in its set, or in a grammar with sets in it."""
         super().__init__()
-        self._made_of = item_set, stop_tokens
-        self.host = HostState(item_set, stop_tokens)
+        self._begin, self.host = begin, begin()
+        self.of_set = isinstance(self.host, HostState)
 
     def accept_token(self, token: int) -> None:
-        """Raises ValueError for a token that leaves the set."""
-        if not self.host.accept([token]):
-            raise ValueError(f"the token {token} leaves the item set")
+        """Raises ValueError for a token that leaves the set, or the grammar."""
+        host: Any = self.host
+        if not host.accept([token] if self.of_set else token):
+            raise ValueError(f"the token {token} leaves the {'item set' if self.of_set else 'grammar'}")
         self.current_token = token
 
     def rollback(self, k: int) -> None:
@@ -69,22 +71,7 @@ class StaticGrammar(BaseGrammarObject):
         self.host.fill_bitmask(vocab_mask.numpy()[idx])
 
     def copy(self) -> StaticGrammar:
-        return type(self)(*self._made_of)
-
-
-class HoleGrammar(StaticGrammar):
-    """The same of a grammar with item sets in it."""
-
-    def __init__(self, shared: SharedGrammar, stop_tokens: set[int]) -> None:
-        BaseGrammarObject.__init__(self)
-        self._made_of: Any = (shared, stop_tokens)
-        self.host = shared.begin(stop_tokens)
-
-    def accept_token(self, token: int) -> None:
-        """Raises ValueError for a token that leaves the grammar."""
-        if not self.host.accept(token):
-            raise ValueError(f"the token {token} leaves the grammar")
-        self.current_token = token
+        return StaticGrammar(self._begin)
 
 
 def fill_rows(original: Callable[..., None], entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
@@ -92,12 +79,12 @@ def fill_rows(original: Callable[..., None], entries: list[GrammarRow], vocab_ma
 
     SGLang asks the class of the batch's first grammar; xgrammar's inherits the same function as ours.
     """
-    ours = [entry for entry in entries if type(entry.grammar) is StaticGrammar]
+    ours = [entry for entry in entries if getattr(entry.grammar, "of_set", False)]
     hosts = [entry.grammar.host for entry in ours]
     if hosts:
         rows = [entry.row for entry in ours]
         fill_bitmasks(hosts, [host.state for host in hosts], rows, vocab_mask.numpy())
-    original(entries=[entry for entry in entries if type(entry.grammar) is not StaticGrammar])
+    original(entries=[entry for entry in entries if not getattr(entry.grammar, "of_set", False)])
 
 
 class StaticBackend:
@@ -138,7 +125,8 @@ class StaticBackend:
             if request.sampling_params.max_new_tokens > 0 and carried.ranked is None:
                 self._figures.admitted("device" if on_device else "host")
             if not on_device:
-                request.grammar = compat.after_reasoning(manager, request, StaticGrammar(item_set, stops))
+                grammar = StaticGrammar(partial(HostState, item_set, stops))
+                request.grammar = compat.after_reasoning(manager, request, grammar)
                 manager._apply_request_reasoning_config(request)
         except ItemSetError as error:
             self._figures.refused()
@@ -178,9 +166,8 @@ class StaticBackend:
                 return False
 
         def compiled() -> Any:
-            return compat.after_reasoning(
-                manager, request, HoleGrammar(self._grammars.get(spec, sets.__getitem__), stops)
-            )
+            begin = partial(self._grammars.get(spec, sets.__getitem__).begin, stops)
+            return compat.after_reasoning(manager, request, StaticGrammar(begin))
 
         self._figures.admitted("host")
         compat.compile_later(manager, request, WIRE, compiled, self._grammars.threads(spec))

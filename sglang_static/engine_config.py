@@ -7,9 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from itemset.errors import ItemSetError
-from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
+from itemset.serving.config import (
+    BACKEND,
+    FLAGS,
+    NAMING_FLAGS,
+    StaticConfig,
+    add_flags,
+    on_command_line,
+    start_up,
+    with_named,
+)
 from sglang_static import compat
 from sglang_static.compat import hook
 
@@ -54,8 +62,8 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 @hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean", always=True)
 def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
-    startup.on_command_line()
-    with startup.start_up():
+    on_command_line()
+    with start_up():
         apply_flags(args)
     return original()
 
@@ -79,7 +87,7 @@ def apply_flags(args: argparse.Namespace) -> None:
 def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
     """Item sets and configuration are checked before a process starts; the sets' versions are chosen."""
     if compat.is_ours(self):
-        with startup.start_up():
+        with start_up():
             given = {**compat.options(), "item_set_versions": None}  # those of an engine before this one are no more
             config, reason = StaticConfig.of(given), compat.why_host_path(self)
             compat.refuse_unmasked(self)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
-from itemset.embedded.vocabulary import Vocabulary
+from itemset.embedded.holes import Vocabulary
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from itemset.masking.log_probs import log_probs_of
+from itemset.masking.slots import log_probs_of
 from itemset.serving.answer_fields import Logs
 from itemset.serving.request_fields import LOGPROBS
 from itemset.serving.wire import read

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from itemset.errors import ItemSetError
-from itemset.serving import startup
+from itemset.serving.config import start_up
 from itemset.serving.request_fields import REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import answers, compat, legal_mass, version_watcher
@@ -35,7 +35,7 @@ def _init_tokenizer(original: Callable[..., Any], self: Any) -> None:
     if compat.is_ours(self.server_args):
         from sglang_static.front_end import FrontEnd
 
-        with startup.start_up():
+        with start_up():
             self.static_front_end = FrontEnd(self)
 
 

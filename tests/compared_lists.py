@@ -111,7 +111,8 @@ def covering(plans: Sequence[LevelPlan]) -> LevelPlan:
     ]
     tails = [max(plan.tails[i] if i < plan.levels else 0 for plan in plans) for i in range(levels)]
     tailed = [max(plan.tailed[i] if i < plan.levels else 0 for plan in plans) for i in range(levels)]
-    return LevelPlan(tuple(nodes), tuple(widest), tuple(tails), tuple(tailed), max(plan.longest for plan in plans))
+    longest, spans = max(plan.longest for plan in plans), plans[0].spans if len(plans) == 1 else ()
+    return LevelPlan(tuple(nodes), tuple(widest), tuple(tails), tuple(tailed), longest, spans)
 
 
 def compared(
@@ -126,15 +127,16 @@ def compared(
     lockstep: bool = False,
     races: bool = False,
     narrow: bool = False,
+    made_as: str | None = None,
     **options: Any,
 ) -> Compared:
     """Search these sets, a list each, with random logits, of which some are -inf and many are equal.
 
     padding: columns that lie beside the logits in memory. lockstep, races: of these beams. narrow: whether they get the
-    logits of the sets' own tokens only, and the sums of all in two parts; the items must be those of all logits.
-    options: of `Beams`.
+    logits of the sets' own tokens only, or of a level's, and the sums of all in two parts; the items must be those of
+    all logits. made_as: the kind of `views.made`. options: of `Beams`.
     """
-    built = [made(items) for items in sets]
+    built = [made(items, made_as) for items in sets]
     arena = Arena(sum(map(room_for, built)), device)
     numbers = [arena.acquire(s) for s in built]
     if races:
@@ -143,8 +145,6 @@ def compared(
     beams, other = (kind(arena, numbers, covering([s.level_plan for s in built]), **options) for _ in range(2))
     own = np.unique(np.concatenate([[options["end_token"] or 0], *(s.token_ids for s in built)]))
     own = torch.from_numpy(own[own < vocabulary]).to(device)
-    columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)
-    columns[own] = torch.arange(len(own), dtype=torch.int32, device=device)
     beams._kernels = kernels = Compared()  # type: ignore[assignment]
     draw, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     while beams.passes_left:
@@ -162,7 +162,11 @@ def compared(
             halves = (logits[..., : vocabulary // 2], logits[..., vocabulary // 2 :])
             renormalised = options.get("renormalised")
             sums = None if renormalised else torch.logaddexp(*map(beams.log_sums, halves))
-            beams.round(logits[..., own], columns=columns, sums=sums)
+            first, last = beams.span or (0, vocabulary)
+            read = own[(own >= first) & (own <= last)]
+            columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)
+            columns[read] = torch.arange(len(read), dtype=torch.int32, device=device)
+            beams.round(logits[..., read], columns=columns, sums=sums)
         else:
             beams.round(logits)
         if not lockstep and draw.random() < 0.5:

@@ -38,7 +38,7 @@ class Toy:
                 np.array([self.log_prob(tokens[:i], tokens[i]) for i in range(known, len(tokens))]),
                 np.array([self.log_prob(tokens, token) for token in after.tolist()]),
             )
-            for tokens, known, after, _ in passes
+            for tokens, known, after in passes
         ]
 
     def weights(self, temperature: float = 1.0) -> np.ndarray:

@@ -15,10 +15,9 @@ from real_tokenizers import tokenizer
 
 import itemset
 from itemset.embedded.composite_grammar import Composite
-from itemset.embedded.holes import Hole, Items
+from itemset.embedded.holes import Hole, Items, Vocabulary
 from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
-from itemset.embedded.vocabulary import Vocabulary
 from itemset.item_set import ItemSet
 from itemset.select.views import view
 from itemset.text import Escape, escaped

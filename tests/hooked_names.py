@@ -1,6 +1,7 @@
 """Whether what the plugins hook is there, with the arguments that they rely on, in any version of an engine.
 
 Only sources are read: of what is installed, of a wheel, or of a release that `contract.py` has unpacked.
+`python tests/hooked_names.py` writes the tables of docs/hooks.md, those of the engines that are installed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from unittest import mock
 
 from itemset.serving import hooks
 
+PAGE = Path(__file__).parent.parent / "docs" / "hooks.md"
 Read = Callable[[str], str | None]
 """The text of a file below site-packages; None if there is none."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -39,8 +41,29 @@ def hooks_of(engine: str) -> dict[str, Callable[..., Any] | None]:
 
 def documented(engine: str) -> str:
     """The tables of an engine's hooks in docs/hooks.md."""
-    text = (Path(__file__).parent.parent / "docs" / "hooks.md").read_text()
-    return text.partition(f"## {engine}_static\n\n")[2].partition("\n## ")[0]
+    return PAGE.read_text().partition(f"## {engine}_static\n\n")[2].partition("\n## ")[0]
+
+
+def table(hook: hooks.Hooks) -> str:
+    """A Markdown table for each time: what is hooked, and why. A star: whatever backend is chosen."""
+    lines = []
+    for when in sorted({one.when for one in hook.declared.values()}):
+        lines += [f"{when}:", "", "| hook | why |", "|---|---|"]
+        for _, one in sorted(hook.declared.items()):  # whoever was imported first
+            if one.when == when:
+                lines.append(f"| `{one.target}`{' *' if one.always or one.extends else ''} | {one.why} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write_tables() -> None:
+    """Put them into docs/hooks.md."""
+    for engine in ("vllm", "sglang"):
+        if importlib.util.find_spec(engine):
+            hooks_of(engine)  # imports all modules with hooks
+            hook = importlib.import_module(f"{engine}_static.compat").hook
+            before, head, after = PAGE.read_text().partition(f"## {engine}_static\n")
+            PAGE.write_text("".join((before, head, "\n", table(hook), *after.partition("\n## ")[1:])))
 
 
 def problems(read: Read, around: Mapping[str, Callable[..., Any] | None]) -> list[str]:
@@ -175,3 +198,7 @@ def found(requirement: str) -> tuple[str, str]:
     )
     (wheel,) = json.loads(ended.stdout)["install"]
     return wheel["metadata"]["version"], wheel["download_info"]["url"]
+
+
+if __name__ == "__main__":
+    write_tables()

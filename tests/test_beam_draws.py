@@ -29,7 +29,7 @@ from test_search import VOCABULARY
 
 import itemset
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking import beams, races, search, triton_kernels, triton_reads
+from itemset.ranking import beams, exact_sampling, search, triton_kernels, triton_reads
 from itemset.ranking.beams import Beams, warm_up
 from itemset.ranking.exact_sampling import Drawing
 
@@ -116,12 +116,12 @@ def _random_kernel(keys, n, numbers, logs, size, lanes: tl.constexpr):
 def test_both_have_the_same_random_numbers():
     keys = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
     on_device = torch.tensor(keys.view(np.int64), device=DEVICE)
-    for n in (races.NOBODY, races.TOKEN, 150_000):
+    for n in (exact_sampling.NOBODY, exact_sampling.TOKEN, 150_000):
         numbers, logs = torch.empty_like(on_device), torch.empty(1000, dtype=torch.float64, device=DEVICE)
         _random_kernel[(1,)](on_device, n, numbers, logs, 1000, lanes=1024)
-        expected = [int(races.mixed(key, n)) for key in keys]
+        expected = [int(exact_sampling.mixed(key, n)) for key in keys]
         assert numbers.cpu().numpy().view(np.uint64).tolist() == expected
-        times = [races.log_exponential(np.uint64(bits)) for bits in expected]
+        times = [exact_sampling.log_exponential(np.uint64(bits)) for bits in expected]
         np.testing.assert_allclose(logs.cpu().numpy(), times, rtol=1e-12)
         np.testing.assert_allclose(beams._log_exponential(numbers).cpu().numpy(), times, rtol=1e-12)
 

@@ -23,10 +23,9 @@ from real_tokenizers import NAMES
 import itemset
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite, Found
-from itemset.embedded.holes import Hole, Items, warm_up
+from itemset.embedded.holes import HOLES, Hole, Items, Vocabulary, warm_up
 from itemset.embedded.placement import PLACES
 from itemset.embedded.rewrite import Marker
-from itemset.embedded.vocabulary import HOLES, Vocabulary
 from itemset.serving.constraint import ENVELOPE, Grammars
 from itemset.trie.walk import DEAD
 

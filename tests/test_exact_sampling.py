@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -125,33 +124,6 @@ def test_draws_depend_on_the_seed_alone(items, n, seed, data):
     assert [item.score for item in first.items] == pytest.approx([scores[item.tokens] for item in first.items])
     if not options["replace"]:
         assert len(set(tokens(first))) == len(first.items) == min(n, len(scores))
-
-
-@pytest.mark.parametrize("toy", [*TOYS.values(), None], ids=[*TOYS, "random"])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_path_passes_change_no_draw(toy, temperature):
-    """However many rows of a path are scored: all, or some, or none. No prefix is scored twice."""
-    random = np.random.default_rng(4)
-    items = [list(item) for item in toy.items] if toy else random.integers(0, VOCABULARY - 1, (300, 5)).tolist()
-    model, end = (toy, END) if toy else (random_model, LAST)
-    options: dict[str, Any] = {"seed": 3, "end_token": end, "temperature": temperature, "width": 2}
-    plain = drawn(model, Drawing(itemset.build(items), 20, **options))
-    for rows in (0, 1, 99):
-        drawing, scored = Drawing(itemset.build(items), 20, paths=True, **options), []
-        while drawing.passes:
-            chains = [[one, *one.then[:rows]] for one in drawing.passes]
-            scored += [one.tokens for chain in chains for one in chain]
-            for chain in chains:
-                for before, one in pairwise(chain):
-                    assert one.tokens[: len(before.tokens)] == before.tokens
-                    assert one.known == len(before.tokens) + 1
-                    assert one.tokens[one.known - 1] in before.after
-            drawing.take([model(chain) for chain in chains] if rows else [model(chain)[0] for chain in chains])
-        assert tokens(drawing.result) == tokens(plain)
-        assert len(set(scored)) == len(scored)
-        assert drawing.result.rounds <= plain.rounds
-    if len(items) > 50:
-        assert drawing.result.passes < plain.passes
 
 
 def test_no_prefix_is_scored_twice_and_no_round_without_need():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -15,6 +16,15 @@ import cold_start
 import nezha_model
 import retrieval_data
 import retrieval_model
+
+EXAMPLES = Path(cold_start.__file__).parent
+
+
+def test_examples_take_what_bootstrap_gives_them(monkeypatch):
+    """Else they end with an error of their arguments, after minutes of installing."""
+    monkeypatch.syspath_prepend(EXAMPLES.parent)
+    for script in importlib.import_module("bootstrap").EXAMPLES.values():
+        assert 'parser.add_argument("--engine", choices=["vllm", "sglang"]' in (EXAMPLES / script).read_text()
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerFast
 
 import itemset
 from itemset import ItemSetError, build_external, cli, published
-from itemset.building import external, readers, sources, staged_source
-from itemset.building.memory import available_memory, needed_memory
+from itemset.building import external, readers, scratch, sources
+from itemset.building.external import available_memory, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import Zeros, scratch_folder
 from itemset.cli import options
@@ -268,10 +268,10 @@ def test_a_source_that_changes_between_two_reads_is_named(tmp_path: Path) -> Non
         np.save(path, np.arange(600, dtype=np.uint16).reshape(200, 3))
         changed.clear()
         assert "a.npy was changed while it was read" in refusal(path, progress=partial(change, rows), in_order=in_order)
-    assert staged_source.can_read_twice(files_at(path))
+    assert scratch.can_read_twice(files_at(path))
     lines = tmp_path / "a.jsonl"
     lines.write_text("[]")
-    assert not staged_source.can_read_twice(files_at(lines))  # a copy is stored of what needs parsing
+    assert not scratch.can_read_twice(files_at(lines))  # a copy is stored of what needs parsing
 
 
 def test_tables_have_the_memory_that_is_allowed_and_files_for_the_rest(tmp_path: Path, monkeypatch: Any) -> None:

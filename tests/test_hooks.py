@@ -8,6 +8,7 @@ import importlib
 import sys
 
 import further
+import hooked_names
 import pytest
 
 from itemset.errors import ItemSetError
@@ -178,7 +179,7 @@ def test_a_function_is_hooked_by_one_declaration_which_the_table_shows():
 
     with pytest.raises(ValueError, match="two hooks into m:f"):
         hook("m:f", why="a third")(around)
-    assert [line for line in hook.table().splitlines() if line] == [
+    assert [line for line in hooked_names.table(hook).splitlines() if line] == [
         "Checked at start-up:",
         "| hook | why |",
         "|---|---|",

@@ -26,7 +26,7 @@ loops = {
         place, types.uint32[::1], counts, cells, i64, types.uint32[::1], types.boolean[::1], counts, types.uint32[::1],
         *[i64] * 5, counts, types.uint16[::1], types.uint32[::1], types.uint32[::1],
     ),
-    levels._measure: (place, i64, counts, counts, counts),
+    levels._measure: (place, i64, *[counts] * 5),
     report._count: (place, counts, counts, counts, cells, *[counts] * 3),
     report._count_below: (place, i64, counts),
     validate._in_order: (place, i64, counts, counts),

@@ -19,6 +19,7 @@ from test_beams import placed
 from test_kernels import Launches
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import itemset
 from itemset.masking.arena import Arena
 from itemset.ranking import triton_kernels
 from itemset.ranking.beams import Beams, warm_up
@@ -74,6 +75,18 @@ def test_lists_of_different_sets_and_logits_of_any_type(dtype: torch.dtype, opti
 def test_programs_run_in_any_order_and_in_turns(options: dict[str, Any]) -> None:
     with interleaved(seed=5):
         compared(random_sets(5)[:2], DEVICE, seed=5, vocabulary=VOCABULARY, width=3, k=3, end_token=END, **options)
+
+
+@pytest.mark.parametrize("options", NARROW, ids=str)
+@pytest.mark.parametrize("end", [None, END])
+def test_levels_with_tokens_of_their_own(end: int | None, options: dict[str, Any]) -> None:
+    """There are logits of these alone, and of the end token after the last level. Some sets have tails, too."""
+    items = [[a, 20 + b, 40 + c] for a in range(5) for b in range(3) for c in range(2)]
+    assert itemset.build(items).level_plan.spans == ((0, 4), (20, 22), (40, 41))
+    assert itemset.build([*items, [1]]).level_plan.spans == ()
+    options = options | {"width": 4, "k": 4, "end_token": end, "made_as": "whole"}
+    for rows in (items, items[:-5]):
+        compared([rows], DEVICE, seed=3, vocabulary=VOCABULARY, **options)
 
 
 @pytest.mark.usefixtures("small_constants")

@@ -39,7 +39,7 @@ class Model:
     def __call__(self, passes: Sequence[Pass]) -> list[tuple[np.ndarray, np.ndarray]]:
         self.rounds.append(list(passes))
         answers = []
-        for tokens, known, after, _ in passes:
+        for tokens, known, after in passes:
             run = [log_probs(tokens[:i], self.vocabulary)[tokens[i]] for i in range(known, len(tokens))]
             answers.append((np.array(run), log_probs(tokens, self.vocabulary)[after]))
         return answers

@@ -18,8 +18,7 @@ from stores import S3, web_server
 import itemset
 from itemset import ItemSetError, cli, storage
 from itemset.building import sources
-from itemset.building.external import build_external
-from itemset.building.memory import needed_memory
+from itemset.building.external import build_external, needed_memory
 from itemset.serving.catalogue import Catalogue, with_versions
 from itemset.serving.config import StaticConfig
 from itemset.trie import file as index_file

@@ -1,6 +1,6 @@
 """Copies beside steps: what waits for what, on streams whose work is done late, in any order that events allow.
 
-The streams are those of `torch.cuda` as far as `itemset.masking.table_copies` uses them, with the device's freedom made
+The streams are those of `torch.cuda` as far as `itemset.masking.arena` uses them, with the device's freedom made
 explicit: an order that is not enforced is one that happens.
 """
 
@@ -18,9 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import itemset
-from itemset.masking import table_copies
-from itemset.masking.arena import Arena, ArenaFullError, Resident, room_for
-from itemset.masking.table_copies import Copies
+from itemset.masking import arena as arenas
+from itemset.masking.arena import Arena, ArenaFullError, Copies, Resident, room_for
 
 
 class Marker:
@@ -192,7 +191,7 @@ def wrong_reads(seed: int, ignored: str = "", *, names: bool = True, pieces: boo
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most sets are larger than a staging buffer, some larger than both."""
-    monkeypatch.setattr(table_copies, "PIECE", 4096)
+    monkeypatch.setattr(arenas, "PIECE", 4096)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -311,9 +311,9 @@ def test_the_version_before_stays_until_its_room_is_needed():
 
 
 def test_a_version_comes_in_pieces(monkeypatch):
-    from itemset.masking import table_copies
+    from itemset.masking import arena as arenas
 
-    monkeypatch.setattr(table_copies, "PIECE", 1024)
+    monkeypatch.setattr(arenas, "PIECE", 1024)
     (item_set,) = versions_of(1)
     arena = Arena(room_for(item_set), max_sets=2, kernels="triton")
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import itemset
-from itemset.serving import hooks, startup
+from itemset.serving import config, hooks
 from itemset.text import load_tokenizer
 from vllm_static import compat, engine_config, plugin, speculation, step_list_hooks
 from vllm_static.front_end import FrontEnd
@@ -37,8 +37,8 @@ from vllm_static.front_end import FrontEnd
 
 def test_every_hook_is_said_why():
     assert all(hook.why for hook in compat.hook.declared.values())
-    stale = "docs/hooks.md is old: run python -m itemset.serving.hooks"
-    assert hooked_names.documented("vllm") == compat.hook.table(), stale
+    stale = "docs/hooks.md is old: run python tests/hooked_names.py"
+    assert hooked_names.documented("vllm") == hooked_names.table(compat.hook), stale
 
 
 def test_every_hook_is_used_once():
@@ -159,7 +159,7 @@ def test_fields_that_vllm_allows_with_xgrammars_name_alone():
 
 def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path, monkeypatch):
     plugin.register()
-    monkeypatch.setattr(startup, "_from_flags", [])  # the tests after this one were not started by flags
+    monkeypatch.setattr(config, "_from_flags", [])  # the tests after this one were not started by flags
     itemset.build([[5, 6]]).save(tmp_path / "films.itemset")
     args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
         ["--guided-decoding-backend", "static", "--item-set", f"films={tmp_path / 'films.itemset'}"]

@@ -17,7 +17,7 @@ from engine_tests import check_answers
 from engines import force_asynchronous_scheduling
 from samples import SAMPLES
 from sets import tagged_items, tagged_keys
-from test_vllm_engine import CITIES, EOS, answer, inline, named, on_path
+from test_vllm_engine import CITIES, EOS, answer, inline, named, on_path, sampled
 from vllm import SamplingParams
 
 import itemset
@@ -487,6 +487,7 @@ def test_the_set_begins_behind_the_reasoning(engines, tiny_model, device, host, 
         assert tuple(tokens[begin:-1]) in named_sets["fixed"].items
         assert output.outputs[0].item == {"key": fixed.lookup([tokens[begin:-1]])[0]}
     assert thoughts >= 3
+    assert path == "host" or "constraints that begin later" in engine.call(sampled)
     # Where the prompt has ended the reasoning already, the set holds from the first token on.
     (output,) = engine.generate([{"prompt_token_ids": [50, end]}], params)
     assert output.outputs[0].item == {"key": fixed.lookup([answer(output)])[0]}

@@ -11,7 +11,7 @@ from live import Films
 from models import cached_tiny_llama
 from ranking_tests import check_lists, lists_of
 from samples import FEW, SAMPLES, TEMPERATURE, exact
-from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path
+from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path, sampled
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -68,6 +68,7 @@ def test_answers_are_those_without_speculation(speculating, engines, tiny_model,
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
     drafted, accepted = spoken(engine)
     assert drafted >= accepted > drafted / 4
+    assert "drafts" in engine.call(sampled)
     check_lists(lists_of(engine), lists_of(without))
 
 

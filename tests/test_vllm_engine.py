@@ -16,6 +16,8 @@ from test_vllm_ranking import check_scores_beside_others
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_static.narrow_hooks import sampled_steps
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 SAMPLES = {("v1", "host"): 2_000, ("v2", "host"): 100, ("v2", "device"): 100}
 
@@ -197,6 +199,11 @@ def test_ngram_speculation_changes_nothing_at_temperature_0(
 
 def metrics(llm) -> dict[str, float]:
     return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def sampled(llm) -> dict[str, int]:
+    """How many steps with answers of sets took logits of their tokens alone, and why others took all."""
+    return llm.collective_rpc(sampled_steps)[0]
 
 
 def test_prefix_caching_and_chunked_prefill(runner, engines, tiny_model, static, named_sets):

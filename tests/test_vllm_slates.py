@@ -9,7 +9,7 @@ import pytest
 from engines import force_asynchronous_scheduling
 from slate_tests import *  # noqa: F403 - its tests, with the engines of this module
 from slate_tests import check_distinct, slate, told
-from test_vllm_engine import metrics
+from test_vllm_engine import metrics, sampled
 
 PREEMPTING = {"num_gpu_blocks_override": 12, "max_model_len": 176, "enable_prefix_caching": False}
 
@@ -40,8 +40,10 @@ def paths(llm: Any) -> dict[str, int]:
 
 def test_many_slates_in_triton_kernels(start):
     words = [slate(n=n, sampled={"temperature": 1}) for n in (1, 2, 3)] * 2
-    for answer, one in zip(start("device", "triton").ask(["p"] * 6, words), words, strict=True):
+    engine = start("device", "triton")
+    for answer, one in zip(engine.ask(["p"] * 6, words), words, strict=True):
         check_distinct(answer, one["slate"]["n"])
+    assert set(engine.call(sampled)) == {"slates"}
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

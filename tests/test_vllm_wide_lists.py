@@ -38,7 +38,7 @@ Item = tuple[tuple[int, ...], float]
 
 @pytest.fixture
 def engine(engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
-    return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
+    return engines("v2", tiny_model, **given(static, ranked_list_beams=160, item_set_narrow_head="on"), **ROOMY)
 
 
 def given(static: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -390,6 +390,7 @@ def test_lists_of_lora_adapters(engines, tiny_model, static, adapted):
             scored = oracle_of(model, prompt_of(length))([tokens for tokens, _ in items])
             same(items, [(tokens, score) for score, tokens in scored])
             assert len(items) == 6
+    assert "not of a set's own: LoRA adapters may change the head" in engine.log()
 
 
 def with_ranks(llm: Any, lengths: list[int]) -> tuple[list[list[Item]], list[list[Item]], list[list[int]], list[Any]]:
@@ -407,7 +408,8 @@ def test_ranks_choose_the_same_rows(engines, tiny_model, static, engine):
     """Under tensor parallelism every rank makes lists and answers, from the same logits; those of a set's own tokens
     are each rank's share of them, gathered."""
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    two = engines("v2", tiny_model, **static, **ROOMY, tensor_parallel_size=2, env=env, timeout=300)
+    narrow = given(static, item_set_narrow_head="on")
+    two = engines("v2", tiny_model, **narrow, **ROOMY, tensor_parallel_size=2, env=env, timeout=300)
     *found, answers, steps = two.call(with_ranks, [20, 32, 33])
     two.close()
     *expected, alone, _ = engine.call(with_ranks, [20, 32, 33])
@@ -543,7 +545,11 @@ def test_lists_over_http(servers, tiny_model, named_sets):
 
 def off(llm: Any) -> Any:
     """In the engine's process, while this is entered: logits of all tokens are computed."""
-    return mock.patch.object(runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow, "why_not", "turned off")
+    return mock.patch.object(narrow_of(llm), "why_not", "turned off")
+
+
+def narrow_of(llm: Any) -> Any:
+    return runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
 
 
 def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[Item], int, int]:
@@ -564,8 +570,7 @@ def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[
 
     compute = model.compute_logits
     small = mock.patch.multiple(narrow_head, WHOLE=0, PART=1, FEWEST=300)
-    head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
-    with small, mock.patch.object(head, "parts", True), mock.patch.object(model, "compute_logits", counted):
+    with small, mock.patch.object(model, "compute_logits", counted):
         narrow = wide()
     with off(llm):
         return narrow, wide(), max(widths), runner_of(llm).vocab_size
@@ -581,16 +586,20 @@ def test_lists_from_logits_of_their_own_tokens(engine, name, renormalised):
     assert len(narrow) > 1
 
 
-def answered(llm: Any, requests: list[tuple[str | None, dict[str, Any]]], narrow: bool) -> tuple[Any, dict[str, int]]:
-    """In the engine's process: tokens of answers asked for together, and how their steps were sampled."""
-    head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
+Requests = list[tuple[str | None, dict[str, Any]]]
+
+
+def answered(llm: Any, requests: Requests, narrow: bool, because: str = "") -> tuple[Any, dict[str, int]]:
+    """In the engine's process: tokens of answers asked for together, and how their steps were sampled. because: of
+    `changed`."""
+    head = narrow_of(llm)
+    common = {"max_tokens": 12, "detokenize": False}
     params = [
-        SamplingParams(max_tokens=12, detokenize=False, extra_args=name and {"item_set": name}, **words)
-        for name, words in requests
+        SamplingParams(**common | {"extra_args": name and {"item_set": name}} | words) for name, words in requests
     ]
     prompts = [{"prompt_token_ids": prompt_of(9)}] * len(params)
     before = Counter(head.steps)
-    with contextlib.nullcontext() if narrow else off(llm):
+    with changed(llm, because) if because else contextlib.nullcontext() if narrow else off(llm):
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in outputs], dict(head.steps - before)
 
@@ -617,28 +626,113 @@ def test_answers_from_logits_of_their_own_tokens(engine):
         assert engine.call(answered, [request], True)[0] == [alone]
 
 
-FULL: dict[str, list[tuple[str | None, dict[str, Any]]]] = {
-    "requests without a set": [("fixed", GREEDY), (None, GREEDY)],
-    "sets with other tokens": [("fixed", GREEDY), ("ragged", GREEDY)],
-    "logprobs or weights": [("fixed", {**GREEDY, "logprobs": 1})],
-    "requests on the host path": [
-        ("fixed", GREEDY),
-        (None, {**GREEDY, "structured_outputs": StructuredOutputsParams(regex="(a|b)+")}),
-    ],
-}
+FULL: list[tuple[str, Requests]] = [
+    ("requests without a set", [("fixed", GREEDY), (None, GREEDY)]),
+    ("sets with other tokens", [("fixed", GREEDY), ("ragged", GREEDY)]),
+    ("logprobs or weights", [("fixed", {**GREEDY, "logprobs": 1})]),
+    ("logprobs or weights", [(None, {**GREEDY, "extra_args": {"item_set": "fixed", "return_set_weight": True}})]),
+    (
+        "requests on the host path",
+        [
+            ("fixed", GREEDY),
+            (None, {**GREEDY, "structured_outputs": StructuredOutputsParams(regex="(a|b)+")}),
+        ],
+    ),
+]
 
 
-@pytest.mark.parametrize("reason", FULL)
-def test_steps_that_need_all_logits(engine, reason):
-    found, steps = engine.call(answered, FULL[reason], True)
+@pytest.mark.parametrize(("reason", "requests"), FULL)
+def test_steps_that_need_all_logits(engine, reason, requests):
+    found, steps = engine.call(answered, requests, True)
     assert reason in steps
-    assert found == engine.call(answered, FULL[reason], False)[0]
+    assert found == engine.call(answered, requests, False)[0]
+
+
+def changed(llm: Any, reason: str) -> Any:
+    """In the engine's process, while this is entered: a reason why an engine computes all logits holds."""
+    from vllm.v1.worker.gpu.sample.batch_shard import BatchSharder
+
+    runner, head = runner_of(llm), narrow_of(llm)
+    sampler, processors = runner.sampler, runner.sampler.logits_processors
+    if reason == "logits sharded by request":
+        return mock.patch.object(runner, "batch_sharder", BatchSharder(8, 1, runner.device))
+    if reason == "other logits processors":
+        return mock.patch.object(sampler, "logits_processors", [*processors, processors[2]])
+    if reason == "an alphabet too large":
+        return mock.patch.object(head, "forced", False)
+    return mock.patch.multiple(head, _memory=head._memory[:64], _alphabets={})
+
+
+CHANGED = ["logits sharded by request", "other logits processors", "an alphabet too large"]
+CHANGED += ["item_set_head_memory has no room"]
+
+
+@pytest.mark.parametrize("reason", CHANGED)
+def test_engines_that_need_all_logits(engine, reason):
+    """An alphabet of a quarter of the vocabulary is too large if nobody has said `on`."""
+    requests = [("fixed", one) for one in KINDS[:2]]
+    found, steps = engine.call(answered, requests, True, reason)
+    assert set(steps) == {reason}
+    assert found == engine.call(answered, requests, True)[0]
+
+
+def tried(llm: Any) -> dict[str, str | None]:
+    """In the engine's process: what the trial says of other heads and models."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    class Quantised(UnquantizedEmbeddingMethod):
+        pass
+
+    runner, narrow = runner_of(llm), narrow_of(llm)
+    model, head, compute = runner.model, narrow._head, runner.model.compute_logits
+
+    def penalised(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[:, 100:] -= 1
+        return logits
+
+    def indexed(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[:, 500] = 0
+        return logits
+
+    ways = {
+        "as it is": contextlib.nullcontext(),
+        "quantised": mock.patch.object(head, "quant_method", Quantised()),
+        "added": mock.patch.object(head, "num_added_embeddings", 2),
+        "LoRA": mock.patch.object(runner, "lora_config", object()),
+        "no head": mock.patch.object(model, "compute_logits", lambda hidden: hidden @ head.weight.T),
+        "penalised": mock.patch.object(model, "compute_logits", penalised),
+        "indexed": mock.patch.object(model, "compute_logits", indexed),
+        "no memory": mock.patch.object(narrow, "_memory", narrow._memory[:64]),
+    }
+    found = {}
+    for name, way in ways.items():
+        with way, mock.patch.multiple(narrow, _runner=None, _head=None, _alphabets={}, why_not=None):
+            narrow.attach(runner)
+            found[name] = narrow.why_not
+    return found
+
+
+def test_models_that_need_all_logits(engine):
+    engine.call(answered, [("fixed", GREEDY)], True)
+    found = engine.call(tried)
+    assert found.pop("indexed").startswith("a first product failed: IndexError")
+    assert found == {
+        "as it is": None,
+        "quantised": "the head is quantised",
+        "added": "tokens were added to the head",
+        "LoRA": "LoRA adapters may change the head",
+        "no head": "the model's logits are not the product of one head",
+        "penalised": "the model changes some tokens' logits",
+        "no memory": "item_set_head_memory is too small",
+    }
 
 
 def other_weights(llm: Any) -> tuple[bool, bool]:
     """In the engine's process: whether an alphabet's logits are those of the head, once this has changed; and whether
     one without room is omitted."""
-    head = runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
+    head = narrow_of(llm)
     key = np.arange(3, 300, 7).tobytes()
     hidden = torch.ones(2, runner_of(llm).model_config.get_hidden_size())
     weight = head._head.weight
@@ -657,3 +751,26 @@ def other_weights(llm: Any) -> tuple[bool, bool]:
 
 def test_rows_of_the_head_follow_its_weights(engine):
     assert engine.call(other_weights) == (True, True)
+
+
+def in_ranges(llm: Any) -> list[int]:
+    """In the engine's process: of some alphabets the bytes of the head's rows that are copied, or read where they lie,
+    and the columns of a level's tokens."""
+    from vllm_static.narrow_head import _between
+
+    head, found = narrow_of(llm), list[int]()
+    hidden = torch.ones(2, runner_of(llm).model_config.get_hidden_size())
+    for tokens in ([1, *range(100, 300)], [*range(2, 300, 2)]):
+        with mock.patch.object(head, "_alphabets", {}), torch.inference_mode():
+            alphabet = head.alphabet(np.array(tokens).tobytes())
+            part = _between(150, 199, alphabet)
+            found += [0 if alphabet.gathered is None else alphabet.gathered.nbytes, part.tokens.numel()]
+            torch.testing.assert_close(head.logits(hidden, part), hidden @ head._head.weight[part.tokens].T)
+            torch.testing.assert_close(part.columns[part.tokens], torch.arange(len(part.tokens), dtype=torch.int32))
+            assert _between(900, 901, alphabet) is alphabet
+    return found
+
+
+def test_rows_that_lie_together_are_not_copied(engine):
+    """Nor are those of a level."""
+    assert engine.call(in_ranges) == [0, 50, 149 * 128 * 4, 25]

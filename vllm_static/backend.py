@@ -22,12 +22,13 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from itemset import ItemSet, ItemSetError
+from itemset import ItemSetError
+from itemset.embedded.composite_grammar import Composite
 from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.constraint import ENVELOPE, Grammars, SharedGrammar
+from itemset.serving.constraint import ENVELOPE, Grammars
 from itemset.serving.metrics import label
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
@@ -43,16 +44,18 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 
 class StaticGrammar(StructuredOutputGrammar):
-    """One request's item set as vLLM's contract wants it (v1/structured_output/backend_types.py)."""
+    """One request's item set, or grammar with sets in it, as vLLM wants it (v1/structured_output/backend_types.py)."""
 
-    host: Any  # a HostState or Composite
-
-    def __init__(self, item_set: ItemSet, stop_token_ids: set[int]) -> None:
-        self.host = HostState(item_set, stop_token_ids)
+    def __init__(self, begin: Callable[[], HostState | Composite]) -> None:
+        """begin: makes a request's place in its set, or in a grammar with sets in it, and holds what that needs."""
+        self._begin, self.host = begin, begin()
+        self.of_set = isinstance(self.host, HostState)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        if not self.host.accept(tokens):
-            logger.error("Request %s: the tokens %s leave the item set.", request_id, tokens)
+        host: Any = self.host
+        if not (host.accept(tokens) if self.of_set else all(map(host.accept, tokens))):
+            what = "item set" if self.of_set else "grammar"
+            logger.error("Request %s: the tokens %s leave the %s.", request_id, tokens, what)
             return False
         return True
 
@@ -73,20 +76,6 @@ class StaticGrammar(StructuredOutputGrammar):
 
     def reset(self) -> None:
         self.host.reset()
-
-
-class HoleGrammar(StaticGrammar):
-    """The same of a grammar with item sets in it."""
-
-    def __init__(self, shared: SharedGrammar, stop_token_ids: set[int]) -> None:
-        self._shared, self.host = shared, shared.begin(stop_token_ids)
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        for token in tokens:
-            if not self.host.accept(token):
-                logger.error("Request %s: the token %s leaves its grammar.", request_id, token)
-                return False
-        return True
 
 
 class StaticBackend(StructuredOutputBackend):
@@ -185,7 +174,8 @@ class StaticBackend(StructuredOutputBackend):
     ) -> StructuredOutputGrammar:
         stops = stop_token_ids or {self.tokenizer.eos_token_id}
         if grammar_spec.startswith(ENVELOPE):
-            return HoleGrammar(self._grammars.get(grammar_spec, self._catalogue.__getitem__), stops)
+            shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
+            return StaticGrammar(partial(shared.begin, stops))
         if request_type != StructuredOutputOptions.CHOICE:
             with self._xgrammar_lock:
                 if self._xgrammar is None:
@@ -194,7 +184,7 @@ class StaticBackend(StructuredOutputBackend):
         references = json.loads(grammar_spec)
         if len(references) != 1:
             raise ItemSetError("this request did not pass vLLM's input processor, which prepares its item set")
-        return StaticGrammar(self._catalogue[references[0]], stops)
+        return StaticGrammar(partial(HostState, self._catalogue[references[0]], stops))
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
         return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
@@ -224,7 +214,7 @@ class StaticBackend(StructuredOutputBackend):
             grammar, tokens = structured.grammar, drafts.get(request_id, [])
             count = 1 + len(tokens)
             after = row + max(count, self._least_rows)
-            if type(grammar) is not StaticGrammar or (may_reason and not structured.reasoning_ended):
+            if not getattr(grammar, "of_set", False) or (may_reason and not structured.reasoning_ended):
                 others.append(request_id)
                 other_rows += range(row, after)
             else:

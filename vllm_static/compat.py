@@ -76,7 +76,7 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
     """The model's vocabulary as vLLM's own backend has xgrammar see it."""
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-    from itemset.embedded.vocabulary import Vocabulary
+    from itemset.embedded.holes import Vocabulary
 
     backend = XgrammarBackend(vllm_config, tokenizer, vllm_config.model_config.get_vocab_size())
     return Vocabulary(backend.compiler.compile_grammar('root ::= ""').tokenizer_info)  # which the compiler hides

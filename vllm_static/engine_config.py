@@ -14,9 +14,17 @@ from typing import Any, Literal, get_args
 import wrapt
 
 from itemset.errors import ItemSetError
-from itemset.serving import startup
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, FLAGS, NAMING_FLAGS, StaticConfig, add_flags, with_named
+from itemset.serving.config import (
+    BACKEND,
+    FLAGS,
+    NAMING_FLAGS,
+    StaticConfig,
+    add_flags,
+    on_command_line,
+    start_up,
+    with_named,
+)
 from vllm_static import compat
 from vllm_static.compat import hook
 
@@ -65,8 +73,8 @@ def _add_cli_args(original: Callable[..., Any]) -> Any:
 
 @hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", why="what these flags mean", always=True)
 def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
-    startup.on_command_line()
-    with startup.start_up():
+    on_command_line()
+    with start_up():
         apply_flags(args)
         if _backend(args) == BACKEND:
             _add_indexes(args)
@@ -149,14 +157,14 @@ def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
     them."""
     apply_environment(self)
     if _backend(self) == BACKEND:
-        with startup.start_up():
+        with start_up():
             _add_indexes(self)
     config = original()
     if not compat.is_ours(config):
         return config
     from vllm_static.device_path import refuse_speculation
 
-    with startup.start_up():
+    with start_up():
         options = StaticConfig.of(config.additional_config)
         path, reason = options.item_set_path, compat.why_host_path(config)
         refuse_speculation(config)

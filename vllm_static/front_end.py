@@ -1,7 +1,8 @@
-"""The front end of vLLM: attaches a request's item set to it before the engine sees it."""
+"""The front end of vLLM: attaches a request's item set to it before the engine sees it; follows published sets."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
+from itemset.errors import ItemSetError
 from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -19,14 +21,17 @@ from itemset.serving.front_end import FrontEndBase, ListJob
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, REFERENCE
+from itemset.serving.version_watcher import Follower, Send
 from itemset.serving.wire import WIRE
 from vllm_static import compat
 from vllm_static.draft_head_requests import drafting
+from vllm_static.metrics import ROLLOUT
 from vllm_static.single_request import EngineLists
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
+PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there
 LEAST_PENALTY = 1e-6
 """Of repetition: a logit divided by less may be infinite, and two of them then have no difference."""
 
@@ -146,3 +151,49 @@ class FrontEnd(FrontEndBase):
         if self._lists is None:
             self._lists = Lists(self._seats, lambda: compat.unfinished(client))
         return self._lists
+
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+
+def follow(client: Any) -> None:
+    """Let the front end of an AsyncLLM follow published sets, if it has item sets and its event loop runs."""
+    front = client.input_processor.static_front_end
+    if front is None or front.follower is not None:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+
+    async def send_to_all(message: Any) -> list[Any]:
+        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, ROLLOUT, message)))
+
+    def send(message: Any) -> list[Any]:
+        answers = asyncio.run_coroutine_threadsafe(send_to_all(message), loop)
+        while True:
+            try:
+                return answers.result(PATIENCE)
+            except TimeoutError:
+                if client.errored:  # vLLM answers nothing of an engine that has ended
+                    raise ItemSetError("the engine has ended") from None
+
+    _follow_by(front, send).start()
+
+
+def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
+    """Do `vllm_static.refresh`."""
+    front = llm.llm_engine.input_processor.static_front_end
+    if front is None:
+        raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
+    core = llm.llm_engine.engine_core
+    follower: Follower = front.follower or _follow_by(front, lambda message: [compat.ask(core, ROLLOUT, message)])
+    return follower.refreshed(name)
+
+
+def _follow_by(front: Any, send: Send) -> Follower:
+    number, count = compat.front_of(front.vllm_config)
+    path = "device" if compat.on_device_path(front.vllm_config) else "host"
+    follower = Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
+    front.follower = follower
+    return follower

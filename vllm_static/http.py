@@ -13,9 +13,9 @@ from itemset.serving.lost_fields import constraints_of, disguised, holds_sets, r
 from itemset.serving.request import ItemRequest, wants_draws, with_beams
 from itemset.serving.request_fields import BEAMS, CHOICE, DRAWS, GUIDED, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS
 from vllm_static import compat
+from vllm_static.front_end import follow
 from vllm_static.metrics import PATH, refresh
 from vllm_static.request import constraint_of, judge, put
-from vllm_static.version_watcher import follow
 
 _OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from itemset.masking.log_probs import log_probs_of
+from itemset.masking.slots import log_probs_of
 from itemset.serving.hooks import IMPORTED
 from vllm_static import compat
 from vllm_static.compat import hook

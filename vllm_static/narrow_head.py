@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from vllm_static.narrow_hooks import reading
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 SHARE = 3  # an alphabet has at most a third of the vocabulary: a CPU packs its full head, and no copies of its rows
+AUTO_SHARE = 8  # of answers, unless it is `on`: at a 19th they were faster on a CPU, at a third not always
 MOST_RUNS = 4  # of rows that lie together, which are multiplied where they are; of more, all rows are gathered
 WHOLE = 256 << 20  # bytes of raw logits that may stand in memory: below, one product of all tokens is faster
 PART = 16 << 20  # bytes of logits that do so of a larger pass, whose sums over all tokens are made part by part
@@ -71,11 +72,12 @@ class NarrowHead:
         self._memory = torch.empty(
             config.item_set_head_memory if not self.why_not else 0, dtype=torch.uint8, device=device
         )
-        self.parts = chosen == "on"  # whether raw scores are made in parts, too
+        self.forced = chosen == "on"  # whether also raw scores, in parts, and answers of larger alphabets
         self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
         self._alphabets: dict[tuple[bytes, bool], Alphabet] = {}  # what was used last stands last
         self._runner: Any = None
         self._head: Any = None
+        self._dtype = torch.float32  # of the model's logits
 
     def refresh(self) -> None:
         """Make every alphabet again at its next use: the weights have changed, or what the memory held is lost."""
@@ -104,6 +106,7 @@ class NarrowHead:
             full = runner.model.compute_logits(hidden)
         if self._head is None or full is None or full.shape != (2, size):
             return "the model's logits are not the product of one head"
+        self._dtype = full.dtype
         if type(self._head.quant_method).__name__ not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
             return "the head is quantised"
         if self._head.num_added_embeddings:
@@ -123,19 +126,19 @@ class NarrowHead:
     def of_list(self, key: bytes, *, renormalised: bool) -> Alphabet | None:
         """Return the alphabet of a list's passes. Renormalised scores need no other token, but the product must be
         smaller for it; others take their columns out of the logits of all tokens, and copy no rows."""
-        if self.why_not is not None or not (renormalised or self.parts):
+        if self.why_not is not None or not (renormalised or self.forced):
             return None
-        return None if renormalised and self._large(key) else self.alphabet(key, copied=renormalised)
+        return None if renormalised and self._large(key, SHARE) else self.alphabet(key, copied=renormalised)
 
-    def _large(self, key: bytes) -> bool:
-        return bool(SHARE * len(key) // 8 > self._runner.vocab_size)
+    def _large(self, key: bytes, share: int) -> bool:
+        return bool(share * len(key) // 8 > self._runner.vocab_size)
 
     def of_answers(self, key: bytes | str) -> Alphabet | str:
         """Return the alphabet of a step's rows, or why there is none. key: of all rows, or already a reason."""
         if isinstance(key, str):
             return key
-        if self._large(key):
-            return "an alphabet of more than a third of the vocabulary"
+        if self._large(key, SHARE if self.forced else AUTO_SHARE):
+            return "an alphabet too large"
         return self.alphabet(key) or "item_set_head_memory has no room"
 
     def alphabet(self, key: bytes, *, copied: bool = True) -> Alphabet | None:
@@ -244,6 +247,8 @@ class NarrowHead:
         other, each part is added up, and the set's own columns are taken out of it.
         """
         flat, size = hidden.flatten(0, 1), self._runner.vocab_size
+        if beams.span is not None and self._head.tp_size == 1:  # else each rank would have another number of columns
+            alphabet = _between(*beams.span, alphabet)
 
         def shaped(logits: Tensor) -> Tensor:
             return logits.view(*hidden.shape[:2], -1)
@@ -251,12 +256,13 @@ class NarrowHead:
         if renormalised:
             beams.round(shaped(self.logits(flat, alphabet)), columns=alphabet.columns)
             return
-        row_bytes = len(flat) * hidden.element_size()
+        row_bytes = len(flat) * self._dtype.itemsize
         if row_bytes * size <= WHOLE:
             beams.round(shaped(self._runner.model.compute_logits(flat)))
             return
         tokens, shard, sums = max(FEWEST, PART // row_bytes), self._head.shard_indices, None
-        last, own = shard.org_vocab_end_index - shard.org_vocab_start_index, flat.new_zeros(len(flat), alphabet.each)
+        last = shard.org_vocab_end_index - shard.org_vocab_start_index
+        own = flat.new_zeros(len(flat), alphabet.each, dtype=self._dtype)
         for first in range(0, last, tokens):
             part = self._part(flat, slice(first, min(first + tokens, last)))
             low, high = np.searchsorted(alphabet.own_np, (first, first + tokens))
@@ -267,6 +273,24 @@ class NarrowHead:
         if self._head.tp_size > 1:
             sums = get_tp_group().all_gather(sums[None], 0).logsumexp(0)
         beams.round(shaped(self._of_ranks(own, alphabet)), columns=alphabet.columns, sums=sums)
+
+
+def _between(first: int, last: int, alphabet: Alphabet) -> Alphabet:
+    """The part of an alphabet from one token to another, on one rank: slices, and no copy of the head's rows."""
+    low, high = np.searchsorted(alphabet.own_np, (first, last + 1)).tolist()
+    if low == high:  # the model has no such tokens
+        return alphabet
+    cut = (slice(max(run.start, first), min(run.stop, last + 1)) for run in alphabet.runs)
+    return replace(
+        alphabet,
+        tokens=alphabet.tokens[low:high],
+        columns=(alphabet.columns - low).clamp_(0, high - low - 1),
+        own=alphabet.own[low:high],
+        own_np=alphabet.own_np[low:high],
+        each=high - low,
+        runs=tuple(one for one in cut if one.start < one.stop),
+        gathered=None if alphabet.gathered is None else alphabet.gathered[low:high],
+    )
 
 
 def _product_of(rows: slice, head: Any, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:

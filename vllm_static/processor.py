@@ -20,8 +20,7 @@ import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, arena_bytes, check_tables
 from itemset.masking.arena_plan import Pieces, Slate
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
-from itemset.masking.log_probs import log_probs_of
-from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
+from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
 from itemset.ranking.draft_head import DraftHead
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig

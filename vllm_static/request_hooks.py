@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from itemset.errors import ItemSetError
-from itemset.serving import metrics, startup
+from itemset.serving import metrics
+from itemset.serving.config import start_up
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.request import wants_candidates
 from itemset.serving.request_fields import REFERENCE, SLATE, STRUCTURED
@@ -29,7 +30,7 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
             self.structured_outputs_config = compat.xgrammar_config(self.structured_outputs_config)
         from vllm_static.front_end import FrontEnd
 
-        with startup.start_up():
+        with start_up():
             if self.tokenizer is None:
                 raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
             self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
@@ -107,8 +108,8 @@ def _generate(
 
 async def _prepared(original: Callable[..., Any], client: Any, params: Any, place: answers.Place) -> Any:
     """The answers of a request, whose set or constraint is made first: for a large inline set it takes seconds."""
+    from vllm_static.front_end import follow
     from vllm_static.request import asked, put
-    from vllm_static.version_watcher import follow
 
     follow(client)  # without a server nobody has begun to
     front_end = client.input_processor.static_front_end

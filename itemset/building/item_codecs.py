@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from itemset.trie.jit import compiled
+from itemset.trie.pointers import compiled
 from itemset.trie.rows import Rows, pack_keys, token_dtype
 
 _MAX_WORDS = 64  # columns of an item; longer items are sorted as bytes

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 import itemset
 from itemset.building import sources
-from itemset.building.external import build_external
-from itemset.building.memory import available_memory, needed_memory
+from itemset.building.external import available_memory, build_external, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
 from itemset.cli.options import Command, output_file, positive, size, tokenizer_of, unwritable
@@ -97,25 +96,12 @@ def write_index(args: argparse.Namespace, output: Path) -> tuple[ItemSet, str]:
 
 
 def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemSet:
-    tokenizer = tokenizer_of(args)
+    alike = ("column", "key", "prefix", "escape", "vocab_size", "engine", "shards")
+    given: dict[str, Any] = {name: getattr(args, name) for name in alike} | {"attributes": args.attribute}
+    given |= {"tokenizer": tokenizer_of(args), "in_order": args.sorted, "memory": memory}
     try:
         with scratch_folder(output) as folder, build_bar() as progress:
-            s = build_external(
-                args.source,
-                column=args.column,
-                key=args.key,
-                attributes=args.attribute,
-                tokenizer=tokenizer,
-                prefix=args.prefix,
-                escape=args.escape,
-                vocab_size=args.vocab_size,
-                in_order=args.sorted,
-                engine=args.engine,
-                shards=args.shards,
-                memory=memory,
-                folder=folder,
-                progress=progress,
-            )
+            s = build_external(args.source, folder=folder, progress=progress, **given)
             progress("writing", 0.0)
             s.save(folder / output.name)
             os.replace(folder / output.name, output)

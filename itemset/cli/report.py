@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.trie.attributes import kind_of
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label
+from itemset.trie.pointers import compiled, first_edge, label
 from itemset.trie.walk import END, TAIL, follow, is_terminal, tail_entry
 
 _SHOWN_LEVELS = 24

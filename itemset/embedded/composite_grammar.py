@@ -14,8 +14,7 @@ import torch
 import xgrammar
 from numpy.typing import NDArray
 
-from itemset.embedded.holes import Hole, Items
-from itemset.embedded.vocabulary import Vocabulary
+from itemset.embedded.holes import Hole, Items, Vocabulary
 from itemset.trie.walk import DEAD, END
 
 THREADS = 32

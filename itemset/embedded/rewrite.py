@@ -15,6 +15,7 @@ from typing import Any
 
 import xgrammar
 
+from itemset.embedded.holes import HOLES
 from itemset.embedded.placement import (
     ANY,
     NAMED,
@@ -34,7 +35,6 @@ from itemset.embedded.placement import (
     parse,
     says_set,
 )
-from itemset.embedded.vocabulary import HOLES
 from itemset.errors import ItemSetError, shown
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}

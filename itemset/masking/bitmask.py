@@ -10,9 +10,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from itemset.trie.jit import compiled
 from itemset.trie.levels import HEADER
-from itemset.trie.pointers import array_at, count_ones, first_edge, label, load32
+from itemset.trie.pointers import array_at, compiled, count_ones, first_edge, label, load32
 from itemset.trie.walk import FREE, TAIL, WAITING, first_dead, is_terminal, tail_token
 
 _ALL = np.uint32(0xFFFFFFFF)

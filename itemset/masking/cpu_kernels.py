@@ -18,8 +18,7 @@ from itemset.masking.arena_plan import Slate
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED_MASK, COUNT_MASK, LOCAL, STATE, Batch, refuse_strides
 from itemset.masking.bitmask import fill_bitmask_of
 from itemset.trie import walk as trie_walk
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import array_at, first_edge, label, load32, load64, pointers_at, store32, store64
+from itemset.trie.pointers import array_at, compiled, first_edge, label, load32, load64, pointers_at, store32, store64
 from itemset.trie.tables import TERMINAL
 from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, STATE_BITS, TAIL, WAITING, is_alive, is_terminal
 

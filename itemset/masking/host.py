@@ -16,9 +16,8 @@ from itemset.item_set import ItemSet, build
 from itemset.masking.batch import DEAD_COUNT, DEAD_LIST, READY, ROW, STOP_COUNT, STOPS
 from itemset.masking.bitmask import fill_bitmask_of
 from itemset.masking.cpu_kernels import children_from, next_state, table_row
-from itemset.trie.jit import compiled
 from itemset.trie.levels import WIDE
-from itemset.trie.pointers import array_at, load64, pointers_at
+from itemset.trie.pointers import array_at, compiled, load64, pointers_at
 from itemset.trie.tables import TERMINAL
 from itemset.trie.view import leave_out
 from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, TAIL, WAITING, advance, find_edge, follow, is_terminal

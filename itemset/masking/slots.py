@@ -10,6 +10,17 @@ from itemset.masking.arena import Arena
 from itemset.masking.batch import CONSUMED, COUNT_MASK, LOCAL, STATE, Batch
 from itemset.trie.walk import FREE, STATE_BITS, WAITING
 
+
+def log_probs_of(legal: Tensor, whole: Tensor, tokens: Tensor) -> Tensor:
+    """Return log p and log q of a token a row, [rows, 2] of the logits' dtype.
+
+    legal: [rows, vocabulary], logits of which those that may not follow are -inf. whole: [rows], the log-sum-exp of all
+    as they were. tokens: [rows] integers, legal ones; a negative one stands for none.
+    """
+    chosen = legal.gather(1, tokens.long().clamp(min=0)[:, None])
+    return chosen - torch.stack((whole, legal.logsumexp(-1)), 1)
+
+
 NO_SET = -1
 MAX_STOP_TOKENS = 128  # of a request on the device path; vLLM has the same limit (sample/logit_bias.py)
 

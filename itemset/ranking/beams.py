@@ -154,6 +154,14 @@ class Beams:
         return self._rows.tokens[:, :, self.taken - 1 : self.taken - 1 + self.queries].clamp(min=0)
 
     @property
+    def span(self) -> tuple[int, int] | None:
+        """The lowest and the highest token whose logits the next round reads besides sums; None: any of the set's."""
+        plan, end = self._plan, self._rules.end_token
+        if not plan.spans or (any(plan.tails) and not self._renormalised):
+            return None
+        return plan.spans[self.taken] if self.taken < plan.levels else (end, end)
+
+    @property
     def all_over(self) -> Tensor:
         """Whether no beam of any list can lead to a better item: a bool on the device. To stop early, read it."""
         over = (self._rows.scores <= self.bar).all()
@@ -343,7 +351,7 @@ def _check(lists: int, options: BeamOptions) -> None:
 
 
 def _log_exponential(keys: Tensor) -> Tensor:
-    """As `races.log_exponential`, of int64: float64."""
+    """As `exact_sampling.log_exponential`, of int64: float64."""
     unit = (((keys >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
     return (-unit.log()).log()
 

@@ -17,10 +17,9 @@ from itemset.masking.cpu_kernels import row_at
 from itemset.ranking import beam_state as form
 from itemset.ranking.beam_state import NOTHING, SCORE, STATE, Items, Pass, Rows
 from itemset.ranking.cpu_log_sum import as_float, log_sum, ordered
-from itemset.ranking.races import TOKEN, clock_after, log_exponential, mixed, time_outside
+from itemset.ranking.exact_sampling import TOKEN, clock_after, log_exponential, mixed, time_outside
 from itemset.trie import walk
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label, pointers_at
+from itemset.trie.pointers import compiled, first_edge, label, pointers_at
 from itemset.trie.walk import DEAD, END, WAITING, is_alive, is_terminal, tail_entry, tail_token
 
 _TAILS = walk.TAIL  # the first state inside a tail

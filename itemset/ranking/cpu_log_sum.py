@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from itemset.trie.jit import compiled
+from itemset.trie.pointers import compiled
 
 _LOG2_E = np.float32(np.log2(np.e))
 # 2^x for x from -1/2 to 1/2, as exactly as a float32 has it.

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.ranking.exact_sampling import CutOffError
-from itemset.ranking.races import mixed, uniform
+from itemset.ranking.exact_sampling import CutOffError, mixed, uniform
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.ranking.search import Found, Item, Rounds, check_positive
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.masking.cpu_kernels import children_from
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label
+from itemset.trie.pointers import compiled, first_edge, label
 from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal, tail_token
 
 
@@ -23,20 +22,15 @@ class Pass(NamedTuple):
 
     It gives the log-probabilities of `tokens[known:]`, each after the tokens before it, and those of `after` after all
     of them.
-    then: of a path pass, what else the pass may score: each continues the tokens of the one before it, by one of its
-    `after` and the tokens that follow it.
     """
 
     tokens: tuple[int, ...]
     known: int
     after: NDArray[np.int64]
-    then: tuple[Pass, ...] = ()
 
 
 Answer = tuple[NDArray[Any], NDArray[Any]]
 """Of a pass: the log-probabilities of `tokens[known:]`, [len(tokens) - known], and of `after`."""
-Answers = Answer | list[Answer]
-"""Of a path pass: its own answer, then those of the first of its `then`, as many as were scored."""
 
 UNSCORED, PENDING, ITEM = -1, -2, -3  # in place of a node's expansion; PENDING: its pass is asked for
 ROOT = 0
@@ -50,8 +44,6 @@ EXPANSION = np.dtype([("mass", "f8"), ("first", "i4"), ("count", "i4"), ("run", 
 probability zero omitted. run, length: its certain tokens, in `runs`."""
 RUN = np.dtype([("token", "i8"), ("mass", "f8")])
 """A certain token, and how much it adds to the mass."""
-
-LIKELY = 0.1  # a path goes on with a child that has this share of what branches off below its prefix
 
 
 class _Growing:
@@ -76,18 +68,6 @@ class _Growing:
         self.rows = self._all[: first + len(rows)]
 
 
-class _Scored(NamedTuple):
-    """Prefixes that passes score, one of each: arrays of all are faster than an object each.
-
-    ones: how each is asked for. edges: int32, to the children of all, side by side; of each the last may be SELF.
-    counts: how many.
-    """
-
-    ones: list[Pass]
-    edges: NDArray[np.int32]
-    counts: NDArray[np.int64]
-
-
 class ScoredTree:
     """The tree of one prompt: `ask` gives the passes that score some nodes, `take` their answers.
 
@@ -103,21 +83,21 @@ class ScoredTree:
         power: float = 1.0,
         renormalised: bool = False,
         forced: bool = True,
-        paths: bool = False,
     ) -> None:
         """power: at least 1, or masses would be no bounds. end_token: None if the end of an item is not scored.
         renormalised: a token's probability is its share among those that may stand there, so that tails cost nothing.
-        forced: tokens without an alternative in the set are certain, too. paths: `ask` gives path passes, which score
-        more prefixes below their own, along a guess.
+        forced: tokens without an alternative in the set are certain, too.
         """
         self._tables, self._power = item_set.trie.tables, power
         self._end = -1 if end_token is None else end_token
-        self._renormalised, self._forced, self._paths = renormalised, forced, paths
+        self._renormalised, self._forced = renormalised, forced
         self._nodes = _Growing(np.array([(0.0, SELF, 0, -1, UNSCORED)], NODE))
         self._expansions, self._runs = _Growing(np.zeros(1, EXPANSION)), _Growing(np.zeros(0, RUN))
         self._prefixes: list[tuple[int, ...]] = [()]  # the tokens of each expansion
-        self._asked: NDArray[np.int64]  # the node of each pass
-        self._scored: _Scored
+        # Of the passes that were asked for: the nodes; the edges to the children of all, side by side, of each the
+        # last may be SELF; and how many.
+        self._asked, self._edges, self._counts = (np.zeros(0, np.int64) for _ in range(3))
+        self._ones: list[Pass] = []
 
     @property
     def nodes(self) -> NDArray[Any]:
@@ -131,44 +111,36 @@ class ScoredTree:
 
     def ask(self, nodes: Sequence[int] | NDArray[np.int64]) -> list[Pass]:
         """Return the passes that score these nodes, prefixes that are not scored."""
-        self._begin(np.array(nodes, np.int64))
+        self._asked = np.array(nodes, np.int64)
+        asked = self.nodes[self._asked]
         self.nodes["expansion"][self._asked] = PENDING
-        passes, scored, places = list(self._scored.ones), self._scored, np.arange(len(self._asked))
-        while self._paths and len(places):
-            guesses = _guesses(self._tables.pointers, scored.edges, scored.counts)
-            going = np.flatnonzero(guesses >= 0)
-            scored = self._read_prefixes(guesses[going], [scored.ones[i].tokens for i in going.tolist()])
-            places = places[going]
-            for place, one in zip(places.tolist(), scored.ones, strict=True):
-                passes[place] = passes[place]._replace(then=(*passes[place].then, one))
-        return passes
+        states, runs = self._read(asked["edge"], self._forced)
+        self._counts, self._edges, sizes, after = _children(self._tables.pointers, states, self._end)
+        before = (self._prefixes[parent] for parent in asked["parent"].tolist())
+        columns = zip(before, runs, asked["edge"].tolist(), np.split(after, np.cumsum(sizes)), strict=False)
+        self._ones = [Pass(prefix + run, len(prefix) + (edge >= 0), own) for prefix, run, edge, own in columns]
+        return self._ones
 
-    def take(self, answers: Sequence[Answers], above: float = -np.inf) -> None:
+    def take(self, answers: Sequence[Answer], above: float = -np.inf) -> None:
         """Take the answers to the passes of `ask`, one each. above: omit children whose mass is not."""
-        scored, further = self._scored, [one[1:] if isinstance(one, list) else [] for one in answers]
-        own = [one[0] if isinstance(one, list) else one for one in answers]
-        first = self._expand(self._asked, scored, own, above)
-        if not any(further):
-            return
-        guesses = _guesses(self._tables.pointers, scored.edges, scored.counts).tolist()
-        of_edge = {edge: more for edge, more in zip(guesses, further, strict=True) if more}
-        new = enumerate(self.nodes["edge"][first:].tolist(), first)
-        if guessed := {node: of_edge[edge] for node, edge in new if edge in of_edge}:
-            self._begin(np.array(list(guessed), np.int64))
-            self.take(list(guessed.values()), above)
-
-    def _begin(self, nodes: NDArray[np.int64]) -> None:
-        """Note that the next answers are for these nodes."""
-        before = [self._prefixes[parent] for parent in self.nodes["parent"][nodes].tolist()]
-        self._asked, self._scored = nodes, self._read_prefixes(self.nodes["edge"][nodes], before)
-
-    def _read_prefixes(self, edges: NDArray[np.int32], before: list[tuple[int, ...]]) -> _Scored:
-        """Return the prefixes after some edges, each with the tokens that are certain. before: the tokens before."""
-        states, runs = self._read(edges, self._forced)
-        counts, children, sizes, after = _children(self._tables.pointers, states, self._end)
-        columns = zip(before, runs, edges.tolist(), np.split(after, np.cumsum(sizes)), strict=False)
-        ones = [Pass(prefix + run, len(prefix) + (edge >= 0), own) for prefix, run, edge, own in columns]
-        return _Scored(ones, children, counts)
+        nodes, edges, counts = self._asked, self._edges, self._counts
+        logs = self._power * np.concatenate([after for _, after in answers], dtype=np.float64)
+        if self._renormalised:
+            asked = np.array([len(after) for _, after in answers])
+            asked = asked[asked > 0]  # in a view, a node may have no children
+            logs -= np.repeat(np.logaddexp.reduceat(logs, np.cumsum(asked) - asked), asked)
+        if self._end < 0:
+            logs, of_edges = np.zeros(len(edges)), logs
+            logs[edges != SELF] = of_edges
+        own, first = len(self._expansions.rows), len(self.nodes)
+        expansions = self._expansions.more(len(nodes))
+        expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, answers)
+        masses = np.repeat(expansions["mass"], counts) + logs
+        new = self._nodes.more(int(np.count_nonzero(masses > above)))
+        rule = self._end, self._renormalised
+        _add_children(self._tables.pointers, (own, first), expansions, masses, edges, counts, above, rule, new)
+        self.nodes["expansion"][nodes] = np.arange(own, own + len(nodes))
+        self._prefixes += [one.tokens for one in self._ones]
 
     def keep(self, first: int, nodes: NDArray[np.int64]) -> None:
         """Omit the nodes from `first` on but for these, which now stand there in this order."""
@@ -197,33 +169,11 @@ class ScoredTree:
         ends, tokens = np.cumsum(lengths).tolist(), flat.tolist()
         return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)]
 
-    def _expand(self, nodes: NDArray[np.int64], scored: _Scored, answers: Sequence[Answer], above: float) -> int:
-        """Add the children of these nodes; return the number of the first."""
-        edges, counts = scored.edges, scored.counts
-        logs = self._power * np.concatenate([after for _, after in answers], dtype=np.float64)
-        if self._renormalised:
-            asked = np.array([len(after) for _, after in answers])
-            asked = asked[asked > 0]  # in a view, a node may have no children
-            logs -= np.repeat(np.logaddexp.reduceat(logs, np.cumsum(asked) - asked), asked)
-        if self._end < 0:
-            logs, of_edges = np.zeros(len(edges)), logs
-            logs[edges != SELF] = of_edges
-        own, first = len(self._expansions.rows), len(self.nodes)
-        expansions = self._expansions.more(len(nodes))
-        expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, scored.ones, answers)
-        masses = np.repeat(expansions["mass"], counts) + logs
-        new = self._nodes.more(int(np.count_nonzero(masses > above)))
-        rule = self._end, self._renormalised
-        _add_children(self._tables.pointers, (own, first), expansions, masses, edges, counts, above, rule, new)
-        self.nodes["expansion"][nodes] = np.arange(own, own + len(nodes))
-        self._prefixes += [one.tokens for one in scored.ones]
-        return first
-
-    def _add_runs(self, expansions: NDArray[Any], ones: list[Pass], answers: Sequence[Answer]) -> NDArray[np.float64]:
+    def _add_runs(self, expansions: NDArray[Any], answers: Sequence[Answer]) -> NDArray[np.float64]:
         """Add the certain tokens of some expansions; return what those of each add to its mass."""
         lengths = [len(run) for run, _ in answers]
         new, ends = self._runs.more(sum(lengths)), np.cumsum(lengths)
-        new["token"] = [token for one in ones for token in one.tokens[one.known :]]
+        new["token"] = [token for one in self._ones for token in one.tokens[one.known :]]
         new["mass"] = masses = self._power * np.concatenate([run for run, _ in answers], dtype=np.float64)
         expansions["run"], expansions["length"] = len(self._runs.rows) - len(new) + ends - lengths, lengths
         return np.array([masses[end - n : end].sum() for end, n in zip(ends.tolist(), lengths, strict=True)])
@@ -306,25 +256,3 @@ def _add_children(tables, numbers, expansions, masses, edges, counts, above, rul
                 size += 1
         expansions[i].count = numbers[1] + size - expansions[i].first
         at += counts[i]
-
-
-@compiled
-def _guesses(tables, edges, counts):  # type: ignore[no-untyped-def]
-    """Return the edge by which each path goes on: to the child with most children, a tail counting as one; -1 if that
-    has too small a share of them."""
-    first, guesses = 0, np.full(len(counts), -1, np.int32)
-    for i in range(len(guesses)):
-        most, total = np.int64(0), np.int64(0)
-        for edge in edges[first : first + counts[i]]:
-            if edge < 0:
-                continue
-            state, below = follow(tables, np.int64(edge)), np.int64(1)
-            if 0 <= state < tables.nodes:
-                below = max(below, first_edge(tables, state + 1) - first_edge(tables, state))
-            total += below
-            if below > most:
-                most, guesses[i] = below, edge
-        if most < LIKELY * total:
-            guesses[i] = -1
-        first += counts[i]
-    return guesses

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
-from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answers, Pass, ScoredTree
+from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answer, Pass, ScoredTree
 
 _PROOF_SHARE = 8  # a round of a proof takes one pass for each eight before it
 
@@ -71,7 +71,7 @@ class Rounds(ABC):
             self._passes = self._ask()
         return self._passes
 
-    def take(self, answers: Sequence[Answers]) -> None:
+    def take(self, answers: Sequence[Answer]) -> None:
         """Take the answers to `passes`, one each: `passes` becomes the next round."""
         self._taken, self._rounds = self._taken + len(self.passes), self._rounds + 1
         self.tree.take(answers, self._bar)
@@ -238,7 +238,7 @@ class TokenScores(Rounds):
                 known = i + 1
         self._passes = list(self._of_prefix.values())
 
-    def take(self, answers: Sequence[Answers]) -> None:
+    def take(self, answers: Sequence[Answer]) -> None:
         of_prefix = dict(zip(self._of_prefix, answers, strict=True))
         for item in self._items:
             log_p, log_q, row = list[float](), list[float](), (*item, self._end)

@@ -4,16 +4,16 @@ import triton
 import triton.language as tl
 
 from itemset.masking import triton_tables as tables
-from itemset.ranking import beam_state, races
+from itemset.ranking import beam_state, exact_sampling
 
 STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE = (tl.constexpr(column) for column in range(beam_state.COLUMNS))
 END_LOG = tl.constexpr(beam_state.END_LOG)
 EARLIEST = tl.constexpr(beam_state.EARLIEST)
 NOTHING = tl.constexpr(beam_state.NOTHING)
 _LOW = tl.constexpr((1 << 32) - 1)
-_NOBODY = tl.constexpr(races.NOBODY)
-_TOKEN = tl.constexpr(races.TOKEN)
-# The constants of `races.mixed`, as int64.
+_NOBODY = tl.constexpr(exact_sampling.NOBODY)
+_TOKEN = tl.constexpr(exact_sampling.TOKEN)
+# The constants of `exact_sampling.mixed`, as int64.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
@@ -135,7 +135,7 @@ def token_bits(key, token):
 
 @triton.jit
 def random_bits(key, n):
-    """As `races.mixed`, on int64."""
+    """As `exact_sampling.mixed`, on int64."""
     z = key + (n + 1) * _GOLDEN
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _FIRST
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _SECOND
@@ -144,7 +144,7 @@ def random_bits(key, n):
 
 @triton.jit
 def log_exponential(bits):
-    """As `races.log_exponential`."""
+    """As `exact_sampling.log_exponential`."""
     unit = (((bits >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.0**-52
     return tl.log(-tl.log(unit))
 

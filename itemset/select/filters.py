@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.trie.attributes import BATCH_ROWS, is_list, kind_of
-from itemset.trie.key_index import are_among, bools, valid
+from itemset.trie.keys import are_among, bools, valid
 
 MAX_DEPTH = 16  # of a query's objects
 MAX_CONDITIONS = 100

@@ -9,10 +9,9 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
-from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.config import ModelLimits, StaticConfig, Words, opening, seconds
 from itemset.serving.inline import Chosen, InlineTexts
 from itemset.serving.request import ItemRequest
-from itemset.serving.startup import opening, seconds
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint

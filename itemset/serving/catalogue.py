@@ -22,9 +22,8 @@ from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
 from itemset.select.filters import passing
 from itemset.select.views import view, view_from_bytes
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import StaticConfig, opening
 from itemset.serving.private_copies import Seal, delete_unused, open_copy
-from itemset.serving.startup import opening
 from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md

@@ -1,8 +1,10 @@
-"""What the user configures, the same in every engine: registered sets and limits, and their flags on a command line."""
+"""What the user configures, the same in every engine: registered sets, limits, flags; and the errors of the start."""
 
 import argparse
 import os
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -224,3 +226,39 @@ def with_named(options: Mapping[str, Any], option: str, named: Sequence[str]) ->
     given = options.get(option, [])
     listed = [f"{name}={value}" for name, value in given.items()] if isinstance(given, Mapping) else list(given)
     return {**options, option: [*listed, *named]}
+
+
+_from_flags: list[bool] = []
+_opening: list[float] = []
+
+
+def on_command_line() -> None:
+    """Say that this process was started with an engine's flags."""
+    _from_flags[:] = [True]
+
+
+@contextmanager
+def start_up() -> Iterator[None]:
+    """Run the plugin's own code at the start. On a command line, a ValueError of it (ItemSetError is one) ends the
+    process with its sentence and nothing else: a traceback would bury it."""
+    try:
+        yield
+    except ValueError as error:
+        if not _from_flags:
+            raise
+        raise SystemExit(f"static-backend: {error}") from None
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """Time a part of the start that copies, checks or opens item sets."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _opening.append(time.perf_counter() - start)
+
+
+def seconds() -> float:
+    """Return how long these parts have taken in this process."""
+    return sum(_opening)

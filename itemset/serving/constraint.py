@@ -15,9 +15,8 @@ from weakref import WeakValueDictionary
 import xgrammar
 
 from itemset.embedded.composite_grammar import Composite, Found
-from itemset.embedded.holes import Hole, Items
+from itemset.embedded.holes import Hole, Items, Once, Vocabulary
 from itemset.embedded.placement import Place
-from itemset.embedded.vocabulary import Once, Vocabulary
 from itemset.item_set import ItemSet
 from itemset.serving.answer_fields import Logs
 from itemset.serving.catalogue import Catalogue, InlineSet

@@ -15,9 +15,9 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
+from itemset.embedded.holes import Once, Vocabulary
 from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
-from itemset.embedded.vocabulary import Once, Vocabulary
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.admission import Checks

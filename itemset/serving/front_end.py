@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
-from itemset.embedded.vocabulary import Vocabulary
+from itemset.embedded.holes import Vocabulary
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
 from itemset.serving import metrics

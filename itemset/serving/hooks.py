@@ -8,20 +8,16 @@ Nothing is wrapped before `install`, and no hook runs before an engine of this p
 names the arguments that it reads, in any order, and `original` passes on all of them, also those of a later version.
 A hook that runs although another backend is chosen may refuse a request, by ItemSetError. If it fails otherwise, that
 is logged once, and the engine's own function counts.
-`python -m itemset.serving.hooks` writes the tables of docs/hooks.md for the engines that are installed.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Container, Mapping
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -163,17 +159,6 @@ class Hooks:
             self._failed.add(hook.target)
             logger.error("The hook into %s has failed, and is passed over: %r", hook.target, error, exc_info=error)
 
-    def table(self) -> str:
-        """Return a Markdown table for each time: what is hooked, and why. A star: whatever backend is chosen."""
-        lines = []
-        for when in sorted({hook.when for hook in self.declared.values()}):
-            lines += [f"{when}:", "", "| hook | why |", "|---|---|"]
-            for _, hook in sorted(self.declared.items()):  # whoever was imported first
-                if hook.when == when:
-                    lines.append(f"| `{hook.target}`{' *' if hook.always or hook.extends else ''} | {hook.why} |")
-            lines.append("")
-        return "\n".join(lines)
-
 
 class _Own:
     """The engine's function, as a hook gets it, which remembers what came of it."""
@@ -288,17 +273,3 @@ def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[.
         return around(original, *args, **kwargs)
 
     setattr(owner, name, kind(wrapper) if kind in (staticmethod, classmethod) else wrapper)
-
-
-def main() -> None:
-    page = Path(__file__).parents[2] / "docs" / "hooks.md"
-    for plugin in ("vllm_static", "sglang_static"):
-        if importlib.util.find_spec(plugin.removesuffix("_static")):
-            importlib.import_module(f"{plugin}.plugin")  # imports all modules with hooks
-            section = f"## {plugin}\n\n{importlib.import_module(f'{plugin}.compat').hook.table()}"
-            before, _, after = page.read_text().partition(f"## {plugin}\n")
-            page.write_text("".join((before, section, *after.partition("\n## ")[1:])))
-
-
-if __name__ == "__main__":
-    main()

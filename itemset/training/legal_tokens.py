@@ -17,8 +17,7 @@ from torch import Tensor
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label, pointers_at
+from itemset.trie.pointers import compiled, first_edge, label, pointers_at
 from itemset.trie.rows import MAX_TOKEN_ID
 from itemset.trie.walk import DEAD, END, TAIL, WAITING, advance, find_edge, is_alive, is_terminal, tail_token
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import first_edge, label
+from itemset.trie.pointers import compiled, first_edge, label
 from itemset.trie.tables import NONE, Trie
 from itemset.trie.targets import is_leaf, tail_at
 from itemset.trie.walk import is_alive
@@ -33,6 +32,8 @@ class LevelPlan:
     tails: per level, tokens of the longest tail after one of its edges.
     tailed: per level, how many of its edges have a tail.
     longest: tokens of the longest item.
+    spans: per level, the lowest and the highest token of its edges. Empty unless all items have one length: else a
+        level's nodes need end tokens, too.
     """
 
     nodes: tuple[int, ...]
@@ -40,20 +41,24 @@ class LevelPlan:
     tails: tuple[int, ...]
     tailed: tuple[int, ...]
     longest: int
+    spans: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, trie: Trie) -> "LevelPlan":
         """Read the plan off a trie's tables: one pass over its edges, 4 ms for a million of them."""
         tables, nodes = trie.tables, np.array(trie.level_nodes)
-        tails, tailed = np.zeros((2, len(nodes)), np.int64)
-        _measure(tables.pointers, trie.tail_tokens, np.array(trie.level_edges), tails, tailed)
+        tails, tailed, low, high = np.zeros((4, len(nodes)), np.int64)
+        low[:] = np.iinfo(np.int64).max
+        _measure(tables.pointers, trie.tail_tokens, np.array(trie.level_edges), tails, tailed, low, high)
         widest = []
         for end, count in zip(np.cumsum(nodes), nodes, strict=True):
             children = np.diff(tables.row_offsets[end - count : end + 1].astype(np.int64))
             if len(children) > _KEPT:
                 children = np.partition(children, -_KEPT)[-_KEPT:]
             widest.append(np.cumsum(np.sort(children)[::-1]))
-        return cls(trie.level_nodes, tuple(widest), tuple(tails.tolist()), tuple(tailed.tolist()), trie.longest)
+        spans = zip(low.tolist(), high.tolist(), strict=True) if trie.shortest == trie.longest else ()
+        counts = tuple(tails.tolist()), tuple(tailed.tolist())
+        return cls(trie.level_nodes, tuple(widest), *counts, trie.longest, tuple(spans))
 
     @property
     def levels(self) -> int:
@@ -76,15 +81,16 @@ class LevelPlan:
 
 
 @compiled
-def _measure(tables, tail_tokens, edges, tails, tailed):  # type: ignore[no-untyped-def]
-    """Count the edges with tails of each level, and measure its longest tail. edges: of each level.
+def _measure(tables, tail_tokens, edges, tails, tailed, low, high):  # type: ignore[no-untyped-def]
+    """Count the edges with tails of each level, and measure its longest tail and its tokens. edges: of each level.
 
     Tails are in the order of their edges, so each ends where the next begins. Safe whatever the tables hold.
     """
     edge, start, owner = np.int64(0), np.int64(0), 0
     for level in range(len(edges)):
         for _ in range(edges[level]):
-            begins = tail_at(tables, edge) if is_leaf(tables, edge) else np.int64(-1)
+            begins, token = tail_at(tables, edge) if is_leaf(tables, edge) else np.int64(-1), label(tables, edge)
+            low[level], high[level] = min(low[level], token), max(high[level], token)
             edge += 1
             if begins >= 0:
                 tails[owner] = max(tails[owner], begins - start)

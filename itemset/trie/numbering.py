@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import count_ones, first_edge, label, load32
+from itemset.trie.pointers import compiled, count_ones, first_edge, label, load32
 from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import Tables, Trie
 from itemset.trie.targets import is_leaf, nodes_before

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.trie.jit import compiled
+from itemset.trie.pointers import compiled
 
 MAX_ITEMS = 2**31 - 1
 MAX_ITEM_TOKENS = 65_535  # a prefix length fits in 16 bits

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.trie import targets
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import Pointers, or32, put_label, set_bit, store32
+from itemset.trie.pointers import Pointers, compiled, or32, put_label, set_bit, store32
 from itemset.trie.rows import Rows, bounds
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 

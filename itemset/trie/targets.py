@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import bit, count_ones, element, load32, put_element, set_bit, store32
+from itemset.trie.pointers import bit, compiled, count_ones, element, load32, put_element, set_bit, store32
 
 BLOCK = 32  # edges that share a base
 FAR = 1 << 32  # tail tokens that 32 bits tell apart

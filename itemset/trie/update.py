@@ -3,9 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.jit import compiled
 from itemset.trie.numbering import terminals_before
-from itemset.trie.pointers import element, first_edge, label, put_element
+from itemset.trie.pointers import compiled, element, first_edge, label, put_element
 from itemset.trie.rows import Distinct, Rows, as_rows, sort_order
 from itemset.trie.tables import NONE, Trie
 from itemset.trie.targets import is_leaf, node_at, tail_at

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from itemset.trie.file import pieces
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import bit, first_edge, label, load32
+from itemset.trie.pointers import bit, compiled, first_edge, label, load32
 from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
 from itemset.trie.tables import Tables, Trie
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, set_levels, sizes, tails_of, type_of_targets

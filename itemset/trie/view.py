@@ -9,9 +9,8 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.jit import compiled
 from itemset.trie.numbering import last_edge, node_of, nth_edge
-from itemset.trie.pointers import array_at, bit, first_edge, load32, store32
+from itemset.trie.pointers import array_at, bit, compiled, first_edge, load32, store32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf
 from itemset.trie.walk import first_dead, follow, is_alive, is_terminal

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.jit import compiled
-from itemset.trie.pointers import bit, bits_from, first_edge, label, load32
+from itemset.trie.pointers import bit, bits_from, compiled, first_edge, label, load32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf, node_at, tail_at
 

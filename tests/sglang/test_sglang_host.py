@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def test_the_rows_of_sets_are_filled_by_one_call(monkeypatch, compiled, first):
     items = np.random.default_rng(5).integers(0, VOCABULARY, (3_000, 4)).tolist()
     item_set, grammars = itemset.build(items), []
     for i in range(16):
-        grammars.append(StaticGrammar(item_set, {1, 7}))
+        grammars.append(StaticGrammar(partial(host.HostState, item_set, {1, 7})))
         for token in items[i][: i % 5]:
             grammars[-1].accept_token(token)
     others = [XGrammarGrammar(GrammarMatcher(compiled), VOCABULARY, compiled, None) for _ in range(3)]

@@ -66,7 +66,8 @@ def test_the_servers_of_the_pages() -> None:
 def test_the_offline_engine_of_the_first_page(tmp_path: Path, tiny_model: Path) -> None:
     (block,) = [block for kind, block in pages.site()["index.md"] if kind == "python" and "LLM(" in block]
     (tmp_path / "movies.csv").write_text("movie_id,title\n1,Toy Story\n2,GoldenEye\n")
-    (tmp_path / "page.py").write_text(block.replace("path/to/model", str(tiny_model)))
+    on_cpu = block.replace('"path/to/model"', f'"{tiny_model}", enforce_eager=True')  # as docs/install.md says
+    (tmp_path / "page.py").write_text(on_cpu)
     environment = engines.environment("v1") | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, "page.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)

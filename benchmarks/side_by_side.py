@@ -108,14 +108,12 @@ def main() -> None:
 
 def in_one(server: str, rows: list[Row]) -> Row:
     """What `itemset bench` says of one way of asking."""
-    one: Row = {"server": server, "lists of": rows[0]["body"]}
-    for row in rows:
-        if row["filter"]:
-            one["illegal, filter"] = 1 - row["legal"]
-            continue
-        one["illegal"] = 1 - row["legal"]
-        at = f"{row['concurrency']} at a time"
-        one |= {f"p50 ms, {at}": row["p50 ms"], f"lists a second, {at}": row["lists a second"]}
+    plain, filtered = ([row for row in rows if row["filter"] is one] for one in (False, True))
+    few, many = plain[0], plain[-1]
+    one: Row = {"server": server, "lists of": few["body"], "illegal": 1 - many["legal"]}
+    one |= {"illegal, filter": 1 - filtered[-1]["legal"]} if filtered else {}
+    one[f"p50 ms, {few['concurrency']} at a time"] = few["p50 ms"]
+    one[f"lists a second, {many['concurrency']} at a time"] = many["lists a second"]
     return one
 
 

@@ -135,13 +135,13 @@ def _ways(engine: Switched, work: Callable[[], Any]) -> tuple[Row, list[Any]]:
     return {f"ms {name}": took for name, took in ms.items()} | {"off / on": ms["off"] / ms["on"]}, list(found.values())
 
 
-def lists(folder: str) -> dict[str, list[Row]]:
+def lists(folder: str, timed: bool, widest: bool) -> dict[str, list[Row]]:
     engine = Switched(folder, 2, 1, max_num_seqs=256, kv_cache_memory_bytes=3 << 30)
     rows, memory = list[Row](), list[Row]()
     for alphabet in ALPHABETS:
         for renormalised in (True, False):
             kind: Row = {"alphabet": alphabet, "scores": "renormalised" if renormalised else "raw"}
-            for width in WIDTHS:
+            for width in WIDTHS if timed else ():
                 made, ((tokens, scores), (others, other_scores)) = _ways(
                     engine,
                     lambda: engine.list(alphabet, width, renormalised),  # noqa: B023
@@ -150,14 +150,14 @@ def lists(folder: str) -> dict[str, list[Row]]:
                 rows.append(kind | {"width": width} | made | {"same": tokens == others, "apart": apart})
                 print(rows[-1], file=sys.stderr, flush=True)
             peaks = {}
-            for name in ("off", "on"):
+            for name in ("off", "on") if widest else ():
                 engine.turn(name == "on")
                 engine.list(alphabet, WIDEST, renormalised)  # what a first one makes stays
                 with Memory() as peak:
                     engine.list(alphabet, WIDEST, renormalised)
                 peaks[f"MiB {name}"] = peak.peak / 2**20
             memory.append(kind | {"width": WIDEST} | peaks | {"logits, MiB": WIDEST * VOCABULARY * 4 / 2**20})
-    return {"lists": rows, "memory": memory}
+    return ({"lists": rows} if timed else {}) | ({"memory": memory} if widest else {})
 
 
 def answers(folder: str) -> list[Row]:
@@ -199,14 +199,15 @@ def answers(folder: str) -> list[Row]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--only", choices=["lists", "answers"])
+    options.add_argument("--only", choices=["lists", "memory", "answers"])
     arguments = options.parse_args()
     report, env = Report(arguments), environment_of("vllm-v2") | {"OMP_NUM_THREADS": "2"}
     with tempfile.TemporaryDirectory() as folder:
         if arguments.only != "answers":
-            for name, rows in isolated(lists, folder, env=env).items():
+            timed, widest = (arguments.only in (None, name) for name in ("lists", "memory"))
+            for name, rows in isolated(lists, folder, timed, widest, env=env).items():
                 report.add(name, rows)
-        if arguments.only != "lists":
+        if arguments.only in (None, "answers"):
             report.add("answers", isolated(answers, folder, env=env))
 
 

@@ -62,6 +62,7 @@ def films(tmp_path, tiny_model):
     return tokenizer
 
 
+@pytest.mark.slow
 def test_the_library(tmp_path, tiny_model, films):
     codes, keys = np.random.default_rng(0).integers(100, 2_000, (50, 4)), np.arange(50)
     np.save(tmp_path / "codes.npy", codes)
@@ -88,6 +89,7 @@ def test_publishing(tmp_path, tiny_model, films):
     assert len(itemset.load(tmp_path / "films2.itemset")) == 16 + 1 - 2 - 2
 
 
+@pytest.mark.slow
 def test_a_draft_head_in_your_own_loop(tmp_path, tiny_model):
     import torch
 

@@ -170,6 +170,19 @@ def test_flags_are_read_once_however_often_they_are_asked_for(tmp_path, monkeypa
     assert list(first["item_set_versions"]) == ["films"]
 
 
+def test_the_arguments_that_verl_makes_of_its_configuration(named_sets, monkeypatch):
+    """As `build_cli_args_from_config` of verl 0.9.1 has made them of `engine_kwargs` in docs/training.md."""
+    plugin.register()
+    monkeypatch.setattr(config, "_from_flags", [])
+    sets = {"item_sets": {"films": named_sets["one"].path}}
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        ["--structured_outputs_config", '{"backend": "static"}', "--additional_config", json.dumps(sets)]
+    )
+    engine = EngineArgs.from_cli_args(args)
+    assert engine.structured_outputs_config.backend == "static"
+    assert engine.additional_config["item_sets"] == sets["item_sets"]
+
+
 def test_another_item_set_compiles_no_graph_anew(tiny_model, named_sets):
     def config(**options):
         structured = {"backend": "static"}

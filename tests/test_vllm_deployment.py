@@ -7,10 +7,13 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import engines
 import pages
 import yaml
 
@@ -58,6 +61,17 @@ def test_the_servers_of_the_pages() -> None:
     assert words == ["--enforce-eager", "--model"]
     assert pages.commands_of("python", "-m", "itemset.serving.warm_up") == [[]]
     assert importlib.util.find_spec("itemset.serving.warm_up")
+
+
+def test_the_offline_engine_of_the_first_page(tmp_path: Path, tiny_model: Path) -> None:
+    (block,) = [block for kind, block in pages.site()["index.md"] if kind == "python" and "LLM(" in block]
+    (tmp_path / "movies.csv").write_text("movie_id,title\n1,Toy Story\n2,GoldenEye\n")
+    on_cpu = block.replace('"path/to/model"', f'"{tiny_model}", enforce_eager=True')  # as docs/install.md says
+    (tmp_path / "page.py").write_text(on_cpu)
+    environment = engines.environment("v1") | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "page.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.stdout.splitlines()[-1] in ("Toy Story", "GoldenEye"), done.stderr[-2000:]
 
 
 def test_the_parameters_of_rollouts(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_the_demos_questions(server, monkeypatch):
 @pytest.mark.parametrize("page", ["index", "tutorials/recommender", "tutorials/json_field", "tutorials/labels"])
 def test_pages_as_a_reader_follows_them(page, server, shop, tiny_model):
     printed = pages.follow(f"{page}.md", shop, tiny_model, server)
-    assert printed[-1]
+    assert any(printed)
 
 
 def test_items_inside_and_the_requests_of_the_pages(server, tmp_path):

@@ -32,7 +32,7 @@ SHARE = 3  # an alphabet has at most a third of the vocabulary: a CPU packs its 
 AUTO_SHARE = 8  # of answers, unless it is `on`: at a 19th they were faster on a CPU, at a third not always
 MOST_RUNS = 4  # of rows that lie together, which are multiplied where they are; of more, all rows are gathered
 WHOLE = 256 << 20  # bytes of raw logits that may stand in memory: below, one product of all tokens is faster
-PART = 16 << 20  # bytes of logits that do so of a larger pass, whose sums over all tokens are made part by part
+PART = 4 << 20  # bytes of logits that do so of a larger pass, whose sums over all tokens are made part by part
 FEWEST = 1024  # tokens that such a part has at least
 TOLERANCE = 0.02  # of the largest logit: what two orders of adding differ by in 16 bits
 _TRIED = 64  # tokens of the trial
@@ -268,6 +268,7 @@ class NarrowHead:
             low, high = np.searchsorted(alphabet.own_np, (first, first + tokens))
             own[:, low:high] = part.index_select(1, alphabet.own[low:high] - first)
             here = beams.log_sums(shaped(part))
+            del part  # before there is the next one
             sums = here if sums is None else torch.logaddexp(sums, here)
         assert sums is not None
         if self._head.tp_size > 1:

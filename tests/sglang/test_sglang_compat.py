@@ -80,10 +80,11 @@ def test_the_servers_of_the_pages():
     plugin.register()
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    (served,) = pages.commands_of("python3", "-m", "sglang.launch_server")
     (more,) = pages.commands_of("--device")
-    args = parser.parse_args([*served, "--device", *more])
-    assert (args.grammar_backend, args.item_set, args.device) == ("static", ["films=sets/films"], "cpu")
+    served = pages.commands_of("python3", "-m", "sglang.launch_server")
+    given = [parser.parse_args([*words, "--device", *more]) for words in served]
+    assert [args.item_set for args in given] == [["movies=movies.csv"], ["films=sets/films"]]
+    assert {(args.grammar_backend, args.device) for args in given} == {("static", "cpu")}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"films"'])

@@ -169,9 +169,9 @@ def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
 
     own, shapes = step_lists.logits_after, list[list[tuple[int, int]]]()
 
-    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def run(runner: Any, kv: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         shapes[-1].append(tuple(tokens.shape))
-        return own(runner, kv, tokens)
+        return own(runner, kv, tokens, **options)
 
     with mock.patch.object(step_lists, "logits_after", run):
         for form, end in ((as_accelerators, None), (as_accelerators, 1), (inside, 1)):

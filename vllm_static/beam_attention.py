@@ -26,7 +26,8 @@ TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make o
 
 
 def install(runner: Any) -> str | None:
-    """Let the layers of the runner's model understand `BeamMetadata`, or return why they cannot."""
+    """Let the layers of the runner's model understand `BeamMetadata`, or return why they cannot. Raises
+    NotImplementedError for some of the reasons."""
     layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, layer_names(runner)).values()
     fast_prefill = runner.vllm_config.cache_config.kv_sharing_fast_prefill
     reasons = {
@@ -38,8 +39,11 @@ def install(runner: Any) -> str | None:
     if reason := next(filter(reasons.get, reasons), None) or next(of_layers, None):
         return f"attention cannot read prompts once for all beams: {reason}"
     for layer in layers:
+        blocks, _, tokens, _ = layer.kv_cache.shape
+        if (blocks, [tokens]) != (runner.kv_cache_config.num_blocks, runner.block_tables.block_sizes):
+            raise NotImplementedError("a KV cache whose blocks are split for attention")
         if layer.kv_cache.dtype != runner.dtype:
-            return f"attention cannot read prompts once for all beams: a KV cache of {layer.kv_cache.dtype}"
+            raise NotImplementedError(f"a KV cache of {layer.kv_cache.dtype}")
         if not hasattr(layer.impl, "forward_without_beams"):
             if not largest_difference(layer, layer.kv_cache) <= TOLERANCE:  # nor if it is not a number
                 return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"

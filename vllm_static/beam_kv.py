@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,13 +74,15 @@ class BeamKV:
     def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int) -> None:
         """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them."""
         self.prompts, self.used, self._first_block = prompts, 0, first_block
-        self._lengths = [one.tokens for one in prompts]
         (block,) = runner.block_tables.block_sizes
         device = runner.device
-        slots = to_device([one.slot for one in prompts], device)
-        self._tables = runner.block_tables.block_tables[0].gpu[slots, : -(-max(self._lengths) // block)]
-        self._device_lengths = to_device(self._lengths, device)
+        self._lengths = to_device([one.tokens for one in prompts], device)
         self._ancestors = torch.empty(len(prompts), 1, 0, dtype=torch.int64, device=device)
+        # Races of a request stand together, and read its prompt once: [prompt, how many stand there]
+        self._different = [(one, len(list(equal))) for one, equal in groupby(prompts)]
+        slots = to_device([one.slot for one, _ in self._different], device)
+        blocks = -(-max(one.tokens for one in prompts) // block)
+        self._tables = runner.block_tables.block_tables[0].gpu[slots, :blocks]
 
     def fork(self, parents: Tensor, known: int) -> None:
         """Let rows go on from these rows of the last pass, or from the prompts.
@@ -92,18 +95,22 @@ class BeamKV:
         """Of a pass over the next `more` tokens of some rows, counted over all prompts. Reads nothing back."""
         _, each, known = self._ancestors.shape
         device = self._ancestors.device
-        first, last = rows.start // each, -(-rows.stop // each)  # prompts
-        count = rows.stop - rows.start
         steps = torch.arange(known, known + more, device=device)
-        positions = (self._device_lengths[:, None, None] + steps).expand(-1, each, -1).reshape(-1, more)[rows]
-        starts = [min(max(one * each - rows.start, 0), count) * more for one in range(first, last + 1)]
-        lengths = self._lengths[first:last]
+        positions = (self._lengths[:, None, None] + steps).expand(-1, each, -1).reshape(-1, more)[rows]
+        spans, read, end = list[tuple[int, int, int]](), list[int](), 0
+        for i, (prompt, count) in enumerate(self._different):
+            start, end = end, end + count * each
+            if start < rows.stop and end > rows.start:
+                first, last = max(start, rows.start) - rows.start, min(end, rows.stop) - rows.start
+                spans.append((first * more, last * more, prompt.tokens))
+                read.append(i)
+        starts, ends, lengths = zip(*spans, strict=True)
         part = PromptPart(
-            torch.arange(first, last + 1, device=device).mul_(each).sub_(rows.start).clamp_(0, count).mul_(more).int(),
-            self._device_lengths[first:last].int(),
-            self._tables[first:last],
-            list(zip(starts, starts[1:], lengths, strict=False)),
-            min(each, count) * more,
+            to_device([*starts, ends[-1]], device, np.int32),
+            to_device(lengths, device, np.int32),
+            self._tables[read[0] : read[-1] + 1],
+            spans,
+            max(last - first for first, last, _ in spans),
             max(lengths),
         )
         entries = torch.arange(self.used + rows.start, self.used + rows.stop, device=device)

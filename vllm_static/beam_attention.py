@@ -241,14 +241,10 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata) ->
     (_, heads, size), (_, kv_heads, block, _) = query.shape, kv_cache.shape
     if (layouts := getattr(layer.impl, _LAYOUTS, None)) is None:
         setattr(layer.impl, _LAYOUTS, layouts := _cpu_layouts(layer, query.dtype, block))
-    by_head = kv_cache.flatten(2).transpose(0, 1)  # [KV heads, blocks, block x 2 x size]
     outputs, sums = list[Tensor](), list[Tensor]()
     for (start, end, tokens), table in zip(beams.prompts.spans, beams.prompts.tables, strict=True):
-        blocks = table[: -(-tokens // block)]
-        keys, values = (
-            _unpacked(half.index_select(1, blocks), *layout)[:, :tokens]
-            for half, layout in zip(by_head.split(block * size, -1), layouts, strict=True)
-        )
+        read = kv_cache.flatten(2).index_select(0, table[: -(-tokens // block)])  # along another axis it copies all
+        keys, values = (_unpacked(read, i, *layout)[:, :tokens] for i, layout in enumerate(layouts))
         asked = query[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV heads, group, queries, size]
         found, found_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             asked.flatten(1, 2)[None], keys[None], values[None], scale=layer.impl.scale
@@ -261,10 +257,10 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata) ->
 _LAYOUTS = "beam_layouts"
 
 
-def _unpacked(packed: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Keys or values of some blocks, [KV heads, blocks, block x size], as [KV heads, tokens, size]."""
-    kv_heads, blocks, each = packed.shape
-    view = packed.as_strided((kv_heads, blocks, *shape), (blocks * each, each, *strides))
+def _unpacked(read: Tensor, half: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Keys (half 0) or values (1) of some blocks, [blocks, KV heads, block x 2 x size], as [KV heads, tokens, size]."""
+    blocks, kv_heads, each = read.shape
+    view = read.as_strided((kv_heads, blocks, *shape), (each, kv_heads * each, *strides), half * each // 2)
     return view.reshape(kv_heads, blocks * shape[0] * 32, -1).contiguous()
 
 

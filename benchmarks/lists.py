@@ -5,8 +5,8 @@ python benchmarks/lists.py --json docs/benchmarks/lists.json
 python benchmarks/lists.py --counts 1 8 --widths 64 256 --ways "in a step" --before ../before
 
 In SGLang's virtual environment it measures SGLang, else vLLM's model runner V2, without a GPU in Triton's interpreter.
-10^6 random semantic IDs of 4 tokens, a tiny random Llama in float32 (with `--layers`, a random model of Qwen3-0.6B's
-shape with so many layers; vLLM only), prompts that no prefix cache has seen. All ways of
+10^6 random semantic IDs of 4 tokens, a tiny random Llama in float32 (`--layers` takes a random model of Qwen3-0.6B's
+shape with that number of layers; vLLM only), prompts that no prefix cache has seen. All ways of
 an engine take turns, beside an ordinary request for one token of each prompt ("one token"); the least time of several
 counts, because other work only ever adds to it. The engine's own search knows no set; of its beams, "legal" are in it.
 `--counts` are lists whose prompts end in one step. The draft head has random weights: its time says something, its

@@ -122,7 +122,10 @@ def plot(rows: Sequence[Row], path: Path, x: str, y: str, by: str) -> None:
 def _command() -> str:
     omitted = ("--json", "--plot", "--note")
     given = [w for at, w in enumerate(sys.argv) if at and w not in omitted and sys.argv[at - 1] not in omitted]
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
+    # A file's path on this machine says nothing elsewhere: from the root of the project, or its name alone.
+    paths = {word: Path(word) for word in given if os.path.isabs(word)}
+    short = {w: str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name for w, path in paths.items()}
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *(short.get(word, word) for word in given)])
 
 
 def machine() -> str:

@@ -12,7 +12,7 @@ from devices import DEVICE
 from torch import Tensor
 
 BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 64
-ROWS, AT_ONCE, LENGTHS = 2, 3, (5, 64, 71)  # rows of each prompt, and so many of all in a pass
+ROWS, AT_ONCE, LENGTHS = 2, 3, (5, 64, 71)  # rows of each prompt; of all prompts in a pass; tokens of each prompt
 PARENTS = [[0, 0], [1, 0], [1, 1]]
 GIVEN, OURS = 12, 4  # blocks of the prompts, and those of beams' entries
 

@@ -88,7 +88,7 @@ def recorded(llm: Any) -> list[tuple[str, int, int]]:
     graphs = {"_candidates": {(4, 0): [decode, pieces], (6, 0): [whole]}, "_graphs_captured": True}
     with mock.patch.multiple(manager, **graphs):
         for rows in (4, 6):
-            shape = _shape(runner, rows, 1, [])
+            shape = _shape(runner, rows, rows, [])
             found.append((shape.cg_mode.name, shape.num_tokens, shape.num_reqs or 0))
     return found
 

@@ -44,11 +44,9 @@ def install(runner: Any) -> str | None:
             raise NotImplementedError("a KV cache whose blocks are split for attention")
         if layer.kv_cache.dtype != runner.dtype:
             raise NotImplementedError(f"a KV cache of {layer.kv_cache.dtype}")
-        if not hasattr(layer.impl, "forward_without_beams"):
-            if not largest_difference(layer, layer.kv_cache) <= TOLERANCE:  # nor if it is not a number
-                return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"
-            layer.impl.forward_without_beams = layer.impl.forward
-            layer.impl.forward = _with_beams(layer.impl)
+        if not largest_difference(layer, layer.kv_cache) <= TOLERANCE:  # nor if it is not a number
+            return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"
+        layer.impl.forward = _with_beams(layer.impl)
     return None
 
 

@@ -39,8 +39,8 @@ def try_out(runner: Any, first_block: int) -> str | None:
         if reason := beam_attention.install(runner):
             return reason
         with torch.inference_mode():
-            kv, tokens = BeamKV(runner, [Prompt("", 0, 1)], first_block), torch.zeros(2, 2, dtype=torch.int64)
-            tokens = tokens.to(runner.device)
+            kv = BeamKV(runner, [Prompt("", 0, 1)], first_block)
+            tokens = torch.zeros(2, 2, dtype=torch.int64, device=runner.device)
             for known in (0, 1):
                 kv.fork(tokens[None, :, 0], known)
                 logits_after(runner, kv, tokens)
@@ -123,8 +123,7 @@ def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
 def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str]) -> Tensor:
     """One pass: the hidden states of all tokens, valid until the next one."""
     count, buffers = beams.tokens, runner.input_buffers
-    rows, more = tokens.shape
-    shape = _shape(runner, rows, more, requests)
+    shape = _shape(runner, len(tokens), count, requests)
     ran[shape.cg_mode.name] += 1
     padded = max(count, shape.num_tokens)
     buffers.input_ids[:count].copy_(tokens.reshape(-1))
@@ -150,11 +149,10 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str]) 
         return runner.model(**inputs)[:count]
 
 
-def _shape(runner: Any, rows: int, more: int, requests: list[str]) -> Any:
-    """What vLLM has recorded for such a pass: the pieces between layers' attention, or nothing. A full CUDA graph holds
-    another attention."""
+def _shape(runner: Any, rows: int, count: int, requests: list[str]) -> Any:
+    """What vLLM has recorded for a pass: the pieces between layers' attention, or nothing. A full CUDA graph holds
+    another attention. count: tokens of all rows."""
     adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
-    count = rows * more
     shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
     if shape.cg_mode != CUDAGraphMode.FULL:
         return shape

@@ -178,6 +178,8 @@ def test_info(capsys, films, sids, tokenizers):
     assert {line.split()[0]: int(line.split()[1].replace(",", "")) for line in table[1:]} == saved.sections
     assert len({line.rindex("%") if "%" in line else line.rindex("e") for line in table}) == 1
     out = run(capsys, "info", sids)
+    levels = [line.split() for line in out.split("\n\n")[2].splitlines()]
+    assert levels[1:] == [["0", "1", "2", "1"], ["1", "1", "2", "1"], ["2", "1", "2", "2"]]
     for words in ["tokenizer    none recorded", "prefix       none", "vocabulary   not recorded"]:
         assert words in out
 

@@ -8,11 +8,10 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -66,8 +65,6 @@ def build_external(
     path: str | os.PathLike[str],
     *,
     in_order: bool = False,
-    engine: Literal["ray"] | None = None,
-    shards: str | os.PathLike[str] | None = None,
     memory: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress = lambda stage, share: None,
@@ -78,9 +75,6 @@ def build_external(
     path; column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
     ids) and `build_text` (texts).
     in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
-    engine: "ray" reads, encodes and sorts on a Ray cluster (needs the package `ray`), this process does the rest.
-    shards: a new folder or URI that all machines share, for what the cluster has sorted; by default one in `folder`,
-    removed at the end.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes; by default a
@@ -90,15 +84,7 @@ def build_external(
     Raises ItemSetError as those functions do, if DuckDB is needed and not installed, if the disk is full, and for the
     first item that is out of the order that was promised.
     """
-    if engine not in (None, "ray"):
-        raise ItemSetError(f"no engine {engine!r}: give ray, or omit it")
-    if in_order and engine is not None:
-        raise ItemSetError("the items are in order already, there is nothing to sort: omit --sorted or --engine")
-    if shards is not None and engine is None:
-        raise ItemSetError("shards are for what a cluster sorts: give an engine, or omit them")
-    if engine is not None:
-        ray_shards = _imported("itemset.building.ray_shards", "on a cluster needs Ray", "ray")
-    elif not in_order:
+    if not in_order:
         _duckdb()  # raises before the work
     how: dict[str, Any] = {**source}
     named = {name: how.pop(name) for name in ("column", "key", "attributes") if name in how}
@@ -106,14 +92,9 @@ def build_external(
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
-        with temporary as scratch, ExitStack() as until_built:
-            if engine is None:
-                stored = _store(path, partial(sources.batches, path, **named), encoding, scratch, progress)
-            else:
-                ordered = str(shards or until_built.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-                read = ray_shards.write_shards(path, ordered, named, encoding)
-                stored = _store(ordered, read, sources.Encoding(vocab_size=encoding.limit), scratch, progress)
-            return _built(stored, encoding, in_order or engine is not None, memory, scratch, progress)
+        with temporary as scratch:
+            stored = _store(path, partial(sources.batches, path, **named), encoding, scratch, progress)
+            return _built(stored, encoding, in_order, memory, scratch, progress)
     except OSError as error:
         where = folder or tempfile.gettempdir()
         raise ItemSetError(f"{path} cannot be sorted in {where}: {error.strerror or error}: give more disk") from error
@@ -140,14 +121,11 @@ def _built(
 
 
 def _duckdb() -> Any:
-    return _imported("duckdb", "on disk needs DuckDB", "big")
-
-
-def _imported(module: str, need: str, extra: str) -> Any:
     try:
-        return import_module(module)
+        import duckdb
     except ImportError as error:
-        raise ItemSetError(f"sorting {need}: pip install 'static-backend[{extra}]'") from error
+        raise ItemSetError("sorting on disk needs DuckDB: pip install 'static-backend[big]'") from error
+    return duckdb
 
 
 def _interruptible(work: Callable[[], Result], connection: Any) -> Result:

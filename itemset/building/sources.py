@@ -135,7 +135,7 @@ def batches(
     for file in files:
         for items in batches_of(file, column=column, key=key, attributes=attributes):
             first = first or items
-            check_same(file, first, items)
+            _check_same(file, first, items)
             rows += len(items)
             yield replace(items, done=(before + items.done * file.size) / total)
         before += file.size
@@ -172,7 +172,7 @@ def batches_of(
             yield from _table(file, column, key, attributes)
 
 
-def check_same(file: SourceFile, first: Items, items: Items) -> None:
+def _check_same(file: SourceFile, first: Items, items: Items) -> None:
     """Raise ItemSetError if a part's rows are of another kind than those of the first part."""
     if (items.texts is None) != (first.texts is None):
         here, there = ("token ids" if one.texts is None else "texts" for one in (items, first))

@@ -14,8 +14,16 @@ from itemset.building import sources
 from itemset.building.external import available_memory, build_external, needed_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
-from itemset.cli.options import Command, output_file, positive, size, tokenizer_of, unwritable
-from itemset.cli.report import facts, print_table
+from itemset.cli.options import (
+    Command,
+    facts,
+    output_file,
+    positive,
+    print_table,
+    size,
+    tokenizer_of,
+    unwritable,
+)
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 
@@ -46,10 +54,6 @@ def add_to(command: Command) -> None:
     sub.add_argument("--memory", metavar="SIZE", type=size, help=memory)
     in_order = "the items ascend already by their token ids, an item before those that it begins: nothing is sorted"
     sub.add_argument("--sorted", action="store_true", help=in_order)
-    engine = "read, encode and sort on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new one"
-    sub.add_argument("--engine", choices=["ray"], help=engine)
-    shards = "with --engine: a new folder or URI that all machines share, for what they sort (default: beside FILE)"
-    sub.add_argument("--shards", metavar="FOLDER", help=shards)
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
     sub = command(
@@ -71,8 +75,6 @@ def add_to(command: Command) -> None:
 
 def build(args: argparse.Namespace) -> None:
     """Build an index file."""
-    if args.shards and not args.engine:
-        args.error("--shards is for what a cluster sorts: it needs --engine")
     output = output_file(args.output)
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
@@ -84,8 +86,8 @@ def build(args: argparse.Namespace) -> None:
 def write_index(args: argparse.Namespace, output: Path) -> tuple[ItemSet, str]:
     """Write the index that the arguments ask for. Return its set, and how it was sorted."""
     allowed = available_memory() // 2 if args.memory is None else args.memory
-    on_disk, how = True, "in order already (--sorted)" if args.sorted else "on a Ray cluster (--engine ray)"
-    if not args.sorted and args.engine is None:
+    on_disk, how = True, "in order already (--sorted)"
+    if not args.sorted:
         needed = needed_memory(args.source, args.column, args.key, args.attribute)
         reason = f"about {needed / 1e9:.1f} GB needed in memory, {allowed / 1e9:.1f} GB allowed"
         on_disk = needed > allowed
@@ -96,7 +98,7 @@ def write_index(args: argparse.Namespace, output: Path) -> tuple[ItemSet, str]:
 
 
 def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemSet:
-    alike = ("column", "key", "prefix", "escape", "vocab_size", "engine", "shards")
+    alike = ("column", "key", "prefix", "escape", "vocab_size")
     given: dict[str, Any] = {name: getattr(args, name) for name in alike} | {"attributes": args.attribute}
     given |= {"tokenizer": tokenizer_of(args), "in_order": args.sorted, "memory": memory}
     try:

@@ -114,9 +114,8 @@ def test_every_block_of_the_site_has_its_test():
     known += [program.split() for program in NOT_HERE]
     for page, blocks in pages.site().items():
         for kind, block in blocks:
-            assert kind in ("", "python", "bash", "json", "text", "diff"), f"{page}: {kind}"
+            assert kind in ("", "python", "bash", "json", "text"), f"{page}: {kind}"
             assert kind not in ("python", "bash") or page in followed, f"{page}: nobody runs\n{block}"
-            assert kind != "diff" or page == "upstream.md"  # tests/test_vllm_contract.py applies it
             if kind == "json":
                 json.loads(block)
             for words in pages.commands(block) if not kind else ():

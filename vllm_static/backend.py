@@ -132,18 +132,6 @@ class StaticBackend(StructuredOutputBackend):
         self._figures.by_path["device" if on_device else "host"] += 1
         return on_device
 
-    @classmethod
-    def validate_request(cls, params: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any) -> None:
-        """Constraints without a set are xgrammar's. vLLM calls this if it has a registry (docs/upstream.md)."""
-        structured = params.structured_outputs
-        if structured.choice is None and isinstance(structured.grammar, str | None):
-            judged = copy.copy(params)
-            judged.structured_outputs = copy.copy(structured)
-            judged.structured_outputs._backend = None
-            judged._validate_structured_outputs(
-                model_config, compat.xgrammar_config(structured_outputs_config), tokenizer
-            )
-
     def threads(self, grammar: str | None) -> Executor | None:
         """Return where a request's grammar is compiled; None where vLLM compiles it."""
         return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None

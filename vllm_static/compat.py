@@ -47,12 +47,6 @@ def is_ours(vllm_config: Any) -> bool:
     return hook.choose(vllm_config.structured_outputs_config.backend == BACKEND)
 
 
-def has_registry() -> bool:
-    """Whether vLLM takes backends of entry points, and asks them what they hold (docs/upstream.md)."""
-    types = importlib.import_module("vllm.v1.structured_output.backend_types")
-    return hasattr(types.StructuredOutputBackend, "validate_request")
-
-
 def xgrammar_config(structured: Any) -> Any:
     """The same structured-outputs configuration with xgrammar as its backend."""
     return dataclasses.replace(structured, backend="xgrammar")

@@ -39,7 +39,7 @@ def _add_backend_name(structured: Any) -> None:
     from pydantic.dataclasses import rebuild_dataclass
 
     known = get_args(structured.__annotations__["backend"])
-    if BACKEND in known or str in known:  # str: vLLM has a registry of backends
+    if BACKEND in known:
         return
     names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
     structured.__annotations__["backend"] = names

@@ -115,8 +115,8 @@ class NoList(Enum):
 
     scope: Literal["engine", "set", "request"]
 
-    NO_BLOCKS = "the KV cache has no blocks for beams", "engine"
-    NO_ROOM = "the beams do not fit their blocks", "request"
+    NO_BLOCKS = "no room is kept for beams", "engine"
+    NO_ROOM = "the beams do not fit in the room that is kept for them", "request"
     TOO_DEEP = "the set has too many levels", "set"
     TOO_LONG = "the set's tails are too long", "set"
     TOO_LARGE = "the logits of a pass are too large", "set"
@@ -133,8 +133,8 @@ class NoList(Enum):
 
 REASONS = tuple(NoList)
 """In vLLM a worker's table is of one number, the place of its reason here."""
-GRAPHS = ("FULL", "PIECEWISE", "NONE")
-"""vLLM's names of how a pass runs; the third is without a CUDA graph."""
+GRAPHS = ("PIECEWISE", "NONE")
+"""vLLM's names of how a pass runs; the second is without a CUDA graph."""
 HEAD = 3 + len(GRAPHS) + 1
 """Numbers of a table's first row: see `ListResult.of_table`."""
 

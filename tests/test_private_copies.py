@@ -95,22 +95,6 @@ def test_a_damaged_copy_is_made_again(path, cache, damage):
     assert (cache / version).read_bytes() == path.read_bytes()
 
 
-def test_a_copy_that_a_process_has_sealed_is_read_again_only_if_it_has_changed(path, cache):
-    _, version = private_copies.open_copy(str(path), str(cache))
-    sealed = private_copies.seal(version, str(cache))
-    (cache / version).chmod(0o600)
-    content = path.read_bytes()
-    with (cache / version).open("r+b") as file:  # one byte of the last section, the keys'
-        file.seek(-1, os.SEEK_END)
-        file.write(b"d")
-    unread = private_copies.seal(version, str(cache))
-    assert private_copies.open_copy(str(path), str(cache), version, unread)[0].lookup(ITEMS) == ["a", "b", "d"]
-    assert private_copies.open_copy(str(path), str(cache), version, sealed)[0].lookup(ITEMS) == ["a", "b", "c"]
-    assert (cache / version).read_bytes() == content
-    assert private_copies.seal(version, str(cache)) not in (sealed, unread)
-    assert private_copies.seal("0" * 32, str(cache)) is None
-
-
 @pytest.mark.parametrize("change", [changes.flip, changes.cut, Path.unlink])
 def test_a_bad_file_is_refused_although_there_is_a_copy(path, cache, change):
     private_copies.open_copy(str(path), str(cache))

@@ -21,7 +21,6 @@ from itemset import published
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, arena_bytes, room_for
 from itemset.masking.arena_plan import Holdings
-from itemset.serving import private_copies
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -109,21 +108,20 @@ def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
 
 
 def test_a_copy_that_is_damaged_between_two_processes_is_made_again(films, processes, tmp_path):
-    asked, seals = processes.preparers[0].answer, []
+    asked, damaged = processes.preparers[0].answer, list[str]()
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        if question.get("ahead"):
+        if question["type"] == "Prepare" and not damaged:
             copy = tmp_path / "cache" / question["version"]
             copy.chmod(0o600)
             changes.flip(copy)
-            seals.append(question["seal"])
+            damaged.append(question["version"])
         return asked(question)
 
     processes.preparers[0].answer = answer  # type: ignore[method-assign]
     version = films.publish()
     processes.follower.look()
-    assert len(seals) == 1
-    assert seals[0] != private_copies.seal(version.name, str(tmp_path / "cache"))
+    assert damaged == [version.name]
     assert (tmp_path / "cache" / version.name).read_bytes() == version.path.read_bytes()
     assert processes.engines[0].registered["films"].items() == itemset.load(version.path).items()
 
@@ -158,7 +156,7 @@ def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films
     asked, away = processes.preparers[0].answer, tmp_path / "away"
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        if question["type"] == "Prepare" and not question["ahead"]:
+        if question["type"] == "Prepare":
             films.folder.rename(away)
             return {"refused": "cannot be read there"}
         return asked(question)

@@ -50,13 +50,12 @@ class Checks:
             for opened in self.catalogue.serving:
                 self._check(opened)
 
-    def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
+    def open(self, name: str, version: str, path: Path) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
 
-        on_opened: called before it is checked for this model. Raises ItemSetError as the start does.
+        Raises ItemSetError as the start does.
         """
         opened = self.catalogue.open(name, version, path)
-        on_opened()
         self._check(opened)
         return opened
 

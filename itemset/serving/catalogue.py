@@ -23,7 +23,7 @@ from itemset.opening import from_bytes
 from itemset.select.filters import passing
 from itemset.select.views import view, view_from_bytes
 from itemset.serving.config import StaticConfig, opening
-from itemset.serving.private_copies import Seal, delete_unused, open_copy
+from itemset.serving.private_copies import delete_unused, open_copy
 from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
@@ -133,15 +133,15 @@ class Catalogue:
 
     # Versions of registered sets
 
-    def open(self, name: str, version: str | None, path: str | Path | None, seal: Seal | None = None) -> Opened:
+    def open(self, name: str, version: str | None, path: str | Path | None) -> Opened:
         """Open a version of a set and make its views, which may take seconds.
 
-        version, path, seal: as for `open_copy`. Raises ItemSetError as that does, and for a view that cannot be made.
+        version, path: as for `open_copy`. Raises ItemSetError as that does, and for a view that cannot be made.
         """
         try:
             item_set = self._known.get(version_reference(version or "", name))
             if item_set is None or version is None:
-                item_set, version = open_copy(path, self._config.item_set_cache, version, seal)
+                item_set, version = open_copy(path, self._config.item_set_cache, version)
         except ItemSetError as error:
             raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
         sets = {name: item_set}
@@ -167,7 +167,7 @@ class Catalogue:
         key = name, version = message.name, message.version
 
         def work() -> Opened:
-            opened = self.open(name, version, message.path, message.seal)
+            opened = self.open(name, version, message.path)
             for item_set in opened.sets.values():
                 check(item_set)
             return opened

@@ -77,8 +77,6 @@ class Preparer:
     def _prepare(self, message: Prepare, engine: Any) -> Answer:
         catalogue, devices = self._catalogue, self._devices
         opened = or_reason(lambda: catalogue.begin(message, devices.check), self._log)
-        if message.ahead and not isinstance(opened, str):
-            opened = None
         stages = devices.advance(engine, message, opened)
         if refused := [stage for stage in stages if isinstance(stage, str)]:
             return Answer(refused=refused[0])

@@ -23,7 +23,7 @@ from itemset.serving import metrics
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
-from itemset.serving.private_copies import delete_unused, seal
+from itemset.serving.private_copies import delete_unused
 from itemset.serving.wire import Answer, Drop, Message, Prepare, Serves, Stage
 
 AGAIN = 0.01  # seconds between two messages to engines that are not ready
@@ -221,12 +221,7 @@ class Follower:
         if current is not None and current.version == version.name:
             return
         message = Prepare(name, version.name, str(version.path))
-
-        def prepare_ahead() -> None:  # the engines open it while it is checked here
-            message.seal = seal(version.name, self._config.item_set_cache)
-            self._ask(msgspec.structs.replace(message, ahead=True))
-
-        opened = self._checks.open(name, version.name, version.path, prepare_ahead)
+        opened = self._checks.open(name, version.name, version.path)
         while True:
             answers = self._ask(message)
             if refused := next((answer.refused for answer in answers if answer.refused), None):

@@ -184,14 +184,12 @@ def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
 class Prepare(msgspec.Struct, tag=True):
     """Open a version of a set and bring it to the devices; it is served once it is there. Sent until it is.
 
-    path: of its file. seal: of the copy that the front end has checked. ahead: only open it, it is still being checked.
+    path: of its file.
     """
 
     name: str
     version: str
     path: str
-    seal: list[str | int] | None = None
-    ahead: bool = False
 
 
 class Serves(msgspec.Struct, frozen=True, tag=True):

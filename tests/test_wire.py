@@ -169,8 +169,8 @@ def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:
 CARRIED = [
     EngineRequest(SetRef("inline:ab", b"\x00index", SetRef("view:cd", b"bits")), weighed="return_set_weight"),
     EngineRequest(SetRef("films"), ListSpec(3, 8, 2, without_end=True, races=(-(2**63), 7), temperature=0.5)),
-    EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")], (3, -1))),
-    EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),)), slate=(4, 9)),
+    EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")])),
+    EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),))),
 ]
 
 

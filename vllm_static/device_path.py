@@ -7,7 +7,6 @@ can still take the host path. Workers do what they are told and refuse nothing.
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
-from itemset.masking.arena_plan import Holdings, Slate
+from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.config import StaticConfig
@@ -39,9 +38,7 @@ class DevicePath(Devices):
     Called by vLLM's input thread and by its engine loop.
     """
 
-    def __init__(self, config: StaticConfig, catalogue: Catalogue, *, drafts: bool) -> None:
-        """drafts: whether the engine speculates, in which case slates take the host path."""
-        self._drafts = drafts
+    def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
         spare = config.inline_set_memory + catalogue.headroom()
         self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
         self.holdings = Holdings(self.plan)
@@ -56,10 +53,6 @@ class DevicePath(Devices):
         a full arena, too many stop tokens, or an end of its reasoning of more than one token.
         """
         params, start = request.sampling_params, compat.reasoning_end_token(manager, request)
-        if carried.slate is not None:  # which has a list of its own
-            if self._drafts or carried.slate[1] in params.all_stop_token_ids:
-                return False
-            item_set = Slate(item_set, f"slate {uuid.uuid4().hex}", *carried.slate)
         if start is None or len(params.all_stop_token_ids) > MAX_STOP_TOKENS:
             return False
         try:
@@ -106,7 +99,7 @@ def send_index_once(request: Request, data: Any) -> None:
     puts into its place, after it has forgotten this one, overwrites it.
     """
     resident: Resident | None = getattr(request, RESIDENT, None)
-    if resident is None or resident.once:  # a slate's workers have its set, or open it for this request
+    if resident is None:
         return
     extra = data.sampling_params.extra_args
     carried = read(extra)

@@ -16,7 +16,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.masking import Kernels, arena_plan, cpu_kernels
 from itemset.masking import batch as form
-from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, Slate, aligned, arena_bytes, room_for
+from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, room_for
 from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
@@ -296,7 +296,7 @@ class Arena:
                 return
         if self.device.type == "cpu":  # nothing is read where a set came from: the file of an old version can go
             self.rows[number] = with_addresses(row[None], self.words.data_ptr())
-        if base is not None and not isinstance(item_set, Slate):
+        if base is not None:
             placed.view = item_set
         placed.there, self._placed[number] = True, self._placed.pop(number)
         self._bases[number] = number if base is None else base
@@ -318,8 +318,6 @@ class Arena:
             row[_SECTIONS[name]] = at // 4
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
             at += aligned(array.nbytes)
-        if isinstance(item_set, Slate):
-            row[form.DEAD_LIST] += row[form.FIRST_DEAD]  # before it lies the list as it is at first
         parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
         return row, parts
 

@@ -98,7 +98,7 @@ class FrontEndBase:
         if isinstance(grammar, Constraint):
             sets = grammar.sets
             self.constraints.check(grammar, stop_tokens=stop_tokens, max_tokens=max_tokens, **least)
-            carried = EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets], grammar.slate))
+            carried = EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
         else:
             (made,) = sets = [self.checks.made(asked)]
             self.checks.request(made, stop_tokens=stop_tokens, **least)

@@ -66,18 +66,17 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The sets of a constraint. grammar: `Constraint.spec()`. slate: `Constraint.slate`."""
+    """The sets of a constraint. grammar: `Constraint.spec()`."""
 
     grammar: str
     sets: list[SetRef]
-    slate: tuple[int, int] | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request carries: a set, or a constraint with sets in it; and whether it is a list of its items.
 
     weighed: the field by which its answer says log-probabilities, if any. place: where the set lies in vLLM's workers,
-    the fields of `masking.arena.Place`, from the engine core. slate: there, `HolesSpec.slate` of the set.
+    the fields of `masking.arena.Place`, from the engine core.
     """
 
     item_set: SetRef | None = None
@@ -85,7 +84,6 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     holes: HolesSpec | None = None
     weighed: str = ""
     place: tuple[int, int, str, int, tuple[Tokens, ...]] | None = None
-    slate: tuple[int, int] | None = None
 
     @property
     def reference(self) -> str:

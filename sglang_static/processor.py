@@ -92,11 +92,10 @@ class ItemSetSampler:
         self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device, kernels=self.kernels)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
         for opened in self.catalogue.serving:
-            pieces = self.holdings.hold(opened.name, opened.sets)
+            piece = self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
-            for item_set in opened.sets.values():
-                check_tables(item_set)
-            while not self.arrivals.advance(opened.name, opened.sets, pieces):
+            check_tables(opened.item_set)
+            while not self.arrivals.advance(opened.name, opened.item_set, piece):
                 pass
         _current[:] = [self]
         logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")

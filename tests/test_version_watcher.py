@@ -82,7 +82,7 @@ def test_requests_keep_the_version_that_they_began_with(films, processes):
     assert [len(front.catalogue[one]) for one in references] == [films.versions[0].items, films.versions[0].items - 1]
     # An engine has closed it by now, and opens its copy again.
     assert len(processes.engines[0][references[0]]) == films.versions[0].items
-    assert front.catalogue.version_fields(front.catalogue.reference("few")) == {
+    assert front.catalogue.version_fields(front.catalogue.reference("films")) == {
         "item_set_version": films.versions[-1].name
     }
 
@@ -242,14 +242,6 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
         processes.follower.refresh("more")
 
 
-def test_a_view_is_refreshed_with_its_set(films, tmp_path):
-    processes = Processes(tmp_path, item_sets={"films": str(films.folder)}, item_views={"seen": "films: {}"})
-    with pytest.raises(RefusedError, match=r"^'seen' is a view of 'films', and refreshed with it: name 'films'$"):
-        processes.follower.refresh("seen")
-    with pytest.raises(RefusedError, match="no item set is called 'sen': did you mean 'seen'"):
-        processes.follower.refresh("sen")
-
-
 def test_a_folder_without_sets_may_get_some(tmp_path):
     (tmp_path / "sets").mkdir()
     processes = Processes(tmp_path, item_set_dir=str(tmp_path / "sets"))
@@ -285,8 +277,8 @@ def test_the_version_before_stays_until_its_room_is_needed():
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
 
     def take_up(item_set: itemset.ItemSet) -> int:
-        pieces, steps = holdings.hold("films", {"films": item_set}), 1
-        while not arrivals.advance("films", {"films": item_set}, pieces):
+        pieces, steps = holdings.hold("films", item_set), 1
+        while not arrivals.advance("films", item_set, pieces):
             steps += 1
         holdings.settle("films")
         return steps
@@ -296,7 +288,7 @@ def test_the_version_before_stays_until_its_room_is_needed():
     held = arena.plan.acquire(first)  # a request that still runs
     assert arena.holds(first.digest, held.number, held.start)
     with pytest.raises(ArenaFullError):
-        holdings.hold("films", {"films": third})
+        holdings.hold("films", third)
     arena.plan.release(held.number)
     take_up(third)
     take_up(second)
@@ -304,7 +296,7 @@ def test_the_version_before_stays_until_its_room_is_needed():
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
     take_up(first)
     take_up(second)
-    (number, start), *_ = holdings.hold("films", {"films": first})
+    number, start = holdings.hold("films", first)
     assert arena.holds(first.digest, number, start)  # a rollback copies nothing
 
 
@@ -315,7 +307,7 @@ def test_a_version_comes_in_pieces(monkeypatch):
     (item_set,) = versions_of(1)
     arena = Arena(room_for(item_set), max_sets=2, kernels="triton")
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
-    pieces, steps = holdings.hold("films", {"films": item_set}), 1
-    while not arrivals.advance("films", {"films": item_set}, pieces):
+    pieces, steps = holdings.hold("films", item_set), 1
+    while not arrivals.advance("films", item_set, pieces):
         steps += 1
     assert steps >= item_set.nbytes // 1024

@@ -43,7 +43,7 @@ class DevicePath(Devices):
         self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
         self.holdings = Holdings(self.plan)
         for opened in catalogue.serving:
-            self.holdings.hold(opened.name, opened.sets)
+            self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
 
     def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
@@ -74,14 +74,14 @@ class DevicePath(Devices):
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         if isinstance(opened, str):
             return [opened]
-        pieces = None
+        piece = None
         if opened is not None:
             try:
-                pieces = [list(piece) for piece in self.holdings.hold(opened.name, opened.sets)]
+                piece = list(self.holdings.hold(opened.name, opened.item_set))
             except ArenaFullError as error:
                 warn_of_no_room(opened, error, "in --additional-config", logger)
                 return [Stage.HOST]
-        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, pieces))
+        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, piece))
         return stages
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
@@ -134,18 +134,18 @@ def refuse_speculation(vllm_config: Any) -> None:
         )
 
 
-def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str:
+def prepare_in_worker(worker: Any, message: Prepare, piece: Any) -> Stage | str:
     """Open a version beside the steps of a worker, and copy one piece of it to its device. Return the stage, or why it
     cannot be had: an error in a worker would end the engine.
 
-    pieces: its places, `masking.arena_plan.Pieces`; None while the engine core opens it.
+    piece: its place, `masking.arena_plan.Piece`; None while the engine core opens it.
     """
 
     def prepare() -> Stage:
         if asleep(worker):
             return Stage.COPYING
         processor = _item_sets(worker)
-        return Stage.DEVICE if processor is None else processor.prepare(message, pieces)
+        return Stage.DEVICE if processor is None else processor.prepare(message, piece)
 
     return or_reason(prepare, logger)
 

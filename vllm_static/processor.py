@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 
 import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, arena_bytes, check_tables
-from itemset.masking.arena_plan import Pieces
+from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
 from itemset.ranking.draft_head import DraftHead
@@ -129,15 +129,15 @@ class ItemSetProcessor(LogitsProcessor):
         why = next((one for one in given if isinstance(one, str)), None)
         return why or (given[0] if other is None else "sets with other tokens")
 
-    def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
+    def prepare(self, message: Prepare, piece: Piece | None) -> Stage:
         """Do `device_path.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):
             return Stage.DEVICE
         opened = self._catalogue.begin(message, check_tables)
-        if opened is None or pieces is None:
+        if opened is None or piece is None:
             return Stage.OPENING
-        places = [(number, start) for number, start in pieces]
-        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.sets, places) else Stage.COPYING
+        number, start = piece
+        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.item_set, (number, start)) else Stage.COPYING
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Do `device_path.close_in_worker`."""

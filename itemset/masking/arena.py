@@ -4,7 +4,7 @@ One allocation, made once. It holds each set's tables in one piece, as the file 
 where. A state on the device is a set's number and the state within that set, so one kernel serves every set.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -336,24 +336,19 @@ class Arrivals:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._coming: dict[str, tuple[arena_plan.Pieces, Iterator[None]]] = {}  # by the name of the set
+        self._coming: dict[str, tuple[arena_plan.Piece, Iterator[None]]] = {}  # by the name of the set
 
-    def advance(self, name: str, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> bool:
-        """Copy one piece more of a version. Return whether all of its sets are there.
+    def advance(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
+        """Copy some more of a version's tables. Return whether all of them are there.
 
         Raises ItemSetError as `Arena.place` does.
         """
-        if name not in self._coming or self._coming[name][0] != pieces:
-            self._coming[name] = pieces, self._all(sets, pieces)
+        if name not in self._coming or self._coming[name][0] != piece:
+            self._coming[name] = piece, self._arena.placing(item_set, *piece)
         if next(self._coming[name][1], self) is not self:
             return False
         del self._coming[name]  # what was overtaken meanwhile comes again
-        placed = zip(sets.values(), pieces, strict=True)
-        return all(self._arena.holds(item_set.digest, number, start) for item_set, (number, start) in placed)
-
-    def _all(self, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> Iterator[None]:
-        for item_set, (number, start) in zip(sets.values(), pieces, strict=True):
-            yield from self._arena.placing(item_set, number, start)
+        return self._arena.holds(item_set.digest, *piece)
 
 
 def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,8 +158,8 @@ class Plan:
         )
 
 
-Pieces = Sequence[tuple[int, int]]
-"""Number and start of each set of a version, in its order."""
+Piece = tuple[int, int]
+"""Number and start of a set."""
 
 
 class Holdings:
@@ -170,43 +170,38 @@ class Holdings:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._held: dict[str, list[Resident]] = {}
-        self._next: dict[str, list[Resident]] = {}
+        self._held: dict[str, Resident] = {}
+        self._next: dict[str, Resident] = {}
 
-    def hold(self, name: str, sets: Mapping[str, ItemSet]) -> Pieces:
-        """Hold room for a version's sets, beside the one that is served. Return where they are to be placed.
+    def hold(self, name: str, item_set: ItemSet) -> Piece:
+        """Hold room for a version, beside the one that is served. Return where it is to be placed.
 
         Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
         """
-        taken: list[Resident] = []
         try:
-            for item_set in sets.values():
-                taken.append(self._plan.acquire(item_set))
-        except ArenaFullError:
-            self._release(taken)
-            raise
+            resident = self._plan.acquire(item_set)
         finally:
             self.give_up(name)
-        self._next[name] = taken
-        return [(resident.number, resident.start) for resident in taken]
+        self._next[name] = resident
+        return resident.number, resident.start
 
     def give_up(self, name: str) -> None:
         """Hold no room for the version that was asked for last."""
-        self._release(self._next.pop(name, []))
+        self._release(self._next.pop(name, None))
 
     def settle(self, name: str) -> None:
         """The version that was asked for last is served: the one before it holds no room any more."""
-        self._release(self._held.pop(name, []))
+        self._release(self._held.pop(name, None))
         if name in self._next:
             self._held[name] = self._next.pop(name)
 
     def drop(self, name: str) -> None:
         """Hold nothing under this name any more."""
         self.give_up(name)
-        self._release(self._held.pop(name, []))
+        self._release(self._held.pop(name, None))
 
-    def _release(self, residents: Sequence[Resident]) -> None:
-        for resident in residents:
+    def _release(self, resident: Resident | None) -> None:
+        if resident is not None:
             self._plan.release(resident.number)
 
 

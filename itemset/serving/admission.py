@@ -60,7 +60,7 @@ class Checks:
         return opened
 
     def _check(self, opened: Opened) -> None:
-        item_set, limits = opened.sets[opened.name], self._limits
+        item_set, limits = opened.item_set, self._limits
         called = f"the item set {opened.name!r} ({self._config.where(opened.name)})"
         if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != self.fingerprint():
             model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)

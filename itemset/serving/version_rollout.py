@@ -34,7 +34,7 @@ class Devices:
     """
 
     def check(self, item_set: ItemSet) -> None:
-        """Check a set or a view, on the thread that has opened it. Raises ItemSetError."""
+        """Check a set, on the thread that has opened it. Raises ItemSetError."""
 
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         """Bring a version to the devices, or a piece of it. Return the stage of each process, or why it cannot be had.

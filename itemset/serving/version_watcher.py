@@ -107,7 +107,7 @@ class Follower:
         with self._lock:
             self._look_at_folder()
             if (followed := self._sets.get(name)) is None:
-                raise self._unfollowed(name)
+                raise self._checks.catalogue.unknown(name)
             followed.refused = None  # what was wrong may have been mended
             self._look_at(name)
             if followed.missed or followed.refused:
@@ -123,12 +123,6 @@ class Follower:
                 )
             time.sleep(AGAIN)
         return entry
-
-    def _unfollowed(self, name: str) -> RefusedError:
-        if (opened := self._checks.catalogue.current(name)) is None:
-            return self._checks.catalogue.unknown(name)
-        what = f"{name!r} is a view of {opened.name!r}, and refreshed with it: name {opened.name!r}"
-        return RefusedError("unknown set", what)
 
     def refreshed(self, name: str | None) -> list[dict[str, Any]]:
         """Do `refresh` for one set, or for all."""
@@ -150,11 +144,10 @@ class Follower:
             kept = []
         return entry | {
             "version": opened.version,
-            "items": len(opened.sets[name]),
-            "bytes": opened.sets[name].nbytes,
+            "items": len(opened.item_set),
+            "bytes": opened.item_set.nbytes,
             "serving_since": followed.since.isoformat(timespec="milliseconds"),
             "path": followed.path,
-            "views": [called for called in opened.sets if called != name],
             "previous_versions": [one.name for one in kept if one.name != opened.version],
         }
 
@@ -169,7 +162,7 @@ class Follower:
                 self._missed = str(error)
                 self._log.warning("Item sets stay as they are: %s", error)
             return
-        for name in names - self._sets.keys() - self._config.item_views.keys():
+        for name in names - self._sets.keys():
             self._sets[name] = Followed(Path(self._config.where(name)), self._path)
         for name in self._sets.keys() - names - self._config.item_sets.keys():
             del self._sets[name]
@@ -241,7 +234,7 @@ class Follower:
         self._delete_copies(catalogue.serve(opened))
         followed.since, followed.path = datetime.now(UTC), "host" if Stage.HOST in stages else "device"
         metrics.served(name, version.name)
-        items, seconds = f"{len(opened.sets[name]):,}", time.monotonic() - began
+        items, seconds = f"{len(opened.item_set):,}", time.monotonic() - began
         text = "Version %s of the item set %r is served: %s items, %.2f s after it was noticed"
         self._log.info(text, version.name, name, items, seconds)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 WIRE = "item_set_wire"
 """The key of an EngineRequest. Clients may not send it."""
 INLINE, VIEW, VERSION = "inline:", "view:", "version:"
-"""How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set or view; VIEW +
+"""How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set; VIEW +
 digest + "@" + reference, of what a filter or keys leave of another."""
 
 Tokens = tuple[int, ...]
@@ -235,7 +235,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def version_reference(version: str, name: str) -> str:
-    """Return the reference of a version of a registered set or view."""
+    """Return the reference of a version of a registered set."""
     return f"{VERSION}{version}@{name}"
 
 

@@ -2,12 +2,9 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -327,30 +324,11 @@ def test_special_tokens_are_named(capsys, tmp_path, tokenizers):
         assert (tokenizer.decode(item, skip_special_tokens=True) == text) != warned
 
 
-def test_a_mapped_matrix_that_is_rewritten_while_it_is_read(capsys, sids, tmp_path, monkeypatch):
-    more, output = str(tmp_path / "more.npy"), tmp_path / "more.itemset"
-    np.save(more, MATRIX + 1)
-
-    def rewrite_before(work):
-        def rewriting(*given, **named):
-            os.utime(more, ns=(0, 0))
-            return work(*given, **named)
-
-        return rewriting
-
-    monkeypatch.setattr(itemset, "build", rewrite_before(itemset.build))
-    monkeypatch.setattr(itemset.ItemSet, "updated", rewrite_before(itemset.ItemSet.updated))
-    for command in (["build", more], ["update", sids, "--add", more]):
-        assert "more.npy was changed while it was read: start again" in refused(capsys, *command, "-o", str(output))
-        assert not output.exists()
-        os.utime(more)
-
-
 def test_interrupted(capsys, npy, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(itemset, "build", interrupt)
+    monkeypatch.setattr("itemset.cli.build.build_external", interrupt)
     assert cli.main(["build", npy, "-o", str(tmp_path / "a.itemset")]) == 130
     assert capsys.readouterr().err == "itemset: interrupted, nothing was written: run the same command again\n"
 
@@ -363,26 +341,6 @@ def test_as_a_module(sids, tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert err.startswith(b"itemset: ")
-
-
-@pytest.mark.parametrize("module", ["numpy", "llvmlite", "numba", "pyarrow"])
-def test_interrupted_while_python_imports(sids, module):
-    """Sent as soon as Python has begun to look for something behind this module."""
-    environment = os.environ | {"PYTHONPATH": str(Path(itemset.__file__).parents[1])}
-    command = [sys.executable, "-v", "-m", "itemset", "info", sids]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Tests in the background of a shell would hand on that the signal is ignored.
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, env=environment, preexec_fn=heeding, **pipes) as process:
-        for line in process.stderr:
-            if line.startswith(f"import '{module}"):
-                break
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err[-500:]
-    assert "itemset: interrupted\n" in err
-    assert "Traceback" not in err
-    assert out == ""
 
 
 def test_closed_pipe(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
-from itemset.serving.config import ModelLimits, StaticConfig, Words, opening, seconds
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import Chosen, InlineTexts
 from itemset.serving.request import ItemRequest
 from itemset.serving.warm_up import compile_all
@@ -39,16 +39,14 @@ class Checks:
         """
         compile_all()
         self._config, self.words, self._limits, self._added_tokens = config, words, limits, added_tokens
-        with opening():
-            self.catalogue = Catalogue(config)
+        self.catalogue = Catalogue(config)
         # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""
-        with opening():
-            for opened in self.catalogue.serving:
-                self._check(opened)
+        for opened in self.catalogue.serving:
+            self._check(opened)
 
     def open(self, name: str, version: str, path: Path) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
@@ -93,9 +91,9 @@ class Checks:
         return self._model_print
 
     def summary(self) -> str:
-        """The registered sets, for the log, and how long the start has taken for them."""
+        """The registered sets, for the log."""
         sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
-        return f"{', '.join(sets)}; copied, checked and opened in {seconds():.1f} s" if sets else "none"
+        return ", ".join(sets) or "none"
 
     def made(self, asked: ItemRequest) -> InlineSet:
         """The set of a request; of a registered one the version that is served now.

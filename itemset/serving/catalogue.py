@@ -21,7 +21,7 @@ from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
 from itemset.select.views import view_from_bytes
-from itemset.serving.config import StaticConfig, opening
+from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, open_copy
 from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
@@ -322,8 +322,7 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)
-    with opening():
-        opened = Catalogue(config).serving
+    opened = Catalogue(config).serving
     if opened:
         delete_unused(config.item_set_cache)
     return {**options, "item_set_versions": {one.name: one.version for one in opened}}

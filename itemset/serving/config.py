@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,7 +195,6 @@ def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, An
 
 
 _from_flags: list[bool] = []
-_opening: list[float] = []
 
 
 def on_command_line() -> None:
@@ -214,18 +212,3 @@ def start_up() -> Iterator[None]:
         if not _from_flags:
             raise
         raise SystemExit(f"static-backend: {error}") from None
-
-
-@contextmanager
-def opening() -> Iterator[None]:
-    """Time a part of the start that copies, checks or opens item sets."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        _opening.append(time.perf_counter() - start)
-
-
-def seconds() -> float:
-    """Return how long these parts have taken in this process."""
-    return sum(_opening)

@@ -131,20 +131,6 @@ def test_parts_that_do_not_go_together(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_is_put_at_once(s3: S3, tmp_path: Path) -> None:
-    for folder in (str(tmp_path), "s3://sets/put"):
-        for data in (b"first", b"second, and longer"):
-            storage.put(folder, "a.txt", data)
-            with storage.file_at(f"{folder}/a.txt").open() as file:
-                assert file.read() == data
-        assert [file.name for file in storage.files_at(folder)] == [f"{folder}/a.txt"]
-    assert os.listdir(tmp_path) == ["a.txt"]
-    with pytest.raises(ItemSetError, match=r"none/a\.txt cannot be written: No such file or directory"):
-        storage.put(tmp_path / "none", "a.txt", b"")
-    with pytest.raises(ItemSetError, match=r"s3://no-such-bucket/a\.txt cannot be written: "):
-        storage.put("s3://no-such-bucket", "a.txt", b"")
-
-
 def test_an_index_in_the_store(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = s3.put("codes.itemset", built().to_bytes())
     assert itemset.load(uri).to_bytes() == built().to_bytes()

@@ -27,7 +27,7 @@ from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
 
 MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
-MOST_STEPS = 4  # full steps that a list may take, if it has more rows than `ranked_list_beams` makes room for
+MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
 PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part has those of some rows
 
 
@@ -193,7 +193,7 @@ class WideLists:
             return NoList.TOO_DEEP
         passes, most = self._passes(one), self._runner.max_num_tokens
         tokens = len(one.apart) * sum(rows * more for rows, more in passes.shapes)
-        if passes.queries > most or tokens > max(MOST_STEPS * most, self._entries):
+        if passes.queries > most or tokens > max(MOST_STEPS * most, 2 * self._entries):
             return NoList.TOO_LONG
         if not self._logits_fit(one, 1):
             return NoList.TOO_LARGE

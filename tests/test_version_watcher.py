@@ -35,23 +35,16 @@ WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "-
 class Processes:
     """The front ends of an engine, and its engine cores, as they would be in processes of their own."""
 
-    def __init__(self, folder: Path, *, fronts: int = 1, engines: int = 1, **options: Any) -> None:
+    def __init__(self, folder: Path, *, engines: int = 1, **options: Any) -> None:
         self.options = with_versions({**OPTIONS, "item_set_cache": str(folder / "cache"), **options})
         self.config = StaticConfig.of(self.options)
         self.engines = [Catalogue(self.config) for _ in range(engines)]
         self.preparers = [Preparer(catalogue, logging.getLogger("test")) for catalogue in self.engines]
-        self.checks = [checks(self.config) for _ in range(fronts)]
-        self.followers = [
-            Follower(one, self.config, self.ask, path="host", front=i, fronts=fronts, logger=logging.getLogger("test"))
-            for i, one in enumerate(self.checks)
-        ]
+        self.checks = [checks(self.config)]
+        self.follower = Follower(self.checks[0], self.config, self.ask, path="host", logger=logging.getLogger("test"))
 
     def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
         return [preparer.answer(question) for preparer in self.preparers]
-
-    @property
-    def follower(self) -> Follower:
-        return self.followers[0]
 
 
 def checks(config: StaticConfig) -> Checks:
@@ -92,7 +85,7 @@ def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
     slow, ready = processes.preparers[1].answer, threading.Event()
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        return slow(question) if ready.is_set() or question["type"] == "Serves" else {"stage": Stage.OPENING}
+        return slow(question) if ready.is_set() else {"stage": Stage.OPENING}
 
     processes.preparers[1].answer = answer  # type: ignore[method-assign]
     version = films.publish()
@@ -124,19 +117,6 @@ def test_a_copy_that_is_damaged_between_two_processes_is_made_again(films, proce
     assert damaged == [version.name]
     assert (tmp_path / "cache" / version.name).read_bytes() == version.path.read_bytes()
     assert processes.engines[0].registered["films"].items() == itemset.load(version.path).items()
-
-
-def test_refresh_returns_when_all_front_ends_serve(films, tmp_path):
-    processes = Processes(tmp_path, fronts=2, item_sets={"films": str(films.folder)})
-    version, done = films.publish(), []
-    asked = threading.Thread(target=lambda: done.append(processes.follower.refresh("films")))
-    asked.start()
-    while processes.checks[0].catalogue.reference("films") != f"version:{version.name}@films":
-        time.sleep(0.001)
-    assert not done
-    processes.followers[1].look()
-    asked.join()
-    assert done[0]["version"] == version.name
 
 
 def test_a_version_that_an_engine_cannot_have_is_refused_everywhere(films, tmp_path):

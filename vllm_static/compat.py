@@ -138,12 +138,6 @@ def ask(core: Any, method: str, *args: Any) -> Any:
     return getattr(core.engine_core, method)(*args)
 
 
-def front_of(vllm_config: Any) -> tuple[int, int]:
-    """Which of the API servers this process is, and how many there are (config/parallel.py)."""
-    parallel = vllm_config.parallel_config
-    return max(0, parallel._api_process_rank), parallel._api_process_count
-
-
 def runner_of(worker: Any) -> Any:
     """The model runner of a worker, or of what wraps it (v1/worker/worker_base.py)."""
     return getattr(worker, "worker", worker).model_runner

@@ -192,8 +192,7 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
 
 
 def _follow_by(front: Any, send: Send) -> Follower:
-    number, count = compat.front_of(front.vllm_config)
     path = "device" if compat.on_device_path(front.vllm_config) else "host"
-    follower = Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
+    follower = Follower(front.checks, front.config, send, path=path, logger=logger)
     front.follower = follower
     return follower

@@ -22,7 +22,7 @@ import msgspec
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, Opened
-from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
+from itemset.serving.wire import Answer, Message, Prepare, Stage
 
 Result = TypeVar("Result")
 
@@ -54,7 +54,6 @@ class Preparer:
 
     def __init__(self, catalogue: Catalogue, log: logging.Logger, devices: Devices | None = None) -> None:
         self._catalogue, self._log, self._devices = catalogue, log, devices or Devices()
-        self._sequences: dict[str, dict[int, int]] = {}  # by set: what each front end serves
 
     def answer(self, message: Any, engine: Any = None) -> Any:
         """Answer a message; both are plain values. What fails is refused and raises nothing: the engine goes on."""
@@ -64,15 +63,9 @@ class Preparer:
     def _answer(self, message: Message, engine: Any) -> Answer:
         if isinstance(message, Prepare):
             return self._prepare(message, engine)
-        if isinstance(message, Drop):
-            self._sequences.pop(message.name, None)
-            self._catalogue.drop(message.name)
-            self._devices.close(engine, message.name, None, self._catalogue.open_sets())
-            return Answer()
-        sequences = self._sequences.setdefault(message.name, {})
-        sequences[message.front] = message.sequence
-        everywhere = len(sequences) >= message.fronts and min(sequences.values()) >= message.sequence
-        return Answer(everywhere=everywhere)
+        self._catalogue.drop(message.name)
+        self._devices.close(engine, message.name, None, self._catalogue.open_sets())
+        return Answer()
 
     def _prepare(self, message: Prepare, engine: Any) -> Answer:
         catalogue, devices = self._catalogue, self._devices

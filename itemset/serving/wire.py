@@ -193,22 +193,13 @@ class Prepare(msgspec.Struct, tag=True):
     path: str
 
 
-class Serves(msgspec.Struct, frozen=True, tag=True):
-    """A front end serves the version with this sequence number. front, fronts: its number, and how many there are."""
-
-    name: str
-    sequence: int
-    front: int
-    fronts: int
-
-
 class Drop(msgspec.Struct, frozen=True, tag=True):
     """No request will name this set any more."""
 
     name: str
 
 
-Message = Prepare | Serves | Drop
+Message = Prepare | Drop
 
 
 class Stage(IntEnum):
@@ -229,12 +220,10 @@ class Stage(IntEnum):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Of an engine. stage: of what is prepared. refused: why it cannot be had. everywhere: whether all of the engine's
-    front ends serve this sequence number or a later one."""
+    """Of an engine. stage: of what is prepared. refused: why it cannot be had."""
 
     stage: Stage = Stage.OPENING
     refused: str | None = None
-    everywhere: bool = False
 
 
 def version_reference(version: str, name: str) -> str:

@@ -138,9 +138,9 @@ class FrontEnd(FrontEndBase):
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        stops, least = set(params.stop_token_ids or ()), {"prompt_tokens": prompt_tokens}
-        ends, least["min_tokens"] = stops | self._ends, params.min_new_tokens
-        carried = self.engine_request(asked, stop_tokens=ends, max_tokens=params.max_new_tokens, **least)
+        stops = set(params.stop_token_ids or ())
+        ends, least = stops | self._ends, {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
+        carried = self.engine_request(asked, stop_tokens=ends, **least)
         if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}

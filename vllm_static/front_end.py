@@ -89,8 +89,7 @@ class FrontEnd(FrontEndBase):
         and the other parameters leave no way to end an item.
         """
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
-        stops = set(params.all_stop_token_ids)
-        carried = self.engine_request(asked, stop_tokens=stops, max_tokens=params.max_tokens, **least)
+        carried = self.engine_request(asked, stop_tokens=set(params.all_stop_token_ids), **least)
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
                 raise RefusedError(

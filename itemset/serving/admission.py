@@ -150,27 +150,3 @@ class Checks:
                 "choose another stop token, or build the set without it",
                 "stop_token_ids",
             )
-
-    def slate(self, least: int, *, prompt_tokens: int, min_tokens: int, max_tokens: int | None) -> None:
-        """Raises RefusedError for a slate that cannot be complete, or that could not end. least: its fewest tokens."""
-        room, words = self._limits.context - self._limits.reserved - prompt_tokens, self.words
-        called = f"a slate of so many items has at least {least:,} tokens"
-        if least > room:
-            raise RefusedError(
-                "no room in the context",
-                f"{called}, but {words.context}={self._limits.context} leaves {room:,} after a prompt of "
-                f"{prompt_tokens}: ask for fewer items, shorten the prompt, or raise {words.context_flag}",
-            )
-        if max_tokens is not None and least > max_tokens:
-            raise RefusedError(
-                words.max_tokens,
-                f"{called}, but {words.max_tokens}={max_tokens}: raise {words.max_tokens}, or ask for fewer items",
-                words.max_tokens,
-            )
-        if min_tokens > least:
-            raise RefusedError(
-                words.min_tokens,
-                f"{words.min_tokens}={min_tokens} could forbid the end of the slate, which may have {least:,} tokens: "
-                f"leave it out, or set it to at most {least:,}",
-                words.min_tokens,
-            )

@@ -45,14 +45,12 @@ class Constraint:
     """A request's constraint with holes. In the request it stands in place of what it was made of.
 
     kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
-    least: of a slate, tokens that none has fewer of.
     """
 
     kind: str
     grammar: str
     holes: Sequence[SetHole]
     compiled: xgrammar.CompiledGrammar = field(repr=False)
-    least: int = 0
 
     def __deepcopy__(self, memo: Any) -> Constraint:
         """Engines copy a request's parameters; this is immutable."""

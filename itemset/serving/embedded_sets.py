@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -151,40 +151,12 @@ class Constraints:
             compiled = vocabulary.compile(grammar)
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
-        return Constraint(kind, grammar, holes, compiled, self._least(marked, holes))
+        return Constraint(kind, grammar, holes, compiled)
 
-    def _least(self, marked: Marked, holes: Sequence[SetHole]) -> int:
-        """Return `Constraint.least`: a separator adds a token, unless one may be an item's end and the separator."""
-        if marked.slate is None:
-            return 0
-        (n, separator), item_set = marked.slate, holes[0].made.item_set
-        closing = self.vocabulary.get().bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
-        bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
-        adds = bool(separator) and not item_set.occurring(bridged)
-        return n * item_set.shortest + (n - 1) * adds
-
-    def check(self, constraint: Constraint, *, prompt_tokens: int, stop_tokens: Collection[int], **limits: Any) -> None:
-        """Raises RefusedError where a constraint and the rest of the request leave no way to its end.
-
-        limits: as of `Checks.slate`.
-        """
+    def check(self, constraint: Constraint, *, prompt_tokens: int, stop_tokens: Collection[int]) -> None:
+        """Raises RefusedError where a set and the rest of the request leave no way to end an item."""
         for made in constraint.sets:
             self._checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
-        if constraint.kind == SLATE:
-            self._check_stops(constraint, stop_tokens)
-            self._checks.slate(constraint.least, prompt_tokens=prompt_tokens, **limits)
-
-    def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
-        """Raises RefusedError for a stop token at which a slate would end after its first item."""
-        texts, begins = self.vocabulary.get().bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
-        for token in stop_tokens:
-            if begins and 0 <= token < len(texts) and texts[token].startswith(begins):
-                raise RefusedError(
-                    "stop token inside",
-                    f"the stop token {token} begins as the slate's separator does, so the slate would end after an "
-                    "item: leave it out, or give another separator",
-                    "stop_token_ids",
-                )
 
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
         """Raises RefusedError for a set whose texts must be escaped otherwise where it stands."""

@@ -34,8 +34,10 @@ from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
 from vllm_static import compat
+from vllm_static.core_hooks import Thinking
 from vllm_static.device_path import DevicePath
 from vllm_static.metrics import Figures
+from vllm_static.single_request import list_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -92,6 +94,7 @@ class StaticBackend(StructuredOutputBackend):
             drafts = vllm_config.speculative_config is not None
             self._device = DevicePath(config, self._catalogue, drafts=drafts)
         self.preparer = Preparer(self._catalogue, logger, self._device)
+        self.thinking: dict[str, Thinking] = {}  # by request
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
@@ -111,6 +114,8 @@ class StaticBackend(StructuredOutputBackend):
             return False
         if carried.holes is not None:
             return self._take_holes(manager, request, carried.holes)
+        if carried.after is not None:
+            return self._think(manager, request, carried)
         assert carried.item_set is not None
         made = self._catalogue.receive(carried.item_set)
         carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
@@ -119,6 +124,22 @@ class StaticBackend(StructuredOutputBackend):
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
         self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
+
+    def _think(self, manager: Any, request: Request, carried: EngineRequest) -> bool:
+        """Do `admit` for a thought. It is an ordinary request; the set of its list gets a place now."""
+        structured: Any = request.structured_output_request
+        params, structured.reasoning_ended = None, True  # the list's prompt has it
+        marker, then = map(list, carried.after or ())
+        if carried.item_set is not None and self._device is not None:
+            made = self._catalogue.receive(carried.item_set)
+            own = carried.but(item_set=made.ref, after=None)
+            if self._device.claim(manager, request, made.item_set, own):
+                params = list_params(request.sampling_params.extra_args[WIRE])
+                params.structured_outputs = None
+        extra = {key: value for key, value in request.sampling_params.extra_args.items() if key != WIRE}
+        compat.make_ordinary(request, extra)
+        self.thinking[request.request_id] = Thinking(marker, then, params)
+        return True
 
     def _take_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
         """Do `admit` for the sets of a constraint, which the request holds. No worker needs them, but for a slate's."""
@@ -150,6 +171,7 @@ class StaticBackend(StructuredOutputBackend):
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        self.thinking.pop(request.request_id, None)
         if self._device is not None:
             self._device.release(request)
         params = request.sampling_params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from vllm_static import compat
@@ -13,6 +13,24 @@ from vllm_static.narrow_hooks import sampled_steps
 
 if TYPE_CHECKING:
     from vllm_static.backend import StaticBackend
+
+
+class Thinking(NamedTuple):
+    """A request that thinks, and then is one for a list. marker: ends the thought; empty after it. then: tokens between
+    it and the list. params: of the list; None if the front end asks for it."""
+
+    marker: list[int]
+    then: list[int]
+    params: Any = None
+
+    def ends(self, request: Any, sampled: list[int]) -> int:
+        """How many of the sampled tokens belong to the thought, 0 if none of them ends it."""
+        length = len(self.marker)
+        tokens = [*request.output_token_ids[-length:], *sampled] if length else []
+        before = len(tokens) - len(sampled)
+        counts = range(1, len(sampled) + 1) if length else ()
+        return next((count for count in counts if tokens[: before + count][-length:] == self.marker), 0)
+
 
 _backends: WeakValueDictionary[int, StaticBackend] = WeakValueDictionary()  # by id of their engine's configuration
 
@@ -79,6 +97,56 @@ def _grammar_bitmask(
     if (backend := _backend_of(self)) is None or not structured_output_request_ids:
         return original()
     return backend.fill(original, self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+
+
+@hook("vllm.v1.core.sched.scheduler:Scheduler.update_from_output")
+def _update_from_output(
+    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """A thought ends with its marker, and its request goes on as one for a list, over the KV that is there: vLLM keeps
+    that of a request whose input is streamed. The front end sees one request, without the token of the list's."""
+    backend = _backend_of(self.structured_output_manager)
+    if backend is None or not backend.thinking:
+        return original()
+    from vllm.v1.engine import FinishReason
+
+    scheduled = backend.thinking.keys() & scheduler_output.num_scheduled_tokens.keys()
+    thinking = {name: backend.thinking[name] for name in scheduled}
+    ended = [name for name, one in thinking.items() if _stop(self.requests.get(name), one, model_runner_output)]
+    outputs = original()
+    for one in (one for of_client in outputs.values() for one in of_client.outputs if one.request_id in thinking):
+        if one.request_id in ended:
+            one.finish_reason = one.stop_reason = None
+        elif not thinking[one.request_id].marker and one.finish_reason == FinishReason.LENGTH:
+            one.new_token_ids, one.finish_reason = [], FinishReason.STOP
+    for name in ended:
+        one = thinking[name]
+        compat.go_on(self, self.requests[name], [one.marker[-1], *one.then], one.params)
+        backend.thinking[name] = one._replace(marker=[])
+    return outputs
+
+
+def _stop(request: Any, thinking: Thinking, output: Any) -> bool:
+    """Stop a request at the end of its thought. Returns whether it goes on: if it has been preempted meanwhile, its KV
+    is gone, and it only stops."""
+    stale = request is not None and request.num_stale_output_tokens > 0
+    if request is None or not output.sampled_token_ids or (stale and request.drop_stale_output):
+        return False
+    sampled = output.sampled_token_ids[output.req_id_to_index[request.request_id]]
+    if count := thinking.ends(request, sampled):
+        request.max_tokens = request.num_output_tokens + count
+        request.resumable = thinking.params is not None and not stale
+    return count > 0 and bool(request.resumable)
+
+
+@hook("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache")
+def _reset_prefix_cache(original: Callable[..., Any], self: Any, reset_running_requests: bool) -> Any:
+    """Between its thought and its list a request waits with its KV, which vLLM resets only of those that run."""
+    backend = _backend_of(self.structured_output_manager)
+    for name, one in list(backend.thinking.items()) if backend is not None and reset_running_requests else ():
+        if not one.marker:
+            compat.as_running(self, self.requests[name])
+    return original()
 
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler._free_request")

@@ -11,7 +11,7 @@ import importlib
 
 from runner import Report, parser
 
-PARTS = {"static": "paper_static"}
+PARTS = {"static": "paper_static", "nezha": "paper_nezha", "tensorrt": "paper_tensorrt", "disc": "paper_disc"}
 
 
 def main() -> None:

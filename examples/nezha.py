@@ -69,14 +69,14 @@ class Found(NamedTuple):
 class Lists:
     """The ways to a list, each a function of a prompt, [1, tokens] int64, and of a width."""
 
-    def __init__(self, model: Path, films: itemset.ItemSet) -> None:
+    def __init__(self, model: Path, films: itemset.ItemSet, kind: type[DraftHead] = DraftHead) -> None:
         self._longest = films.longest
         self._arena = Arena(room_for(films), "cpu")
         self._number = self._arena.acquire(films)
         self._model = AutoModelForCausalLM.from_pretrained(model).eval()
         self._head: DraftHead | None = None
         if (path := model / nezha_model.HEAD_FILE).exists():
-            self._head = DraftHead.load(path)
+            self._head = kind.load(path)
             self._head.check_set(films)
         self._valid = set(map(tuple, films.items()))
 
@@ -96,7 +96,7 @@ class Lists:
         hidden = draft_states(self._model, head, prompt)[0]
         states, scores, drafts = hidden[:1], torch.zeros(1), torch.zeros(1, 0, dtype=torch.int64)
         for level, codes in enumerate(head.codes):
-            together = scores[:, None] + head.log_probs(level, hidden[level + 1], states)
+            together = scores[:, None] + head.code_logits(level, hidden[level + 1], states).log_softmax(-1)
             last = level + 1 == head.levels
             order = together.flatten().sort(descending=True)
             parents, places = order.indices // len(codes), order.indices % len(codes)

@@ -31,6 +31,10 @@ def train(
     codes: NDArray[Any],
     begin: Path,
     folder: Path,
+    *,
+    kind: type[DraftHead] = DraftHead,
+    seed: int = 0,
+    steps: int = STEPS,
 ) -> None:
     """Teach a model and a head what comes next, and save both, with the tokenizer, into a folder.
 
@@ -38,21 +42,21 @@ def train(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(0)
-    chance = random.Random(0)
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
     tokenizer, model = AutoTokenizer.from_pretrained(begin), AutoModelForCausalLM.from_pretrained(begin)
     levels = codes.shape[1]
     names = [f"<sp_{level + 1}>" for level in range(levels)]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     model.resize_token_embeddings(len(tokenizer))
-    head = new_head(model, tokenizer, codes, tokenizer.convert_tokens_to_ids(names))
+    head = new_head(kind, model, tokenizer, codes, tokenizer.convert_tokens_to_ids(names))
     rows = Rows(levels, levels + 1)  # an end token after each film
     parameters = [{"params": model.parameters(), "lr": 1e-3}, {"params": head.parameters(), "lr": 1e-2}]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.1)
     most = [group["lr"] for group in parameters]
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, most, total_steps=STEPS, pct_start=0.1)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, most, total_steps=steps, pct_start=0.1)
     long_enough = [watched for watched in histories if len(watched) > MEMORY]
-    for step in range(STEPS):
+    for step in range(steps):
         windows = []
         for watched in chance.choices(long_enough, weights=list(map(len, long_enough)), k=BATCH):
             first = chance.randrange(len(watched) - MEMORY)
@@ -64,7 +68,7 @@ def train(
         rate.step()
         if step % 100 == 99:
             print(
-                f"  step {step + 1} of {STEPS}: loss of the head {drafts.item() / levels:.2f} a token, "
+                f"  step {step + 1} of {steps}: loss of the head {drafts.item() / levels:.2f} a token, "
                 f"of the model {following.item():.2f}",
                 flush=True,
             )
@@ -75,13 +79,15 @@ def train(
     unfinished.rename(folder)
 
 
-def new_head(model: Any, tokenizer: Any, codes: NDArray[Any], placeholders: Sequence[int]) -> DraftHead:
+def new_head(
+    kind: type[DraftHead], model: Any, tokenizer: Any, codes: NDArray[Any], placeholders: Sequence[int]
+) -> DraftHead:
     """A head whose logits begin as the model's own: half a logit from each of the two states that it adds.
 
     Its embeddings begin at random. The model's are so small beside its states that the head would see them late.
     """
     embeddings = model.get_input_embeddings().weight.detach()
-    head = DraftHead(
+    head = kind(
         list(codes.T),
         placeholders,
         hidden_size=model.config.hidden_size,

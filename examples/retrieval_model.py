@@ -51,16 +51,18 @@ def tokens_of(watched: Sequence[int], encoded: dict[int, list[int]], end: int) -
     return [token for film in watched for token in (*encoded[film], end)]
 
 
-def train(histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tokenizer: Any, folder: Path) -> None:
+def train(
+    histories: Sequence[Sequence[int]], encoded: dict[int, list[int]], tokenizer: Any, folder: Path, **shape: int
+) -> None:
     """Teach a fresh model the films of `histories` in their order, and save it with its tokenizer.
 
-    encoded: each film's tokens by its key.
+    encoded: each film's tokens by its key. shape: another `size` of the model, or number of `layers`.
     """
     import torch
 
     torch.manual_seed(0)
     chance = random.Random(0)
-    model = _fresh(tokenizer)
+    model = _fresh(tokenizer, **shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS, pct_start=0.1)
     long_enough = [watched for watched in histories if len(watched) > MEMORY]
@@ -110,14 +112,14 @@ def unpack(tokenizer: Any, folder: Path) -> None:
     _save(model, tokenizer, folder)
 
 
-def _fresh(tokenizer: Any) -> Any:
+def _fresh(tokenizer: Any, size: int = 128, layers: int = 2) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
+        hidden_size=size,
+        intermediate_size=3 * size,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=1024,

@@ -82,10 +82,10 @@ class DraftHead(nn.Module):
     def codes(self) -> list[Tensor]:
         return [self.get_buffer(f"codes_{level}") for level in range(self.levels)]
 
-    def log_probs(self, level: int, hidden: Tensor, state: Tensor) -> Tensor:
-        """Return the log-probabilities of a level's codes, [..., T_l] float32. hidden, state: h_l and s_l, [..., d]."""
+    def code_logits(self, level: int, hidden: Tensor, state: Tensor) -> Tensor:
+        """Return the logits of a level's codes, [..., T_l] float32. hidden, state: h_l and s_l, [..., d]."""
         logits: Tensor = self.logits[level](hidden + state)
-        return logits.float().log_softmax(-1)
+        return logits.float()
 
     def advance(self, level: int, state: Tensor, tokens: Tensor) -> Tensor:
         """Return s_{l+1} of states [n, d] and the tokens chosen at the level, [n] int64. Others count as some code."""
@@ -102,7 +102,7 @@ class DraftHead(nn.Module):
         state, total = hidden[:, 0], hidden.new_zeros((), dtype=torch.float32)
         for level, codes in enumerate(self.codes):
             chosen = tokens[:, level].contiguous()
-            logits = self.logits[level](hidden[:, level + 1] + state).float()
+            logits = self.code_logits(level, hidden[:, level + 1], state)
             total = total + cross_entropy(logits, torch.searchsorted(codes, chosen))
             if level + 1 < self.levels:
                 state = self.advance(level, state, chosen)
@@ -172,7 +172,7 @@ class DraftHead(nn.Module):
                 parents = beams.parents[:, : beams.rows, None].expand(-1, -1, self.hidden_size)
                 before = states.gather(1, parents).flatten(0, 1)
                 states = self.advance(level - 1, before, chosen.flatten()).unflatten(0, chosen.shape)
-            found = self.log_probs(level, hidden[:, level + 1, None], states).flatten(0, 1)
+            found = self.code_logits(level, hidden[:, level + 1, None], states).log_softmax(-1).flatten(0, 1)
             # All other tokens have a column, too, the last one.
             columns = torch.full((self.vocab_size,), len(codes), dtype=torch.int32, device=codes.device)
             columns.index_copy_(0, codes, torch.arange(len(codes), dtype=torch.int32, device=codes.device))

@@ -1,0 +1,97 @@
+"""Table 1 of guided speculative decoding in TensorRT-LLM: accepted drafts of a trained draft model, masked and not.
+
+python benchmarks/papers.py tensorrt --json docs/benchmarks/papers.json
+
+The target is the retrieval example's model, the draft a smaller one that has learnt the same histories, each user asks
+for one film. "Not masked" is the host path of vLLM's model runner V2, where verification alone knows the set. With a
+quarter of the films in stock the draft model does not know which. Tokens a step: what a verification yields, of four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+
+from paths import counters
+from runner import Report, Row, environment_of, isolated
+
+DRAFTED, SIZE, LAYERS = 3, 32, 1
+ANSWERS, SAMPLED = 300, (0.0, 1.0)
+PATHS = {"masked": "device", "not masked": "host"}
+
+
+def draft_model(folder: Path, target: Path, index: Path) -> Path:
+    """Teach a model of a sixteenth of the target's width squared the same histories."""
+    import retrieval_data
+    import retrieval_model
+    from films_data import titles_by_key
+    from transformers import AutoTokenizer
+
+    import itemset
+
+    keys = list(titles_by_key())
+    encoded = dict(zip(keys, itemset.load(index).tokens(keys), strict=True))
+    seen = [watched[:-1] for watched in retrieval_data.histories()]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    retrieval_model.train(seen, encoded, tokenizer, folder / "draft", size=SIZE, layers=LAYERS)
+    return folder / "draft"
+
+
+def measure(path: str, target: str, index: str, draft: str, answers: int) -> list[Row]:
+    import retrieval_data
+    import retrieval_model
+    from films_data import titles_by_key
+    from vllm import LLM, SamplingParams
+
+    import itemset
+
+    films, keys = itemset.load(Path(index)), list(titles_by_key())
+    encoded = dict(zip(keys, films.tokens(keys), strict=True))
+    options: Row = {"item_sets": {"films": index}, "item_set_path": path}
+    speculative: Row = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFTED}
+    given: Row = {"structured_outputs_config": {"backend": "static"}, "additional_config": options}
+    given |= {"speculative_config": speculative, "disable_log_stats": False, "dtype": "float32", "max_num_seqs": 16}
+    llm = LLM(target, max_model_len=256, enforce_eager=True, **given)
+    end = llm.get_tokenizer().eos_token_id
+    prompts = []
+    for watched in retrieval_data.histories()[:answers]:
+        seen = watched[-retrieval_model.MEMORY - 1 : -1]
+        prompts.append({"prompt_token_ids": retrieval_model.tokens_of(seen, encoded, end)})
+    quarter = {"only_keys": sorted(random.Random(0).sample(keys, len(keys) // 4))}
+    legal = {"all": list(encoded.values()), "a quarter": [encoded[key] for key in quarter["only_keys"]]}
+    rows = []
+    for name, filtered in (("all", {}), ("a quarter", quarter)):
+        for temperature in SAMPLED:
+            words = {"item_set": "films", **filtered}
+            params = SamplingParams(temperature=temperature, seed=1, max_tokens=films.longest + 1, extra_args=words)
+            before = counters(llm)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            steps, drafted, accepted = (now - then for now, then in zip(counters(llm), before, strict=True))
+            assert all(list(output.outputs[0].token_ids[:-1]) in legal[name] for output in outputs)
+            row: Row = {"films in stock": name, "temperature": temperature}
+            rows.append(row | {"tokens a step": 1 + accepted / steps, "accepted": accepted / drafted})
+    return rows
+
+
+def prepared(folder: str) -> list[str]:
+    import retrieval
+    from films_data import CACHE
+
+    target, index = retrieval.prepare(CACHE / "retrieval", None)
+    return [str(target), str(index), str(draft_model(Path(folder), target, index))]
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    answers, env = 8 if arguments.quick else ANSWERS, environment_of("vllm-v2")
+    with tempfile.TemporaryDirectory() as folder:
+        given = isolated(prepared, folder)
+        ways = {name: isolated(measure, path, *given, answers, env=env) for name, path in PATHS.items()}
+    rows = []
+    for masked, not_masked in zip(*ways.values(), strict=True):
+        common = {name: masked[name] for name in ("films in stock", "temperature")}
+        for name, row in zip(ways, (masked, not_masked), strict=True):
+            common |= {f"{name}: {column}": row[column] for column in ("tokens a step", "accepted")}
+        rows.append(common)
+    report.add("tensorrt", rows)

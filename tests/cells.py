@@ -120,7 +120,7 @@ CELLS = [
             "sglang",
         ),
         Cell("several distinct items in one answer", {"slate": SET | {"n": 3}}, slate()),
-        Cell("a ranked list after a thought", SET | THINK, listed(4), f"{OPENAI} stream", "vllm", SAYS_STATION),
+        Cell("a ranked list after a thought", SET | THINK, listed(4), f"{OPENAI} stream", options=SAYS_STATION),
         Cell(HELD, formatted(TIP), in_json, "completions chat stream"),
         Cell(HELD, {"response_format": TAGS}, in_tag, "completions chat stream"),
         Cell(HELD, {"text": {"format": {"type": "json_schema", "name": "x", "schema": TIP}}}, in_json, "responses"),
@@ -188,13 +188,13 @@ CELLS = [
     *table(
         "serving: After a thought",
         *(
-            Cell(row, SET | THINK | more, listed(items, count), f"{OPENAI} stream", "vllm", SAYS_STATION | options)
+            Cell(row, SET | THINK | more, listed(items, count), f"{OPENAI} stream", options=SAYS_STATION | options)
             for row, more, options, items, count in (
                 ('`list_after: "</think>"`', {}, {}, 4, 1),
                 ("`list: K`", {"list": 2, "width": 9}, {}, 2, 1),
                 ("`list: K`", SOME, {}, 4, 1),
                 ("`n: N`", {}, {"n": 3}, 4, 3),
-                ("`max_tokens`", {"list_after": "station letter"}, {"max_tokens": 3}, 0, 1),
+                ("`max_tokens`", {"list_after": "letter"}, {"max_tokens": 3}, 0, 1),
             )
         ),
         Cell(
@@ -202,8 +202,7 @@ CELLS = [
             INLINE | THINK | {"list": 3},
             listed(3, among=COLOURS),
             OPENAI,
-            "vllm",
-            SAYS_STATION,
+            options=SAYS_STATION,
         ),
     ),
     *table(

@@ -32,7 +32,7 @@ from itemset.serving.constraint import ENVELOPE, Grammars
 from itemset.serving.metrics import label
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
-from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, read
+from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, Tokens, read
 from vllm_static import compat
 from vllm_static.core_hooks import Thinking
 from vllm_static.device_path import DevicePath
@@ -114,32 +114,28 @@ class StaticBackend(StructuredOutputBackend):
             return False
         if carried.holes is not None:
             return self._take_holes(manager, request, carried.holes)
-        if carried.after is not None:
-            return self._think(manager, request, carried)
         assert carried.item_set is not None
+        if carried.after is not None and request.structured_output_request is not None:
+            request.structured_output_request.reasoning_ended = True  # as the list's prompt says
         made = self._catalogue.receive(carried.item_set)
         carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
         on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
+        if carried.after is not None:
+            self._think(request, *carried.after, ranked=on_device and carried.ranked is not None)
+            return True
         if not on_device:
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
         self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
-    def _think(self, manager: Any, request: Request, carried: EngineRequest) -> bool:
-        """Do `admit` for a thought. It is an ordinary request; the set of its list gets a place now."""
-        structured: Any = request.structured_output_request
-        params, structured.reasoning_ended = None, True  # the list's prompt has it
-        marker, then = map(list, carried.after or ())
-        if carried.item_set is not None and self._device is not None:
-            made = self._catalogue.receive(carried.item_set)
-            own = carried.but(item_set=made.ref, after=None)
-            if self._device.claim(manager, request, made.item_set, own):
-                params = list_params(request.sampling_params.extra_args[WIRE])
-                params.structured_outputs = None
-        extra = {key: value for key, value in request.sampling_params.extra_args.items() if key != WIRE}
-        compat.make_ordinary(request, extra)
-        self.thinking[request.request_id] = Thinking(marker, then, params)
-        return True
+    def _think(self, request: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> None:
+        """Make a thought an ordinary request. ranked: whether it goes on as one for a list, which has a place now."""
+        extra, params = request.sampling_params.extra_args, None
+        if ranked:
+            params = list_params(extra[WIRE])
+            params.structured_outputs = None
+        compat.make_ordinary(request, {**extra, WIRE: None})
+        self.thinking[request.request_id] = Thinking(list(marker), list(then), params)
 
     def _take_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
         """Do `admit` for the sets of a constraint, which the request holds. No worker needs them, but for a slate's."""

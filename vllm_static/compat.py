@@ -233,28 +233,6 @@ def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
     request.status = RequestStatus.WAITING
 
 
-def go_on(scheduler: Any, request: Any, tokens: list[int], params: Any) -> None:
-    """Let a request that has stopped go on over its KV, with these parameters, and then end. Its prompt is all of its
-    tokens but the last, and these. It has stopped as `resumable` (v1/core/sched/scheduler.py)."""
-    from vllm.v1.request import StreamingUpdate
-
-    request.prompt_token_ids = list(request.prompt_token_ids)  # others may share it, in one process
-    update = StreamingUpdate(None, tokens, params.max_tokens, request.arrival_time, params)
-    scheduler._update_request_as_session(request, update)
-    request.resumable = False
-
-
-def as_running(scheduler: Any, request: Any) -> None:
-    """Let a request that waits with its KV be one that runs: such are preempted."""
-    from vllm.v1.request import RequestStatus
-
-    if request.status == RequestStatus.WAITING and scheduler._holds_kv_blocks(request):
-        scheduler.kv_holding_waiting.remove_request(request)
-        scheduler.deferred_waiting.discard(request)
-        request.status = RequestStatus.RUNNING
-        scheduler.running.append(request)
-
-
 def may_reason(manager: Any) -> bool:
     """Whether a constraint may begin later than its request, which sets `reasoning_ended`
     (v1/structured_output/__init__.py, _get_constraint_bounds)."""

@@ -21,15 +21,7 @@ class Thinking(NamedTuple):
 
     marker: list[int]
     then: list[int]
-    params: Any = None
-
-    def ends(self, request: Any, sampled: list[int]) -> int:
-        """How many of the sampled tokens belong to the thought, 0 if none of them ends it."""
-        length = len(self.marker)
-        tokens = [*request.output_token_ids[-length:], *sampled] if length else []
-        before = len(tokens) - len(sampled)
-        counts = range(1, len(sampled) + 1) if length else ()
-        return next((count for count in counts if tokens[: before + count][-length:] == self.marker), 0)
+    params: Any
 
 
 _backends: WeakValueDictionary[int, StaticBackend] = WeakValueDictionary()  # by id of their engine's configuration
@@ -109,6 +101,7 @@ def _update_from_output(
     if backend is None or not backend.thinking:
         return original()
     from vllm.v1.engine import FinishReason
+    from vllm.v1.request import StreamingUpdate
 
     scheduled = backend.thinking.keys() & scheduler_output.num_scheduled_tokens.keys()
     thinking = {name: backend.thinking[name] for name in scheduled}
@@ -120,32 +113,45 @@ def _update_from_output(
         elif not thinking[one.request_id].marker and one.finish_reason == FinishReason.LENGTH:
             one.new_token_ids, one.finish_reason = [], FinishReason.STOP
     for name in ended:
-        one = thinking[name]
-        compat.go_on(self, self.requests[name], [one.marker[-1], *one.then], one.params)
-        backend.thinking[name] = one._replace(marker=[])
+        request, (marker, then, params) = self.requests[name], thinking[name]
+        request.prompt_token_ids = list(request.prompt_token_ids)  # in one process others may share it
+        update = StreamingUpdate(None, [marker[-1], *then], params.max_tokens, request.arrival_time, params)
+        self._update_request_as_session(
+            request, update
+        )  # the prompt is what was said, but for its last token, and this
+        request.resumable = False
+        request.events.clear()  # it was queued before
+        backend.thinking[name] = Thinking([], then, params)
     return outputs
 
 
 def _stop(request: Any, thinking: Thinking, output: Any) -> bool:
     """Stop a request at the end of its thought. Returns whether it goes on: if it has been preempted meanwhile, its KV
     is gone, and it only stops."""
-    stale = request is not None and request.num_stale_output_tokens > 0
-    if request is None or not output.sampled_token_ids or (stale and request.drop_stale_output):
+    marker, length = thinking.marker, len(thinking.marker)
+    if request is None or not marker or not output.sampled_token_ids:
+        return False
+    if (stale := request.num_stale_output_tokens > 0) and request.drop_stale_output:
         return False
     sampled = output.sampled_token_ids[output.req_id_to_index[request.request_id]]
-    if count := thinking.ends(request, sampled):
-        request.max_tokens = request.num_output_tokens + count
-        request.resumable = thinking.params is not None and not stale
-    return count > 0 and bool(request.resumable)
+    said = [*request.output_token_ids[-length:], *sampled]
+    ends = range(max(length, len(said) - len(sampled) + 1), len(said) + 1)
+    if (end := next((end for end in ends if said[end - length : end] == marker), None)) is None:
+        return False
+    request.max_tokens = request.num_output_tokens + len(sampled) - len(said) + end
+    request.resumable = thinking.params is not None and not stale
+    return bool(request.resumable)
 
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache")
 def _reset_prefix_cache(original: Callable[..., Any], self: Any, reset_running_requests: bool) -> Any:
     """Between its thought and its list a request waits with its KV, which vLLM resets only of those that run."""
     backend = _backend_of(self.structured_output_manager)
-    for name, one in list(backend.thinking.items()) if backend is not None and reset_running_requests else ():
-        if not one.marker:
-            compat.as_running(self, self.requests[name])
+    if backend is not None and reset_running_requests:
+        for request in [one for one in self.kv_holding_waiting if one.request_id in backend.thinking]:
+            self.kv_holding_waiting.remove_request(request)
+            request.status = type(request.status).RUNNING
+            self.running.append(request)
     return original()
 
 

@@ -133,7 +133,7 @@ class FrontEnd(FrontEndBase):
         after = job.item_set.longest + AFTER + self.v2 + len(placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)
-        carried = (job.carried or EngineRequest()).but(after=(asked.marker, placeholders))
+        carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(after=(asked.marker, placeholders))
         params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
         params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(choice=[carried.reference]))
         thought = Thought(asked, params, [(job, placeholders)])
@@ -164,9 +164,8 @@ class FrontEnd(FrontEndBase):
             made = self.checks.made(asked)
             if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
                 placeholders = self._drafting.placeholders
-        limits: dict[str, Any] = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
-        after = AFTER + self.v2 + len(placeholders)
-        job = self.begin_list(asked, end_token, after=after, **limits, placeholders=len(placeholders))
+        after, more = AFTER + self.v2 + len(placeholders), {"placeholders": len(placeholders)}
+        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, max_tokens=max_tokens, after=after, **more)
         return job, placeholders
 
     def lists(self, client: Any) -> Lists:

@@ -196,6 +196,7 @@ async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str
     requests."""
     for output in result.outputs:
         if (thought := told.get(output.index, {}).get(THOUGHT)) is not None:
+            vars(output).pop(THOUGHT, None)
             asked = replace(thought.asked, ended=thought)
             prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *thought.tokens]}
             async for made in online(asked, client, prompt, result.request_id, thought.params, **options):

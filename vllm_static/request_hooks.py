@@ -178,10 +178,7 @@ def _generate_offline(
         asked = [asked_of_generate(one) for one in each]
         ours = [i for i, one in enumerate(asked) if one is not None]
         inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
-        options: dict[str, Any] = {
-            "loras": of(loras, ours),
-            "priorities": None if priority is None else of(priorities, ours),
-        }
+        options = {"loras": of(loras, ours), "priorities": None if priority is None else of(priorities, ours)}
         found = list_requests.candidates(self, inputs, of(asked, ours), of(each, ours), **options)
     outputs = dict(zip(ours, found, strict=True))
     if others := [i for i in range(len(prompts)) if i not in outputs]:

@@ -3,6 +3,8 @@ head, and by Hugging Face's generate().
 
 python benchmarks/lists.py --json docs/benchmarks/lists.json
 python benchmarks/lists.py --counts 1 8 --widths 64 256 --ways "in a step" --before ../before
+python benchmarks/lists.py --prompts 62 --widths 5000 --ways "in a step" --peak --layers 2 --kv-gib 3
+python benchmarks/lists.py --recall 100
 
 In SGLang's virtual environment it measures SGLang, else vLLM's model runner V2, without a GPU in Triton's interpreter.
 10^6 random semantic IDs of 4 tokens, a tiny random Llama in float32 (`--layers` takes a random model of Qwen3-0.6B's
@@ -10,39 +12,62 @@ shape with that number of layers; vLLM only), prompts that no prefix cache has s
 an engine take turns, beside an ordinary request for one token of each prompt ("one token"); the least time of several
 counts, because other work only ever adds to it. The engine's own search knows no set; of its beams, "legal" are in it.
 `--counts` are lists whose prompts end in one step. The draft head has random weights: its time says something, its
-items do not.
+items do not. `--peak` is how far the process's memory rises, or a GPU's, while a list is made that is not the first.
+
+`--recall`: what width buys. The retrieval example's model, after what so many of its users watched: the share of the
+exact ten best that a beam finds, among its films and among 10^6 IDs of the same codes, and the passes that a list
+takes.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import runner
 from narrow_head import model_of, random_weight
-from runner import END, GPU, VOCABULARY, Engine, Report, Row, checkouts, in_turns, isolated, parser, random_prompts
+from runner import (
+    END,
+    GPU,
+    VOCABULARY,
+    Engine,
+    Memory,
+    Report,
+    Row,
+    checkouts,
+    in_turns,
+    isolated,
+    parser,
+    random_prompts,
+)
 
-CODES, MOST = 4, 2_048  # tokens of an ID; beams at a time
+CODES, MOST = 4, 5_000  # tokens of an ID; beams at a time
 PLACEHOLDERS = range(2_000, 2_000 + CODES)
 WAYS = ("in a step", "rounds", "own", "draft head", "generate()")
+WIDTHS: list[Any] = [10, 64, 256, 1_000, 5_000, [64, 512, 5_000], [64, 256, 1_000], [10, 64, 256]]
 
 
 def measure(
-    engine: str, file: str, head: str, ways: list[str], cells: list[list[int]], repeats: int, model: str = ""
-) -> list[Row]:
+    engine: str, file: str, head: str, ways: list[str], cells: list[list[int]], repeats: int, model: str, peak: bool,
+    kv_gib: int,
+) -> list[Row]:  # fmt: skip
     """A row for each cell: prompt tokens, width, lists."""
     import itemset
 
-    options = {"ranked_list_beams": MOST} | ({"item_set_draft_head": head} if head else {})
+    options = {"ranked_list_beams": MOST, "ranked_list_limit": MOST} | ({"item_set_draft_head": head} if head else {})
     given: Row = {}
     if model:
         from vllm.model_executor.model_loader import dummy_loader
 
         dummy_loader.initialize_single_dummy_weight = random_weight
         given = {"load_format": "dummy", "max_model_len": max(tokens for tokens, _, _ in cells) + 64}
+    if kv_gib:
+        given["kv_cache_memory_bytes"] = kv_gib << 30
     running, item_set, rows = Engine(engine, file, model=model, options=options, **given), itemset.load(file), []
     for tokens, width, count in cells:
         prompts, found = random_prompts(tokens, count), {}
@@ -56,9 +81,79 @@ def measure(
         calls |= {way: lambda way=way: ask(way) for way in ways}
         row: Row = {"prompt": tokens, "width": width, "lists": count}
         row |= {f"{name}, ms": ms for name, ms in in_turns(calls, repeats, min).items()}
+        for way in ways if peak else ():
+            with DeviceMemory() as memory:
+                ask(way)
+            row[f"{way}, MiB"] = memory.peak / 2**20
         legal = {way: [item_set.find(item) is not None for of in items for item in of] for way, items in found.items()}
         assert all(all(of) for way, of in legal.items() if way != "own")
         row |= {"own, legal": float(np.mean(legal["own"]))} if "own" in legal else {}
+        rows.append(row)
+    return rows
+
+
+class DeviceMemory(Memory):
+    """On a GPU how far its memory rises; else the process's."""
+
+    def __enter__(self) -> Memory:
+        if GPU:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            self._held = torch.cuda.memory_allocated()
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        if GPU:
+            import torch
+
+            self.peak = torch.cuda.max_memory_allocated() - self._held
+
+
+def recall(engine: str, users: int, items: int, folder: str) -> list[Row]:
+    """A row for each width: passes and time of a list, and the share of the exact ten best that it has. items: 0 for
+    the films alone."""
+    import films_data
+    import retrieval
+    import retrieval_data
+    import retrieval_model
+
+    import itemset
+    from vllm_static.list_requests import RankingParams
+
+    model, index = retrieval.prepare(films_data.CACHE / "retrieval", None)
+    films = itemset.load(index)
+    histories = [watched[-retrieval_model.MEMORY - 1 : -1] for watched in retrieval_data.histories()[:users]]
+    prompts = [{"prompt_token_ids": [t for film in films.tokens(one) for t in (*film, 2)]} for one in histories]
+    file = str(index)
+    if items:
+        codes = np.array(films.tokens(films.keys.to_pylist()))
+        rng, (low, high) = np.random.default_rng(0), (codes.min(0), codes.max(0) + 1)
+        places = rng.choice(int(np.prod(high - low)), items, replace=False)
+        made = np.stack(np.unravel_index(places, high - low), 1) + low
+        file = runner.saved(made.astype(np.uint32), Path(folder, "codes.itemset"))
+    options = {"ranked_list_beams": MOST, "ranked_list_limit": MOST, "ranked_list_passes": 10**6}
+    llm = Engine(engine, file, model=str(model), options=options).llm
+
+    def best(**words: Any) -> list[Any]:
+        params = RankingParams(beam_width=10, max_tokens=CODES + 1, extra_args={"item_set": "ids", **words})
+        return llm.beam_search(prompts, params)
+
+    exact = [{tuple(item.tokens) for item in one.sequences} for one in best(exact=True, width=64)]
+    rows = []
+    for width in WIDTHS:
+        if not items and max(np.atleast_1d(width)) > len(films):
+            continue
+        best(width=width)
+        started = time.perf_counter()
+        found = best(width=width)
+        row: Row = {"items": items or len(films), "width": str(width).replace("000", ",000")}
+        row["passes"] = float(np.mean([one.passes for one in found]))
+        shared = [{tuple(i.tokens) for i in one.sequences} & own for one, own in zip(found, exact, strict=True)]
+        row["recall@10"] = float(np.mean([len(one) / 10 for one in shared]))
+        row["proven"] = float(np.mean([one.proven for one in found]))
+        row["ms a list"] = 1e3 * (time.perf_counter() - started) / len(prompts)
         rows.append(row)
     return rows
 
@@ -105,8 +200,17 @@ def main() -> None:
     options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:3]))
     options.add_argument("--repeats", type=int, default=7)
     options.add_argument("--layers", type=int, default=0, help="of a model of Qwen3-0.6B's shape")
+    options.add_argument("--peak", action="store_true", help="how far memory rises, too")
+    options.add_argument("--kv-gib", type=int, default=0, help="of the KV cache")
+    options.add_argument("--recall", type=int, default=0, help="measure what width buys, for so many users")
     arguments = options.parse_args()
     engine = runner.engine_here()
+    if arguments.recall:
+        with tempfile.TemporaryDirectory() as folder:
+            ask, env = partial(isolated, recall, engine, arguments.recall), runner.environment_of(engine)
+            found = [row for items in (0, arguments.items) for row in ask(items, folder, env=env)]
+        Report(arguments).add("recall", found)
+        return
     cells = [[p, w, n] for p in arguments.prompts for w in arguments.widths for n in arguments.counts if w * n <= MOST]
     by_engine = [way for way in WAYS[:3] if way in arguments.ways]
     rows: list[Row] = []
@@ -116,12 +220,11 @@ def main() -> None:
         model = model_of(large, arguments.layers, 8) if arguments.layers else ""
         for code, checkout in checkouts(arguments):
             given = {"env": runner.environment_of(engine), "checkout": checkout}
-            found = isolated(measure, engine, file, "", by_engine, cells, arguments.repeats, model, **given)
+            more = (cells, arguments.repeats, model, arguments.peak, arguments.kv_gib)
+            found = isolated(measure, engine, file, "", by_engine, *more, **given)
             if "draft head" in arguments.ways:
                 head = random_head(Path(folder, "draft.head"))
-                drafted = isolated(
-                    measure, engine, file, head, ["draft head"], cells, arguments.repeats, model, **given
-                )
+                drafted = isolated(measure, engine, file, head, ["draft head"], *more, **given)
                 found = [
                     row | {"draft head, ms": one["draft head, ms"]} for row, one in zip(found, drafted, strict=True)
                 ]

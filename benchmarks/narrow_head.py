@@ -7,10 +7,10 @@ tokens, each level its own; the smallest alphabet is one range of tokens, the ot
 turns in one engine, with the same prompts, which are not cached; ms are the least of several. "same" says whether the
 items or tokens are equal, "apart" is the largest difference of scores.
 
-lists: two layers; ms of one list. Raw scores take one product of all tokens while its logits are below 256 MiB.
-memory: how far the process's memory rises while a second list is made. answers: 28 layers; ms of five greedy steps of
-all rows, forward pass and head: the sampler, which Triton's interpreter runs on a CPU, is not counted. "no set" are the
-same requests without a set. On a GPU: ms of 64 steps after 512 tokens, all of them and sampled; items are repeated.
+lists: two layers; ms of one list of renormalised scores. memory: how far the process's memory rises while a second list
+is made. answers: 28 layers; ms of five greedy steps of all rows, forward pass and head: the sampler, which Triton's
+interpreter runs on a CPU, is not counted. "no set" are the same requests without a set. On a GPU: ms of 64 steps after
+512 tokens, all of them and sampled; items are repeated.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Switched:
     def turn(self, on: bool) -> None:
         self._head.why_not = None if on else "turned off"
 
-    def list(self, alphabet: int, width: int, renormalised: bool, seed: int = 0) -> Any:
+    def list(self, alphabet: int, width: int, seed: int = 0) -> Any:
         from vllm_static.list_requests import RankingParams
 
-        options = {"item_set": f"of {alphabet}", "width": width, "renormalised": renormalised}
+        options = {"item_set": f"of {alphabet}", "width": width, "renormalised": True}
         params = RankingParams(beam_width=20, max_tokens=CODES + 1, extra_args=options)
         (found,) = self.llm.beam_search(_prompts(seed, 1, PROMPT), params)
         assert found.rounds <= CODES + 1, "the list took rounds of requests"
@@ -139,24 +139,21 @@ def lists(folder: str, timed: bool, widest: bool) -> dict[str, list[Row]]:
     engine = Switched(folder, 2, 1, max_num_seqs=256, kv_cache_memory_bytes=3 << 30)
     rows, memory = list[Row](), list[Row]()
     for alphabet in ALPHABETS:
-        for renormalised in (True, False):
-            kind: Row = {"alphabet": alphabet, "scores": "renormalised" if renormalised else "raw"}
-            for width in WIDTHS if timed else ():
-                made, ((tokens, scores), (others, other_scores)) = _ways(
-                    engine,
-                    lambda: engine.list(alphabet, width, renormalised),  # noqa: B023
-                )
-                apart = float(np.abs(np.subtract(scores, other_scores)).max())
-                rows.append(kind | {"width": width} | made | {"same": tokens == others, "apart": apart})
-                print(rows[-1], file=sys.stderr, flush=True)
-            peaks = {}
-            for name in ("off", "on") if widest else ():
-                engine.turn(name == "on")
-                engine.list(alphabet, WIDEST, renormalised)  # what a first one makes stays
-                with Memory() as peak:
-                    engine.list(alphabet, WIDEST, renormalised)
-                peaks[f"MiB {name}"] = peak.peak / 2**20
-            memory.append(kind | {"width": WIDEST} | peaks | {"logits, MiB": WIDEST * VOCABULARY * 4 / 2**20})
+        for width in WIDTHS if timed else ():
+            made, ((tokens, scores), (others, other_scores)) = _ways(engine, partial(engine.list, alphabet, width))
+            apart = float(np.abs(np.subtract(scores, other_scores)).max())
+            same = {"same": tokens == others, "apart": apart}
+            rows.append({"alphabet": alphabet, "width": width} | made | same)
+            print(rows[-1], file=sys.stderr, flush=True)
+        peaks = {}
+        for name in ("off", "on") if widest else ():
+            engine.turn(name == "on")
+            engine.list(alphabet, WIDEST)  # what a first one makes stays
+            with Memory() as peak:
+                engine.list(alphabet, WIDEST)
+            peaks[f"MiB {name}"] = peak.peak / 2**20
+        whole = {"logits, MiB": WIDEST * VOCABULARY * 4 / 2**20}
+        memory.append({"alphabet": alphabet, "width": WIDEST} | peaks | whole)
     return ({"lists": rows} if timed else {}) | ({"memory": memory} if widest else {})
 
 

@@ -168,6 +168,7 @@ CELLS = [
         Cell("over HTTP", BEAM, ranked(4), NATIVE, "sglang"),
         Cell("over HTTP", {"choice": COLOURS, "beam_width": 4}, ranked(3, among=COLOURS), NATIVE, "sglang"),
         Cell("`width: W`", LIST | {"width": 9}, ranked(4), OPENAI),
+        Cell("`width: W`", LIST | {"width": [3, 9]}, ranked(4), OPENAI),
         Cell("`width: W`", LIST | {"width": 9}, ranked(4), "offline", "vllm"),
         Cell("`width: W`", SET | {"beam_width": 9, "n": 4}, ranked(4), NATIVE, "sglang"),
         *(

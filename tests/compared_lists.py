@@ -133,8 +133,8 @@ def compared(
     """Search these sets, a list each, with random logits, of which some are -inf and many are equal.
 
     padding: columns that lie beside the logits in memory. lockstep, races: of these beams. narrow: whether they get the
-    logits of the sets' own tokens only, or of a level's, and the sums of all in two parts; the items must be those of
-    all logits. made_as: the kind of `views.made`. options: of `Beams`.
+    logits of the sets' own tokens only, or of a level's, and the sums of all, half the rows at a time; the items must
+    be those of all logits. made_as: the kind of `views.made`. options: of `Beams`.
     """
     built = [made(items, made_as) for items in sets]
     arena = Arena(sum(map(room_for, built)), device)
@@ -159,9 +159,11 @@ def compared(
         logits = logits.to(dtype)[:, 0 if lockstep else slice(None), padding:]
         if narrow:
             other.round(logits)
-            halves = (logits[..., : vocabulary // 2], logits[..., vocabulary // 2 :])
-            renormalised = options.get("renormalised")
-            sums = None if renormalised else torch.logaddexp(*map(beams.log_sums, halves))
+            count = rows // beams.lists
+            by_list = logits[: count * beams.lists].view(beams.lists, count, beams.queries, vocabulary)
+            half = max(1, count // 2)
+            parts = [beams.log_sums(by_list[:, at : at + half].flatten(0, 1), at) for at in range(0, count, half)]
+            sums = torch.cat(parts, 1) if parts and not options.get("renormalised") else None
             first, last = beams.span or (0, vocabulary)
             read = own[(own >= first) & (own <= last)]
             columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)

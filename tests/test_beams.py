@@ -22,8 +22,11 @@ from itemset.masking.batch import LOCAL
 from itemset.ranking import triton_kernels
 from itemset.ranking.beam_state import STATE
 from itemset.ranking.beams import Beams
-from itemset.ranking.search import Found, Search
+from itemset.ranking.search import Found, Search, width_at
 from itemset.trie.walk import DEAD
+
+WIDTHS = st.integers(1, 12) | st.lists(st.integers(1, 12), min_size=1, max_size=3)
+"""Of all levels, or of each."""
 
 
 def logits_after(prefix: Sequence[int], row: int) -> torch.Tensor:
@@ -104,7 +107,7 @@ def check(beams: Beams, row: int, best: Found) -> None:
 @settings(max_examples=80, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
 def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int | None, data: Any) -> None:
-    k, width = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
+    k, width = data.draw(st.integers(1, 12)), data.draw(WIDTHS)
     renormalised, narrow = data.draw(st.booleans()), data.draw(st.booleans())
     arena, (_, number), (_, built) = placed([[3, 1], [4]], items)
     beams = Beams(arena, [number] * 2, built.level_plan, width=width, k=k, end_token=end, renormalised=renormalised)
@@ -115,7 +118,7 @@ def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int 
     check(beams, 0, best)
     assert bool(beams.all_over)
     assert (bool(beams.proven[0]), *beams.took[0].tolist()) == (best.proven, best.passes, best.rounds)
-    assert all(shape[1] <= width for shape in caller.shapes)
+    assert all(shape[1] <= width_at(width, taken) for taken, shape in enumerate(caller.shapes[1:], 1))
 
 
 @pytest.mark.parametrize("renormalised", [False, True])
@@ -218,6 +221,8 @@ def test_candidates_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "sentence"),
     [
         ({"width": 0}, "width is 0"),
+        ({"width": [4, 0]}, "width is 0"),
+        ({"width": []}, "width is 0"),
         ({"k": -1}, "k is -1"),
         ({"numbers": []}, "lists is 0"),
         ({"renormalised": True, "stepwise": True}, "exclude each other"),

@@ -152,7 +152,10 @@ def test_what_a_request_raises_ends_its_list_alone():
     [
         ({"width": 9}, "width=9 finds no 10 items: set it to at least 10"),
         ({"width": 101}, "a beam of width 101 is longer than this engine's limit of 100: .*ranked_list_limit"),
-        ({"width": True}, "width must be a number of beams, at least 1, not True"),
+        (
+            {"width": True},
+            "width must be a number of beams, at least 1, or a list of such numbers: of each level, not True",
+        ),
         ({"max_passes": 501}, "max_passes=501 is more than this engine's limit of 500: .*ranked_list_passes"),
         ({"exact": 1}, "exact must be true or false, not 1"),
     ],

@@ -12,7 +12,7 @@ from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import item_sets
-from test_beams import check, logits_after, placed
+from test_beams import WIDTHS, check, logits_after, placed
 from test_exact_sampling import drawn, random_model
 from test_kernels import NothingReadBack
 from test_search import END, VOCABULARY, Model, best_items
@@ -48,7 +48,7 @@ def run(beams: Lockstep, models: Sequence[int] = (0,), narrow: bool = False) -> 
 @settings(max_examples=100, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
 def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int | None, data: Any) -> None:
-    k, width, lists = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 2))
+    k, width, lists = data.draw(st.integers(1, 12)), data.draw(WIDTHS), data.draw(st.integers(1, 2))
     renormalised, narrow = data.draw(st.booleans()), lists == 1 and data.draw(st.booleans())
     arena, (_, number), (_, built) = placed([[3, 1], [4]], items)
     plan, numbers = built.level_plan, [number] * lists

@@ -48,7 +48,7 @@ def test_what_a_request_asks_for():
         ({"named": "a", "k": 2, "renormalized": True}, "did you mean renormalised?", "renormalized"),
         ({"named": "a", "use_beam_serach": True}, "did you mean use_beam_search?", "use_beam_serach"),
         ({"named": "a", "k": 2, "width": 1}, "width=1 finds no 2 items: set it to at least 2", "width"),
-        ({"named": "a", "k": 2, "width": True}, "width must be a number of beams, at least 1, not True", "width"),
+        ({"named": "a", "k": 2, "width": True}, "width must be a number of beams, at least 1, or a list of", "width"),
         ({"named": "a", "k": "2"}, "n must be a number of items, at least 1, not '2'", "n"),
         ({"named": "a", "k": 2, "max_passes": 0}, "max_passes must be a number of forward passes", "max_passes"),
         ({"named": "a", "return_set_weight": 1}, "return_set_weight must be true or false, not 1", "return_set_weight"),

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from msgspec.structs import replace
-from test_vllm_wide_lists import ROOMY, asked, by_rounds, given, prompt_of, runner_of, same, ways
+from test_vllm_wide_lists import ROOMY, asked, by_rounds, given, off, prompt_of, runner_of, same, ways
 
 from itemset.serving.list_runner import best_of
 from itemset.serving.wire import REASONS, WIRE, ListResult, NoList
@@ -20,39 +20,52 @@ def engine(engines, tiny_model, static):
     return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
 
 
-def with_logits_of(llm: Any, tokens: int, races: int = 0) -> tuple[list[int], list[Any]]:
-    """Three lists, or draws of so many races each, when a pass may have the logits of so many tokens: the lists of each
-    group, and the answers."""
+def with_logits_of(llm: Any, tokens: int, races: int = 0, renormalised: bool = False) -> Any:
+    """Three lists, or draws of so many races each, when there is room for the logits of so many tokens: the lists of
+    each group, the answers, and of how many tokens logits were made at once at most."""
     from vllm_static import step_lists
 
-    lists, own_make, groups = runner_of(llm).prompt_logprobs_worker.static_lists, step_lists.WideLists._make, []
+    runner = runner_of(llm)
+    lists, own_make, groups = runner.prompt_logprobs_worker.static_lists, step_lists.WideLists._make, []
 
     def make(self: Any, group: list[Any]) -> Any:
-        assert len(group) <= tokens
         groups.append(len(group))
         return own_make(self, group)
 
     prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
-    params, room = asked("fixed", 6, 3, False), lists._room._replace(tokens=tokens)
+    params, room = asked("fixed", 6, 3, renormalised), lists._room._replace(tokens=tokens)
     if races:
         carried = params.extra_args[WIRE]
         params.extra_args[WIRE] = carried.but(ranked=replace(carried.ranked, races=tuple(range(races))))
-    with mock.patch.object(lists, "_room", room), mock.patch.object(step_lists.WideLists, "_make", make):
+    with (
+        off(llm),
+        mock.patch.object(lists, "_room", room),
+        mock.patch.object(step_lists.WideLists, "_make", make),
+        mock.patch.object(runner.model, "compute_logits", wraps=runner.model.compute_logits) as logits,
+    ):
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    return groups, [output.prompt_token_id_logprobs for output in outputs]
+    tables = [output.prompt_token_id_logprobs for output in outputs]
+    return groups, tables, max(len(call.args[0]) for call in logits.call_args_list)
 
 
-def test_logits_of_a_pass_have_a_limit(engine):
-    """Each of six beams has one token, and three of a tail at most. Lists go apart if they are too large together."""
-    expected = engine.call(by_rounds, "fixed", 6, 3, False, LENGTHS[0])
-    for tokens, groups in ((72, [3]), (48, [2, 1]), (24, [1, 1, 1])):
-        made, tables = engine.call(with_logits_of, tokens)
-        assert made == groups
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_logits_have_a_limit(engine, renormalised):
+    """Each of six beams has one token, and three of a tail at most. Beyond the limit rows take turns, and lists if a
+    row of each is too much."""
+    expected = engine.call(by_rounds, "fixed", 6, 3, renormalised, LENGTHS[0])
+    for tokens, groups in ((72, [3]), (48, [3]), (24, [1, 1, 1]), (16, [1, 1, 1])):
+        made, tables, most = engine.call(with_logits_of, tokens, 0, renormalised)
+        assert made == groups or renormalised  # whose rows have one token
+        assert most <= tokens
         for table in tables:
             same([one[:2] for one in best_of(ListResult.of_table(table)).items], expected)
-    made, _ = engine.call(with_logits_of, 50, 5)
-    assert made == [2] * 7 + [1]  # races count as lists do
-    made, tables = engine.call(with_logits_of, 23)
+
+
+def test_what_no_logits_have_room_for(engine):
+    made, _, most = engine.call(with_logits_of, 50, 5)
+    assert made == [3] * 5  # races count as lists do
+    assert most <= 50
+    made, tables, _ = engine.call(with_logits_of, 12)
     assert not made
     assert [table.tolist() for table in tables] == [[[float(REASONS.index(NoList.TOO_LARGE))]]] * 3
 

@@ -34,6 +34,7 @@ PLAIN = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize
 ROUNDS: dict[str, Any] = {"max_passes": 10_000}  # such a list takes rounds of requests
 
 Item = tuple[tuple[int, ...], float]
+Width = int | tuple[int, ...]
 
 
 @pytest.fixture
@@ -58,13 +59,13 @@ def items_of(output: Any) -> list[Item]:
     return [one[:2] for one in best_of(ListResult.of_table(output.prompt_token_id_logprobs)).items]
 
 
-def asked(name: str, width: int, k: int, renormalised: bool, end: int | None = 1) -> Any:
+def asked(name: str, width: Width, k: int, renormalised: bool, end: int | None = 1) -> Any:
     spec = ListSpec(k, width, 1 if end is None else end, end is None, renormalised)
     return list_params(EngineRequest(SetRef(name), spec))
 
 
 def inside(
-    llm: Any, name: str, width: int, k: int, renormalised: bool, lengths: list[int], end: int | None = 1
+    llm: Any, name: str, width: Width, k: int, renormalised: bool, lengths: list[int], end: int | None = 1
 ) -> list[list[Item]]:
     """In the engine's process: lists of some prompts, asked for together. end: the end token, if it is to count."""
     prompts = [{"prompt_token_ids": prompt_of(length)} for length in lengths]
@@ -88,7 +89,7 @@ def as_accelerators(llm: Any, *arguments: Any) -> list[list[Item]]:
 
 
 def by_rounds(
-    llm: Any, name: str, width: int, k: int, renormalised: bool, length: int, without_end: bool = False
+    llm: Any, name: str, width: Width, k: int, renormalised: bool, length: int, without_end: bool = False
 ) -> list[Item]:
     options = {"item_set": name, "width": width, "renormalised": renormalised, "without_end": without_end, **ROUNDS}
     ((found, *_),) = searched(llm, options, k, [length])
@@ -123,6 +124,8 @@ LISTS = [
     ("large", 8, 8, True),
     ("seen", 40, 12, False),
     ("seen", 8, 8, True),
+    ("large", (2, 9, 30), 12, False),
+    ("ragged", (3, 20), 5, True),
 ]
 
 
@@ -167,13 +170,13 @@ def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
     a CPU."""
     from vllm_static import step_lists
 
-    own, shapes = step_lists.logits_after, list[list[tuple[int, int]]]()
+    own, shapes = step_lists.states_after, list[list[tuple[int, int]]]()
 
-    def run(runner: Any, kv: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
         shapes[-1].append(tuple(tokens.shape))
-        return own(runner, kv, tokens, **options)
+        return own(runner, kv, tokens)
 
-    with mock.patch.object(step_lists, "logits_after", run):
+    with mock.patch.object(step_lists, "states_after", run):
         for form, end in ((as_accelerators, None), (as_accelerators, 1), (inside, 1)):
             shapes.append([])
             form(llm, "large", 16, 4, False, [40], end)
@@ -335,16 +338,16 @@ def entries(llm: Any) -> tuple[list[int], int, list[int]]:
     from vllm_static import step_lists
     from vllm_static.beam_kv import BeamKV
 
-    own, made, rows = step_lists.logits_after, list[BeamKV](), list[int]()
+    own, made, rows = step_lists.states_after, list[BeamKV](), list[int]()
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free = [pool.get_num_free_blocks()]
 
-    def run(runner: Any, kv: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
         made.append(kv)
         rows.append(len(tokens))
-        return own(runner, kv, tokens, **options)
+        return own(runner, kv, tokens)
 
-    with mock.patch.object(step_lists, "logits_after", run):
+    with mock.patch.object(step_lists, "states_after", run):
         inside(llm, "large", 24, 12, False, [40])
     return rows, made[-1].used, [*free, pool.get_num_free_blocks()]
 
@@ -550,13 +553,12 @@ def narrow_of(llm: Any) -> Any:
     return runner_of(llm).prompt_logprobs_worker.static_lists._sets.narrow
 
 
-def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[Item], int, int]:
+def narrowly(llm: Any, name: str) -> tuple[list[Item], list[Item], int, int]:
     """In the engine's process: a list with logits of its set's tokens, the same with those of all, and the most logits
     that a row had in the first; and how many the vocabulary has."""
-    from vllm_static import narrow_head
 
     def wide() -> list[Item]:
-        (found,) = inside(llm, name, 9, 6, renormalised, [21])
+        (found,) = inside(llm, name, 9, 6, True, [21])
         return found
 
     model, widths = runner_of(llm).model, [0]
@@ -567,20 +569,18 @@ def narrowly(llm: Any, name: str, renormalised: bool) -> tuple[list[Item], list[
         return logits
 
     compute = model.compute_logits
-    small = mock.patch.multiple(narrow_head, WHOLE=0, PART=1, FEWEST=300)
-    with small, mock.patch.object(model, "compute_logits", counted):
+    with mock.patch.object(model, "compute_logits", counted):
         narrow = wide()
     with off(llm):
         return narrow, wide(), max(widths), runner_of(llm).vocab_size
 
 
 @pytest.mark.parametrize("name", ["fixed", "prefixes", "ragged"])
-@pytest.mark.parametrize("renormalised", [False, True])
-def test_lists_from_logits_of_their_own_tokens(engine, name, renormalised):
-    """No row has logits of the whole vocabulary, but for the prompt's if scores are raw."""
-    narrow, wide, most, vocabulary = engine.call(narrowly, name, renormalised)
+def test_lists_from_logits_of_their_own_tokens(engine, name):
+    """No row has logits of the whole vocabulary."""
+    narrow, wide, most, vocabulary = engine.call(narrowly, name)
     same(narrow, wide)
-    assert most < vocabulary or not renormalised
+    assert most < vocabulary
     assert len(narrow) > 1
 
 

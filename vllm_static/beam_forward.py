@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 ran: Counter[str] = Counter()
 """Passes of this process, by the CUDA graphs that they ran in: PIECEWISE or NONE."""
 
-MOST_LOGITS = 1 << 30  # bytes of a pass
+MOST_LOGITS = 1 << 30  # bytes that stand in memory at once
 
 
 def try_out(runner: Any, first_block: int) -> str | None:
@@ -43,7 +42,8 @@ def try_out(runner: Any, first_block: int) -> str | None:
             tokens = torch.zeros(2, 2, dtype=torch.int64, device=runner.device)
             for known in (0, 1):
                 kv.fork(tokens[None, :, 0], known)
-                logits_after(runner, kv, tokens)
+                states = states_after(runner, kv, tokens)
+                runner.model.compute_logits(states.flatten(0, 1))
     except Exception as error:
         logger.warning("Passes for ranked lists do not run here.", exc_info=True)
         return f"a first pass failed: {error!r}"
@@ -54,7 +54,7 @@ SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of childre
 
 
 def logits_room(runner: Any) -> int:
-    """Return for how many tokens a pass may have logits: those of MOST_LOGITS, or what half of an accelerator's free
+    """Return of how many tokens logits may stand in memory: those of MOST_LOGITS, or what half of an accelerator's free
     memory has room for. Tensor parallelism gathers them, and copies what it has gathered: what that takes is measured.
     """
     most: int = MOST_LOGITS // (runner.vocab_size * runner.model_config.head_dtype.itemsize)
@@ -65,8 +65,6 @@ def logits_room(runner: Any) -> int:
     memory.reset_peak_memory_stats(runner.device)
     tokens = len(run_logits(runner, 64))
     each = (memory.max_memory_allocated(runner.device) - before) // tokens
-    if runner.lora_config is not None:
-        each *= 2  # those of one pass beside those of all
     free = memory.mem_get_info(runner.device)[0] + memory.memory_reserved(runner.device) - before
     room: int = max(0, free // 2 - SEARCH) // max(1, each)
     return min(most, room)
@@ -76,7 +74,7 @@ def logits_room(runner: Any) -> int:
 def run_logits(runner: Any, tokens: int) -> Tensor:
     """Return logits of this many tokens, of no meaning: [tokens, vocabulary]. PyTorch keeps their memory for others.
 
-    With adapters, of no more than a pass has: see `logits_after`.
+    With adapters, of no more than a pass has: their buffers have no room for others.
     """
     if runner.lora_config is not None:
         tokens = min(tokens, runner.max_num_tokens)
@@ -87,29 +85,24 @@ def run_logits(runner: Any, tokens: int) -> Tensor:
     return logits
 
 
-def logits_after(runner: Any, kv: BeamKV, tokens: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Run the model over the next tokens of all rows: [rows, more, vocabulary].
+def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Tensor:
+    """Run the model over the next tokens of all rows: hidden states, [rows, more, hidden size].
 
     kv: forked as the rows are. tokens: [rows, more] integers, prompt by prompt. As many rows go into one pass as the
-    runner's buffers hold. head: what makes logits, or anything else, of hidden states, in place of the model's.
+    runner's buffers hold.
     """
-    head = head or runner.model.compute_logits
     (rows, more), requests = tokens.shape, [one.request for one in kv.prompts]
     most = runner.input_buffers.max_num_tokens // more
     adapters = np.repeat([one.slot for one in kv.prompts], rows // len(kv.prompts))
-    adapted = runner.lora_config is not None  # the adapters' buffers hold no more tokens than a pass
     outputs = []
     for start in range(0, rows, most):
         part = slice(start, min(start + most, rows))
         use_adapters(runner, requests, adapters[part].repeat(more))
         output = _run(runner, tokens[part], kv.metadata(part, more), requests)
-        if adapted:
-            output = head(output)
         outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
     kv.grow()
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    logits = output if adapted else head(output)
-    return logits.view(rows, more, -1)
+    return output.view(rows, more, -1)
 
 
 def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:

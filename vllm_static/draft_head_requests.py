@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.ranking.search import widest
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.request_fields import ListOptions
@@ -29,10 +30,10 @@ class Drafting(NamedTuple):
         ours = not reference.startswith(INLINE) and item_set.longest <= len(self.placeholders)
         if not ours or asked.exact or asked.max_passes is not None:
             return False
-        if asked.beam > self.widest:
+        if widest(asked.beam) > self.widest:
             raise RefusedError(
                 "beam search",
-                f"a beam of width {asked.beam:,} has no room for the draft head's logits: ask for at most "
+                f"a beam of width {widest(asked.beam):,} has no room for the draft head's logits: ask for at most "
                 f"{self.widest:,}",
                 "width" if asked.width else "n",
             )

@@ -31,9 +31,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 SHARE = 3  # an alphabet has at most a third of the vocabulary: a CPU packs its full head, and no copies of its rows
 AUTO_SHARE = 8  # of answers, unless it is `on`: at a 19th they were faster on a CPU, at a third not always
 MOST_RUNS = 4  # of rows that lie together, which are multiplied where they are; of more, all rows are gathered
-WHOLE = 256 << 20  # bytes of raw logits that may stand in memory: below, one product of all tokens is faster
-PART = 4 << 20  # bytes of logits that do so of a larger pass, whose sums over all tokens are made part by part
-FEWEST = 1024  # tokens that such a part has at least
 TOLERANCE = 0.02  # of the largest logit: what two orders of adding differ by in 16 bits
 _TRIED = 64  # tokens of the trial
 
@@ -72,12 +69,11 @@ class NarrowHead:
         self._memory = torch.empty(
             config.item_set_head_memory if not self.why_not else 0, dtype=torch.uint8, device=device
         )
-        self.forced = chosen == "on"  # whether also raw scores, in parts, and answers of larger alphabets
+        self.forced = chosen == "on"  # whether also answers of larger alphabets
         self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
-        self._alphabets: dict[tuple[bytes, bool], Alphabet] = {}  # what was used last stands last
+        self._alphabets: dict[bytes, Alphabet] = {}  # what was used last stands last
         self._runner: Any = None
         self._head: Any = None
-        self._dtype = torch.float32  # of the model's logits
 
     def refresh(self) -> None:
         """Make every alphabet again at its next use: the weights have changed, or what the memory held is lost."""
@@ -106,7 +102,6 @@ class NarrowHead:
             full = runner.model.compute_logits(hidden)
         if self._head is None or full is None or full.shape != (2, size):
             return "the model's logits are not the product of one head"
-        self._dtype = full.dtype
         if type(self._head.quant_method).__name__ not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
             return "the head is quantised"
         if self._head.num_added_embeddings:
@@ -123,12 +118,10 @@ class NarrowHead:
         ).abs().max() <= TOLERANCE * full.abs().max()
         return None if near else "the model changes some tokens' logits"
 
-    def of_list(self, key: bytes, *, renormalised: bool) -> Alphabet | None:
-        """Return the alphabet of a list's passes. Renormalised scores need no other token, but the product must be
-        smaller for it; others take their columns out of the logits of all tokens, and copy no rows."""
-        if self.why_not is not None or not (renormalised or self.forced):
-            return None
-        return None if renormalised and self._large(key, SHARE) else self.alphabet(key, copied=renormalised)
+    def of_list(self, key: bytes) -> Alphabet | None:
+        """Return the alphabet of the passes of a list whose scores are renormalised, if the product is smaller for
+        it."""
+        return None if self.why_not is not None or self._large(key, SHARE) else self.alphabet(key)
 
     def _large(self, key: bytes, share: int) -> bool:
         return bool(share * len(key) // 8 > self._runner.vocab_size)
@@ -141,17 +134,16 @@ class NarrowHead:
             return "an alphabet too large"
         return self.alphabet(key) or "item_set_head_memory has no room"
 
-    def alphabet(self, key: bytes, *, copied: bool = True) -> Alphabet | None:
-        """Return the alphabet of these tokens, as of `Arena.alphabet`; None if there is no room for it. copied: whether
-        `logits` needs it, so that rows that do not lie together are copied."""
+    def alphabet(self, key: bytes) -> Alphabet | None:
+        """Return the alphabet of these tokens, as of `Arena.alphabet`; None if there is no room for it."""
         if self.why_not is not None:
             return None
-        made = self._alphabets.pop((key, copied), None) or self._make(np.frombuffer(key, np.int64), copied)
+        made = self._alphabets.pop(key, None) or self._make(np.frombuffer(key, np.int64))
         if made is not None:
-            self._alphabets[key, copied] = made
+            self._alphabets[key] = made
         return made
 
-    def _make(self, tokens: NDArray[np.int64], copy: bool) -> Alphabet | None:
+    def _make(self, tokens: NDArray[np.int64]) -> Alphabet | None:
         head, size, device = self._head, self._runner.vocab_size, self._memory.device
         tokens = tokens[tokens < size]
         ranks, rows = head.tp_size, head.num_embeddings_per_partition
@@ -165,7 +157,7 @@ class NarrowHead:
             len(tokens) * 8,
             len(own_np) * 8,
             size * 4,
-            len(own_np) * weight[0].nbytes if copy and not runs else 0,
+            0 if runs else len(own_np) * weight[0].nbytes,
         )
         piece = self._piece(sum(-(-count // 16) * 16 for count in counts))
         if piece is None:
@@ -180,7 +172,7 @@ class NarrowHead:
         columns.zero_()
         places = np.concatenate([rank * each + np.arange(len(one)) for rank, one in enumerate(of_ranks)])
         columns[own_tokens] = to_device(places, device).int()
-        copied = gathered.view(len(own_np), weight.shape[1]) if copy and not runs else None
+        copied = None if runs else gathered.view(len(own_np), weight.shape[1])
         if copied is not None:
             torch.index_select(weight, 0, own, out=copied)
         return Alphabet(own_tokens, columns, own, own_np, each, runs, copied, piece)
@@ -230,50 +222,16 @@ class NarrowHead:
         logits = pad(logits, (0, alphabet.each - logits.shape[-1])) if logits.shape[-1] < alphabet.each else logits
         return get_tp_group().all_gather(logits, -1) if self._head.tp_size > 1 else logits
 
-    def _part(self, hidden: Tensor, rows: slice) -> Tensor:
-        """Return the logits of some rows of this rank's shard, [tokens, rows]."""
-        with reading(partial(_product_of, rows)):
-            logits: Tensor = self._runner.model.compute_logits(hidden)
-        return logits
-
     def of_nobody(self) -> contextlib.AbstractContextManager[None]:
         """While this is entered, the model's logits are those of a few tokens, other ones on each rank."""
         return reading(partial(_product_of, slice(0, _TRIED)))
 
-    def round(self, beams: Beams, hidden: Tensor, alphabet: Alphabet, *, renormalised: bool) -> None:
-        """Let beams take the logits of a pass. hidden: [rows, queries, hidden size]. alphabet: of their set.
-
-        Scores that are not renormalised need all tokens' log-sum-exp: parts of the head are multiplied one after the
-        other, each part is added up, and the set's own columns are taken out of it.
-        """
-        flat, size = hidden.flatten(0, 1), self._runner.vocab_size
+    def round(self, beams: Beams, hidden: Tensor, alphabet: Alphabet) -> None:
+        """Let beams of renormalised scores take a pass. hidden: [rows, queries, hidden size]. alphabet: their set's."""
         if beams.span is not None and self._head.tp_size == 1:  # else each rank would have another number of columns
             alphabet = _between(*beams.span, alphabet)
-
-        def shaped(logits: Tensor) -> Tensor:
-            return logits.view(*hidden.shape[:2], -1)
-
-        if renormalised:
-            beams.round(shaped(self.logits(flat, alphabet)), columns=alphabet.columns)
-            return
-        row_bytes = len(flat) * self._dtype.itemsize
-        if row_bytes * size <= WHOLE:
-            beams.round(shaped(self._runner.model.compute_logits(flat)))
-            return
-        tokens, shard, sums = max(FEWEST, PART // row_bytes), self._head.shard_indices, None
-        last = shard.org_vocab_end_index - shard.org_vocab_start_index
-        own = flat.new_zeros(len(flat), alphabet.each, dtype=self._dtype)
-        for first in range(0, last, tokens):
-            part = self._part(flat, slice(first, min(first + tokens, last)))
-            low, high = np.searchsorted(alphabet.own_np, (first, first + tokens))
-            own[:, low:high] = part.index_select(1, alphabet.own[low:high] - first)
-            here = beams.log_sums(shaped(part))
-            del part  # before there is the next one
-            sums = here if sums is None else torch.logaddexp(sums, here)
-        assert sums is not None
-        if self._head.tp_size > 1:
-            sums = get_tp_group().all_gather(sums[None], 0).logsumexp(0)
-        beams.round(shaped(self._of_ranks(own, alphabet)), columns=alphabet.columns, sums=sums)
+        logits = self.logits(hidden.flatten(0, 1), alphabet)
+        beams.round(logits.view(*hidden.shape[:2], -1), columns=alphabet.columns)
 
 
 def _between(first: int, last: int, alphabet: Alphabet) -> Alphabet:

@@ -40,7 +40,7 @@ class Trial(NamedTuple):
 
 class Room(NamedTuple):
     """What lists get. blocks: of the KV cache, which the scheduler does not know: the memory of beams' own tokens.
-    beams: that have room in it. tokens: that a pass may have the logits of."""
+    beams: that have room in it. tokens: whose logits may stand in memory."""
 
     blocks: int
     beams: int
@@ -112,9 +112,12 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
     vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
     kv_cache_utils.update_kv_cache_capacity(vllm_config, cache)
     logger.info(
-        "Ranked lists: %s blocks of the KV cache are kept for %s beams. A pass may have logits of %s tokens",
+        "Ranked lists: %s blocks of the KV cache are kept for %s beams. Logits of %s tokens have room",
         *(f"{count:,}" for count in (room.blocks, room.beams, room.tokens)),
     )
+    if room.beams < (asked := StaticConfig.of(vllm_config.additional_config).ranked_list_beams or 0):
+        few = "ranked_list_beams is %s: for more than %s enlarge the KV cache, of which they get an eighth at most"
+        logger.warning(few, f"{asked:,}", f"{room.beams:,}")
     return cache
 
 
@@ -132,7 +135,7 @@ def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config:
     tokens = min(one.tokens for one in trials)
     if not tokens:
         return NO_ROOM, "no memory is left for the logits of beams: lower --gpu-memory-utilization"
-    return Room(blocks, min(beams, tokens), tokens), None
+    return Room(blocks, beams, tokens), None
 
 
 def beam_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> tuple[int, int]:

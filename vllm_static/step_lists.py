@@ -19,15 +19,16 @@ from torch import Tensor
 
 from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
+from itemset.ranking.search import width_at
 from itemset.serving.wire import GRAPHS, HEAD, REASONS, EngineRequest, ListSpec, NoList
-from vllm_static.beam_forward import MOST_LOGITS, logits_after, ran, run_logits, use_adapters
+from vllm_static.beam_forward import MOST_LOGITS, ran, run_logits, states_after, use_adapters
 from vllm_static.beam_kv import BeamKV, Prompt, to_device
-from vllm_static.narrow_head import Alphabet
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
 
 MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
-MOST_STEPS = 4  # full steps that a list may take
+MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
+PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part has those of some rows
 
 
 class Asked(NamedTuple):
@@ -44,11 +45,12 @@ class Asked(NamedTuple):
     states: Tensor | None = None
 
     @property
-    def kind(self) -> tuple[float, ...]:
+    def kind(self) -> tuple[Any, ...]:
         """What lists that are made together have in common."""
         spec = self.spec
         end = -1 if spec.scored_end is None else spec.scored_end
-        return (spec.placeholders, self.number, spec.width, end, spec.renormalised, spec.k, spec.temperature)
+        widths = (spec.width,) if isinstance(spec.width, int) else spec.width
+        return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature)
 
     def of(self, request: str) -> Asked:
         return self._replace(prompt=self.prompt._replace(request=request))
@@ -75,6 +77,11 @@ class Passes(NamedTuple):
     def tokens(self) -> int:
         """Of the largest pass: each has a row of logits."""
         return max(rows * more for rows, more in self.shapes)
+
+    @property
+    def queries(self) -> int:
+        """The most tokens of a row."""
+        return max(more for _, more in self.shapes)
 
 
 class WideLists:
@@ -111,10 +118,8 @@ class WideLists:
             return
         most = min(self._room.tokens, 2 * self._room.beams) if self.narrow else self._room.tokens
         logits = run_logits(self._runner, most)[:1, None]
-        warm_up(sets.arena, logits, kernels=sets.kernels)
         sets.narrow.attach(self._runner)
-        if sets.narrow.why_not is None:
-            columns = torch.zeros(logits.shape[2], dtype=torch.int32, device=logits.device)
+        for columns in (None, torch.zeros(logits.shape[2], dtype=torch.int32, device=logits.device)):
             warm_up(sets.arena, logits, kernels=sets.kernels, columns=columns)
 
     def _no_states(self) -> Tensor:
@@ -188,9 +193,9 @@ class WideLists:
             return NoList.TOO_DEEP
         passes, most = self._passes(one), self._runner.max_num_tokens
         tokens = len(one.apart) * sum(rows * more for rows, more in passes.shapes)
-        if max(more for _, more in passes.shapes) > most or tokens > MOST_STEPS * most:
+        if passes.queries > most or tokens > max(MOST_STEPS * most, 2 * self._entries):
             return NoList.TOO_LONG
-        if passes.tokens > self._room.tokens:
+        if not self._logits_fit(one, 1):
             return NoList.TOO_LARGE
         return None if self._fit([one]) else NoList.NO_ROOM
 
@@ -198,10 +203,24 @@ class WideLists:
         """Whether there is room for these lists, which are of one kind: entries and logits."""
         if lists[0].spec.placeholders:
             assert self._sets.head is not None
-            each = 4 * self._sets.head.row_size * lists[0].spec.width
+            each = 4 * self._sets.head.row_size * lists[0].spec.beams
             return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
-        passes = self._passes(lists[0])
-        return len(lists) * passes.entries <= self._entries and len(lists) * passes.tokens <= self._room.tokens
+        entries = len(lists) * self._passes(lists[0]).entries
+        return entries <= self._entries and self._logits_fit(lists[0], len(lists))
+
+    def _logits_fit(self, one: Asked, lists: int) -> bool:
+        """Whether there is room for the logits of a pass of this many lists: of all tokens, or of some rows, beside
+        those of the set's own tokens."""
+        passes, most = self._passes(one), self._most_logits
+        own = lists * passes.tokens * len(self._key(one)) // 8
+        in_parts = lists * passes.queries <= most // PARTS and 2 * own <= self._room.tokens * self._runner.vocab_size
+        return lists * passes.tokens <= most or in_parts
+
+    @property
+    def _most_logits(self) -> int:
+        """Of how many tokens logits are made at once. Adapters' buffers hold no more than a step has."""
+        tokens, most = self._room.tokens, self._runner.max_num_tokens
+        return tokens if self._runner.lora_config is None else min(tokens, most)
 
     def _passes(self, one: Asked) -> Passes:
         """The passes of a list, or of a race. Tails take a token a pass, too, if these are not many, and there are
@@ -215,15 +234,14 @@ class WideLists:
                 return Passes([(rows, 1) for rows in counts], stepwise=True)
         shapes, rows = [], 1
         for level, tail in enumerate(plan.tails):
-            rows = min(spec.width, plan.children(level, rows))
+            rows = min(width_at(spec.width, level + 1), plan.children(level, rows))
             shapes.append((rows, 1 if spec.renormalised else 1 + tail))
         return Passes(shapes, stepwise=False)
 
-    def _alphabet(self, one: Asked) -> Alphabet | None:
-        """The set's own tokens, if logits of these will do."""
+    def _key(self, one: Asked) -> bytes:
+        """The set's own tokens, and the end token if it counts: see `Arena.alphabet`."""
         end = one.spec.scored_end
-        key = self._sets.arena.alphabet(one.number, () if end is None else (end,))
-        return self._sets.narrow.of_list(key, renormalised=one.spec.renormalised)
+        return self._sets.arena.alphabet(one.number, () if end is None else (end,))
 
     def _draft(self, group: list[Asked]) -> Tensor:
         """The tables of some lists of one kind that the draft head makes, as those of `_make`."""
@@ -247,12 +265,7 @@ class WideLists:
         beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
         kv = BeamKV(runner, prompts, self._first_block)
-        alphabet, narrow = self._alphabet(one), self._sets.narrow
-        if alphabet is None or not spec.renormalised:
-            use_adapters(runner, [prompt.request for prompt in prompts], np.array([prompt.slot for prompt in prompts]))
-            beams.round(runner.model.compute_logits(_states(group)[:, 0])[:, None])
-        else:
-            narrow.round(beams, _states(group), alphabet, renormalised=True)
+        self._round(beams, group, _states(group))
         while True:
             if self.narrow:
                 beams.narrow()
@@ -261,16 +274,51 @@ class WideLists:
             count = beams.row_count
             kv.fork(beams.parents.view(len(group), -1)[:, :count], beams.taken - 1)
             tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count].flatten(0, 1)
-            if alphabet is None:
-                beams.round(logits_after(runner, kv, tokens))
-            else:
-                states = logits_after(runner, kv, tokens, head=lambda states: states)
-                narrow.round(beams, states, alphabet, renormalised=spec.renormalised)
+            self._round(beams, group, states_after(runner, kv, tokens))
         table = _table(beams)
         for column, graph in enumerate(GRAPHS, 3):
             table[0, 0, column] = ran[graph] - before[graph]
         table[:, 0, 3 + len(GRAPHS)] = self._room.beams
         return table
+
+    def _round(self, beams: Beams, group: list[Asked], states: Tensor) -> None:
+        """Let beams take a pass. states: hidden ones, [lists * rows, queries, hidden size]. If logits of all rows are
+        too many, rows take turns, and those of the set's own tokens stay."""
+        one, runner = group[0], self._runner
+        if one.spec.renormalised and (alphabet := self._sets.narrow.of_list(self._key(one))) is not None:
+            self._sets.narrow.round(beams, states, alphabet)
+            return
+        requests, slots = [each.prompt.request for each in group], [each.prompt.slot for each in group]
+        by_list = states.unflatten(0, (len(group), -1))
+        lists, rows, queries, _ = by_list.shape
+
+        def logits_of(some: Tensor) -> Tensor:
+            use_adapters(runner, requests, np.repeat(slots, some.shape[1] * queries))
+            logits: Tensor = runner.model.compute_logits(some.flatten(0, 2))
+            return logits.unflatten(0, (-1, queries))
+
+        if lists * rows * queries <= self._most_logits:
+            beams.round(logits_of(by_list))
+            return
+        tokens, columns = _columns(self._key(one), beams.span, runner.vocab_size, states.device)
+        own, sums, count = list[Tensor](), list[Tensor](), self._most_logits // (PARTS * lists * queries)
+        for first in range(0, rows, count):
+            logits = logits_of(by_list[:, first : first + count])
+            sums.append(beams.log_sums(logits, first))
+            own.append(logits.index_select(2, tokens).unflatten(0, (lists, -1)))
+            del logits  # before there are the next ones
+        every = None if one.spec.renormalised else torch.cat(sums, 1)
+        beams.round(torch.cat(own, 1).flatten(0, 1), columns=columns, sums=every)
+
+
+def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of an alphabet that a round reads, and the column of each token, 0 of others: `Pass.columns`."""
+    tokens = np.frombuffer(key, np.int64)
+    low, high = np.searchsorted(tokens, (span[0], min(span[1] + 1, vocabulary)) if span else (0, vocabulary))
+    read = to_device(tokens[low:high] if low < high else tokens[:1], device)
+    columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)
+    columns[read] = torch.arange(len(read), dtype=torch.int32, device=device)
+    return read, columns
 
 
 def _states(group: list[Asked]) -> Tensor:

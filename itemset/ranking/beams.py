@@ -18,7 +18,7 @@ from itemset.masking.arena import Arena
 from itemset.masking.batch import kernels_for
 from itemset.ranking import beam_state as form
 from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, Rules, score_of
-from itemset.ranking.search import check_positive
+from itemset.ranking.search import Width, check_positive, check_widths, width_at
 from itemset.trie.levels import LevelPlan
 
 __all__ = ["BeamOptions", "Beams", "Found", "LevelPlan", "table_of", "warm_up"]
@@ -29,7 +29,8 @@ _NEAR = 2.0**-20  # children order by float32: what is nearer than such a part o
 class BeamOptions(TypedDict, total=False):
     """What to search for.
 
-    width: places that open prefixes compete for. k: items to find; in each race, items drawn without replacement.
+    width: places that open prefixes compete for, on every level or on each: see `search.Width`.
+    k: items to find; in each race, items drawn without replacement.
     end_token: if given, the end of an item counts in its score. Races need it.
     renormalised: score each token by its share among those that may stand there; tails then cost nothing.
     stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
@@ -40,7 +41,7 @@ class BeamOptions(TypedDict, total=False):
     kernels: Numba on a CPU and Triton on an accelerator, if "auto".
     """
 
-    width: Required[int]
+    width: Required[Width]
     k: Required[int]
     end_token: Required[int | None]
     renormalised: bool
@@ -64,7 +65,8 @@ class Beams:
     """The beams of some ranked lists or races of one set, or of sets that share a plan.
 
     A forward pass has `width` rows a list, one a beam, which the caller lays out as one pleases; only the first `rows`
-    of each list are ever alive in the next pass. Each pass goes to `round`:
+    of each list are ever alive in the next pass. `width` is that of the next pass, if each level has its own. Each pass
+    goes to `round`:
 
         beams = Beams(arena, [number] * lists, item_set.level_plan, width=256, k=100, end_token=end_token)
         beams.round(logits)  # [lists, 1, vocabulary]: after each list's prompt
@@ -96,7 +98,7 @@ class Beams:
         """numbers: the set of each list, as the arena numbers it. plan: of that set. Raises ValueError if width, k or
         longest is less than 1, there is no list, or options exclude each other."""
         _check(len(numbers), options)
-        self.arena, self.lists, self.width, self.k = arena, len(numbers), options["width"], options["k"]
+        self.arena, self.lists, self.k, self._widths = arena, len(numbers), options["k"], options["width"]
         self.longest = min(options.get("longest") or plan.longest, plan.longest)
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
         end_token, keys = options["end_token"], options.get("keys")
@@ -113,7 +115,7 @@ class Beams:
         sets = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
         for i, number in enumerate(numbers):
             sets[i].fill_(number)  # a copy from the host would make it wait
-        self._rows = Rows.roots(arena, sets, self.width, self.longest)
+        self._rows = Rows.roots(arena, sets, width_at(self._widths, 1), self.longest)
         if keys is not None:
             self._rows.table[form.KEY, :, 0] = keys
             self._rows.scores[:, 0] = -_log_exponential(keys)
@@ -123,6 +125,15 @@ class Beams:
             column.fill_(-torch.inf)
         self._left = [torch.full((self.lists,), NOTHING, device=arena.device)]  # of each round, the best it has pruned
         self._alive = [torch.zeros(self.lists, dtype=torch.int64, device=arena.device)]
+
+    @property
+    def width(self) -> int:
+        """Beams of the next pass, alive or not; before the first one, those of the second."""
+        return len(self._rows.table[0, 0])
+
+    @property
+    def _next_width(self) -> int:
+        return width_at(self._widths, self.taken + 1)
 
     @property
     def row_count(self) -> int:
@@ -232,12 +243,16 @@ class Beams:
             raise ValueError("the search is over: no pass is left")
         self._take(self._by_list(logits), columns, sums)
 
-    def log_sums(self, logits: Tensor) -> Tensor:
-        """Return the log-sum-exp of each row's logits, those of some tokens: [lists, R, queries] float32; infinite for
-        beams that lead to nothing better. Those of several parts together: `torch.logaddexp`. logits: as for `round`.
+    def log_sums(self, logits: Tensor, first: int = 0) -> Tensor:
+        """Return the log-sum-exp of some rows' logits: [lists, some, queries] float32; infinite for beams that lead to
+        nothing better. For a pass whose logits of all rows would take too much memory.
+
+        logits: [lists * some, queries, vocabulary], those of each list from row `first` on.
         """
-        now = self._now(self._by_list(logits))
-        sums: Tensor = self._kernels.log_sums(now)
+        by_list = logits.unflatten(0, (self.lists, -1))
+        some = slice(first, first + by_list.shape[1])
+        rows = Rows(self._rows.table[:, :, some].contiguous(), self._rows.tokens[:, some].contiguous())
+        sums: Tensor = self._kernels.log_sums(self._now(by_list)._replace(rows=rows))
         return sums
 
     def _by_list(self, logits: Tensor) -> Tensor:
@@ -264,9 +279,9 @@ class Beams:
         keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
         done = None
         if size:
-            wanted = max(self.width + 1, 0 if rules.items == OPEN else self.k)
+            wanted = max(self._next_width + 1, 0 if rules.items == OPEN else self.k)
             keys, places = kernels.best(now, sums, ends, size, wanted)
-            self._left.append(keys[0, :, self.width])
+            self._left.append(keys[0, :, self._next_width])
             if rules.items != OPEN:
                 done = kernels.follow(now, sums, ends, keys[1], places[1], self.k, 0)
         count = self._plan_pass(size)
@@ -287,8 +302,8 @@ class Beams:
         if not size:
             return 0
         self.queries = 1 if self._renormalised or not self._rules.whole else 1 + self._plan.tails[self.taken]
-        self.rows = min(self.width, size)
-        return self.width
+        self.rows = min(self._next_width, size)
+        return self._next_width
 
     def narrow(self) -> None:
         """Omit from the next pass the last rows, none of which can lead to a better item; without rows the search is
@@ -345,7 +360,8 @@ def _check(lists: int, options: BeamOptions) -> None:
         raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
     if longest is not None and not options.get("stepwise"):
         raise ValueError("longest is given without stepwise: tails are read whole")
-    check_positive(width=options["width"], k=options["k"], longest=longest, lists=lists)
+    check_widths(options["width"])
+    check_positive(k=options["k"], longest=longest, lists=lists)
     if not 0 < temperature <= 1:
         raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
 

@@ -26,6 +26,7 @@ from itemset.item_set import ItemSet
 from itemset.masking import Kernels
 from itemset.masking.arena import Arena
 from itemset.ranking.beams import Beams
+from itemset.ranking.search import Width
 from itemset.text import TokenizerId
 from itemset.trie.levels import LevelPlan
 
@@ -141,7 +142,7 @@ class DraftHead(nn.Module):
         plan: LevelPlan,
         hidden: Tensor,
         *,
-        width: int,
+        width: Width,
         k: int,
         renormalised: bool = False,
         kernels: Kernels = "auto",

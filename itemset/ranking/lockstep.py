@@ -14,12 +14,13 @@ from torch import Tensor
 from itemset.masking.arena import Arena
 from itemset.ranking.beam_state import ALONE, ENDED, OPEN
 from itemset.ranking.beams import BeamOptions, Beams, LevelPlan, items_of
+from itemset.ranking.search import Width, width_at
 
 _Groups = list[tuple[int, int]]  # of tails: rows, and the most tokens that one of them has to score
 
 
 def rows_of_passes(
-    plan: LevelPlan, width: int, *, renormalised: bool = False, end_token: int | None = 0, races: int = 0
+    plan: LevelPlan, width: Width, *, renormalised: bool = False, end_token: int | None = 0, races: int = 0
 ) -> tuple[int, ...]:
     """Return how many rows each pass after the prompt's has at most: beams, and tails that ride along.
 
@@ -30,10 +31,10 @@ def rows_of_passes(
     counts, beams, groups = list[int](), 1, list[tuple[int, int]]()
     for taken in range(plan.longest if races else plan.longest + 2):
         if races:
-            beams = min(width, plan.successors(taken, beams))
+            beams = min(width_at(width, taken + 1), plan.successors(taken, beams))
         else:
             groups = _groups_after(plan, taken, beams, groups, items)
-            beams = _beams_after(plan, taken, beams, width, items)
+            beams = _beams_after(plan, taken, beams, width_at(width, taken + 1), items)
         if not beams and not groups:
             break
         counts.append(beams * max(1, races) + sum(rows for rows, _ in groups))
@@ -57,7 +58,7 @@ class Lockstep(Beams):
         options["stepwise"] = bool(races)
         super().__init__(arena, numbers, plan, **options)
         counts = rows_of_passes(
-            plan, self.width, renormalised=self._renormalised, end_token=options["end_token"], races=races
+            plan, self._widths, renormalised=self._renormalised, end_token=options["end_token"], races=races
         )
         self.passes_left = 1 + len(counts)
         self._groups: _Groups = []
@@ -118,11 +119,11 @@ class Lockstep(Beams):
     def _plan_pass(self, size: int) -> int:
         plan, items = self._plan, self._rules.items
         if self._races:
-            self.rows = min(self.width, size)
+            self.rows = min(self._next_width, size)
         else:
             self._groups = _groups_after(plan, self.taken, self.rows, self._groups, items)
             self.riding = sum(rows for rows, _ in self._groups)
-            self.rows = _beams_after(plan, self.taken, self.rows, self.width, items)
+            self.rows = _beams_after(plan, self.taken, self.rows, self._next_width, items)
         return self.rows
 
 

@@ -20,6 +20,20 @@ from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answer, Pass
 _PROOF_SHARE = 8  # a round of a proof takes one pass for each eight before it
 
 
+Width = int | Sequence[int]
+"""Beams of every level, or of each: after one token, after two, and so on; the last goes on for all further levels."""
+
+
+def width_at(width: Width, taken: int) -> int:
+    """Return how many beams there are once `taken` tokens, at least one, stand in each."""
+    return width if isinstance(width, int) else width[min(taken, len(width)) - 1]
+
+
+def widest(width: Width) -> int:
+    """Return the most beams of any level."""
+    return width if isinstance(width, int) else max(width)
+
+
 class Item(NamedTuple):
     """An item that was found: its tokens without the end token, and its log-probability, with its end token's if that
     is scored. about: what an answer says of it besides."""
@@ -102,6 +116,11 @@ def check_positive(**numbers: int | None) -> None:
             raise ValueError(f"{name} is {value}: make it at least 1")
 
 
+def check_widths(width: Width) -> None:
+    """Raise ValueError unless there is a width, and each is at least 1."""
+    check_positive(width=width if isinstance(width, int) else min(width, default=0))
+
+
 def described(
     lists: Sequence[Found], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})
 ) -> list[list[dict[str, Any]]]:
@@ -132,7 +151,7 @@ class Search(Rounds):
         item_set: ItemSet,
         k: int,
         *,
-        width: int | None = None,
+        width: Width | None = None,
         end_token: int | None = None,
         exact: bool = False,
         renormalised: bool = False,
@@ -141,18 +160,19 @@ class Search(Rounds):
     ) -> None:
         """Raises ValueError if k, width, max_passes or proof_passes is less than 1.
 
-        width: prefixes in a round of the beam, k if None. By default, a beam: of a round's children the `width` best go
-        on, and those that lead to a single item are scored to its end in one pass. It finds what a beam of single
-        tokens finds, or better: a single item that has come so far is not pruned on its last tokens.
+        width: prefixes in a round of the beam, or in each, k if None. By default, a beam: of a round's children the
+        `width` best go on, and those that lead to a single item are scored to its end in one pass. It finds what a beam
+        of single tokens finds, or better: a single item that has come so far is not pruned on its last tokens.
         exact: after that beam go on from the best prefix, wherever it stands, until none can beat the k-th item.
         end_token: if given, the end of an item counts in its score.
         renormalised: score each token by its share among those that may stand there, as sampling inside the set does.
         The tokens of a tail then cost nothing, neither a score nor a pass.
         max_passes: end after this many passes, unproven. proof_passes: the same, but the beam ends first.
         """
-        check_positive(k=k, width=width, max_passes=max_passes, proof_passes=proof_passes)
+        check_positive(k=k, max_passes=max_passes, proof_passes=proof_passes)
         super().__init__(ScoredTree(item_set, end_token=end_token, renormalised=renormalised, forced=False), max_passes)
         self._k, self._width, self._exact, self._proof_passes = k, k if width is None else width, exact, proof_passes
+        check_widths(self._width)
         self._best = np.zeros(0, NODE)  # the best items, at most k
         self._beam, self._new = True, 0  # the nodes of the last round begin at `_new`
         self._pruned = -np.inf  # the best mass of what is pruned for good
@@ -207,8 +227,8 @@ class Search(Rounds):
         """Return how many passes the next round may have."""
         # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
         if self._beam:
-            return min(self._width, self._left)
-        most = min(max(self._width, self._taken // _PROOF_SHARE), self._left)
+            return min(width_at(self._width, max(1, self._rounds)), self._left)
+        most = min(max(widest(self._width), self._taken // _PROOF_SHARE), self._left)
         return most if self._proof_passes is None else max(0, min(most, self._proof_passes - self._taken))
 
 

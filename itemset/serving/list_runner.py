@@ -19,7 +19,7 @@ from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError, Drawing
 from itemset.ranking.importance import Importance
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.ranking.search import Found, Item, Rounds, Search, described, ordered
+from itemset.ranking.search import Found, Item, Rounds, Search, Width, described, ordered, widest
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
@@ -46,7 +46,7 @@ def search_for(
 ) -> Rounds:
     """The search for a request's list, or its draws. Raises RefusedError for what passes the server's limits."""
     most, limit = config.ranked_list_passes, config.ranked_list_limit
-    reason, width = "beam search", options.width or 1
+    reason, width = "beam search", widest(options.width or 1)
     if isinstance(options, DrawOptions):
         reason, sizes = "draws", [(options.n, f"request for {options.n:,} draws", DRAWS)]
         sizes.append((width, f"round of {width:,} passes", "width"))
@@ -116,14 +116,14 @@ class OneRequest:
         """warn: of a logger. too_many: the metrics' label of draws with more beams. always: why rounds make all lists;
         that is known, and logged, already."""
         self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, always
-        self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, int], str]()
+        self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
 
-    def why(self, reference: str, width: int) -> str | None:
+    def why(self, reference: str, width: Width) -> str | None:
         """Why rounds must make a list of this set and width, as far as it is known."""
         return self.always or self._of.get((reference, width))
 
     def refused(
-        self, reason: str, *, detail: str = "", of: tuple[str, int] | None = None, always: bool = False
+        self, reason: str, *, detail: str = "", of: tuple[str, Width] | None = None, always: bool = False
     ) -> None:
         """Note that the engine did not make a list. detail: for the log. of: the set and width that it never makes."""
         if always:
@@ -150,7 +150,7 @@ class OneRequest:
         if (options := asked.ranked) is not None:
             spec = ListSpec(options.k, options.beam, end_token, options.without_end, options.renormalised)
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}
-            more["wider than ranked_list_beams"] = self.widest is not None and spec.width > self.widest
+            more["wider than ranked_list_beams"] = self.widest is not None and spec.beams > self.widest
         elif isinstance(search, Drawing) and asked.drawn is not None:
             keys, k = search.races
             width = asked.drawn.race_width(len(keys), k, self.beams)
@@ -198,9 +198,9 @@ def best_of(result: ListResult) -> Found:
     return Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
 
 
-def _key(reference: str, spec: ListSpec) -> tuple[str, int]:
+def _key(reference: str, spec: ListSpec) -> tuple[str, Width]:
     """What a refusal holds for: lists, or draws, of a set with this many beams."""
-    return (DRAWS_OF if spec.races else "") + reference, spec.beams
+    return (DRAWS_OF + reference, spec.beams) if spec.races else (reference, spec.width)
 
 
 def _ways(spec: ListSpec) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
@@ -138,6 +138,8 @@ def _near(given: str, word: str) -> bool:
 
 _Flag = Annotated[bool, Meta(description="true or false")]
 _Count = Annotated[int, Meta(ge=1)]
+_Widths = Annotated[tuple[_Count, ...], Meta(min_length=1, max_length=64)]
+_WIDTH = "a number of beams, at least 1, or a list of such numbers: of each level"
 _Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _fields_of = functools.cache(msgspec.structs.fields)  # which reads annotations, for half a millisecond
 
@@ -171,7 +173,7 @@ class ListOptions(_Options, frozen=True):
     """
 
     k: Annotated[_Count, _number("items")] = msgspec.field(name="n")
-    width: Annotated[_Count | None, _number("beams")] = None
+    width: Annotated[_Count | _Widths | None, Meta(description=_WIDTH)] = None
     exact: _Flag = False
     renormalised: _Flag = False
     max_passes: Annotated[_Count | None, _number("forward passes")] = None
@@ -180,8 +182,9 @@ class ListOptions(_Options, frozen=True):
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
         super().__post_init__()
-        if self.width is not None and self.width < self.k:
-            message = f"width={self.width:,} finds no {self.k:,} items: set it to at least {self.k:,}"
+        *_, last = [self.beam] if isinstance(self.beam, int) else self.beam
+        if last < self.k:
+            message = f"width={last:,} finds no {self.k:,} items: set it to at least {self.k:,}"
             raise RefusedError("beam search", message, "width")
 
     def scored_end(self, end_token: int) -> int | None:
@@ -189,9 +192,9 @@ class ListOptions(_Options, frozen=True):
         return None if self.without_end else end_token
 
     @property
-    def beam(self) -> int:
-        """How many beams: `width`, or as many as items."""
-        return self.width or self.k
+    def beam(self) -> int | tuple[int, ...]:
+        """How many beams, of every level or of each: `width`, or as many as items."""
+        return tuple(self.width) if isinstance(self.width, Sequence) else self.width or self.k
 
 
 class DrawOptions(_Options, frozen=True):

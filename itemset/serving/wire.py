@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.ranking.search import widest
+
 WIRE = "item_set_wire"
 """The key of an EngineRequest. Clients may not send it."""
 INLINE, VIEW, VERSION = "inline:", "view:", "version:"
@@ -38,7 +40,8 @@ class SetRef(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A ranked list of `k` items by a beam of this width; or the draws of some races, k items and one beam each.
+    """A ranked list of `k` items by a beam of this width, or by one for each level; or the draws of some races, k items
+    and one beam each.
 
     end_token: the token after each item. without_end: whether scores omit it. renormalised: whether scores are of the
     distribution over the set. races: keys, see `Drawing.races`. temperature: of draws. placeholders: tokens after the
@@ -46,7 +49,7 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     k: int
-    width: int
+    width: int | tuple[int, ...]
     end_token: int
     without_end: bool = False
     renormalised: bool = False
@@ -62,7 +65,7 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def beams(self) -> int:
         """Beams of the list, or of all races together."""
-        return self.width * max(1, len(self.races))
+        return widest(self.width) * max(1, len(self.races))
 
 
 class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,8 +123,8 @@ class NoList(Enum):
     NO_BLOCKS = "the KV cache has no blocks for beams", "engine"
     NO_ROOM = "the beams do not fit their blocks", "request"
     TOO_DEEP = "the set has too many levels", "set"
-    TOO_LONG = "the set's tails are too long", "set"
-    TOO_LARGE = "the logits of a pass are too large", "set"
+    TOO_LONG = "a list has too many tokens", "set"
+    TOO_LARGE = "the set has too many tokens for the logits of a pass", "set"
     HOST_PATH = "the request took the host path", "request"
     NOT_HERE = "this engine makes no lists", "engine"
     TOO_MANY_ROWS = "too large for one request", "set"

@@ -4,7 +4,7 @@ python benchmarks/papers.py disc --json docs/benchmarks/papers.json
 
 The items are film titles as a catalogue writes them, "Godfather, The". A chat with three examples, as in the paper's
 tasks "in context", asks which film a sentence names, as one says it: "The Godfather". SmolLM2-135M-Instruct in float32
-scores all prefixes of all items in one pass over the trie, after which each way to draw can be judged without chance,
+scores all prefixes of all items in passes over the trie, after which each way to draw can be judged without chance,
 or, as DISC's, by thousands of draws: the share of answers that are the film (the exact match), beside how far the way
 is from the model's own distribution over the set. "M = 50" looks at the 50 best tokens alone, as PPV does, and at all
 that are legal where none of these is.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from itemset.ranking.importance import Importance
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.serving.list_runner import run_together
 
-TITLES, QUERIES, DRAWS, BEST = 1_000, 80, 200, 50
+TITLES, QUERIES, DRAWS, BEST, PART = 400, 60, 200, 50, 256
 CANDIDATES = (1, 2, 4, 8)
 SYSTEM = "Answer with the title of the film, as the catalogue writes it, and nothing else."
 SENTENCES = ("Last night we watched {} again.", "Have you seen {} with your friends?", "My favourite is {}, I think.")
@@ -59,7 +60,7 @@ def messages(title: str, at: int) -> list[dict[str, str]]:
 
 
 class Trie:
-    """The prefixes of all items, each after its parent. The model reads them in one pass."""
+    """The prefixes of all items, each after its parent."""
 
     def __init__(self, items: Sequence[Prefix], end: int) -> None:
         self.items, self.end = items, end
@@ -70,31 +71,43 @@ class Trie:
             for size, token in enumerate((*item, end)):
                 children[self.number[item[:size]]].add(token)
         self.children = [np.array(sorted(one)) for one in children]
-        count = len(self.prefixes)
-        self.sees = torch.zeros(count, count, dtype=torch.bool)
-        for i, prefix in enumerate(self.prefixes):
-            self.sees[i] = self.sees[self.number[prefix[:-1]]]
-            self.sees[i, i] = True
+        # Each part has whole subtrees of the root, so that a prefix stands beside all before it.
+        self.parts: list[list[int]] = [[]]
+        for _, below in groupby(sorted(self.prefixes[1:]), key=lambda prefix: prefix[0]):
+            numbers = [self.number[prefix] for prefix in below]
+            if self.parts[-1] and len(self.parts[-1]) + len(numbers) > PART:
+                self.parts.append([])
+            self.parts[-1] += numbers
 
     @torch.inference_mode()
     def scores(self, model: Any, prompt: list[int]) -> Scores:
         """The log-probabilities of what may follow each prefix."""
-        cache = model(input_ids=torch.tensor([prompt[:-1]]), use_cache=True, logits_to_keep=1).past_key_values
-        # The empty prefix is the prompt's last token.
-        tokens = [prompt[-1], *(prefix[-1] for prefix in self.prefixes[1:])]
-        seen = torch.cat((torch.ones(len(tokens), len(prompt) - 1, dtype=torch.bool), self.sees), 1)
-        mask = torch.zeros(1, 1, *seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
-        places = torch.tensor([[len(prompt) - 1 + len(prefix) for prefix in self.prefixes]])
-        given = {"input_ids": torch.tensor([tokens]), "attention_mask": mask, "position_ids": places}
-        states = model.model(**given, past_key_values=cache).last_hidden_state[0]
-        after, among = list[Any](), list[Any]()
-        for first in range(0, len(tokens), 512):
-            rows = model.lm_head(states[first : first + 512]).double().log_softmax(-1)
+        after, best = [np.empty(0)] * len(self.prefixes), [np.empty(0, bool)] * len(self.prefixes)
+
+        def take(numbers: list[int], states: Any) -> None:
+            rows = model.lm_head(states).double().log_softmax(-1)
             least = rows.topk(BEST).values[:, -1]
-            for i, row in enumerate(rows, first):
-                after.append(row[self.children[i]].numpy())
-                among.append(after[-1] >= float(least[i - first]))
-        return Scores(self, after, among)
+            for number, row, bound in zip(numbers, rows, least.tolist(), strict=True):
+                after[number] = row[self.children[number]].numpy()
+                best[number] = after[number] >= bound
+
+        first = model.model(input_ids=torch.tensor([prompt]), use_cache=True)
+        take([0], first.last_hidden_state[0, -1:])
+        cache = first.past_key_values
+        for numbers in self.parts:
+            prefixes = [self.prefixes[number] for number in numbers]
+            sees = torch.zeros(len(numbers), len(prompt) + len(numbers), dtype=torch.bool)
+            places = {prefix: place for place, prefix in enumerate(prefixes, len(prompt))}
+            for row, prefix in enumerate(prefixes):
+                sees[row, : len(prompt)] = True
+                sees[row, [places[prefix[:size]] for size in range(1, len(prefix) + 1)]] = True
+            mask = torch.zeros(1, 1, *sees.shape).masked_fill_(~sees, torch.finfo(torch.float32).min)
+            positions = torch.tensor([[len(prompt) - 1 + len(prefix) for prefix in prefixes]])
+            tokens = torch.tensor([[prefix[-1] for prefix in prefixes]])
+            given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+            take(numbers, model.model(**given, past_key_values=cache).last_hidden_state[0])
+            cache.crop(len(prompt))
+        return Scores(self, after, best)
 
 
 class Scores:
@@ -146,12 +159,14 @@ def greedy_answer(model: Any, prompt: list[int], end: int, longest: int) -> Pref
     return tuple(tokens[: tokens.index(end)] if end in tokens else tokens)
 
 
-def judge(titles: list[str], asked: list[str]) -> list[Row]:
-    """A row for each way to an answer, the mean over all that is asked."""
+def judge(nth: int) -> list[Row]:
+    """A row for each way to an answer, the mean over all that is asked, or over every nth of it."""
     from films_data import model_dir
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(2)
+    titles, asked = catalogue()
+    asked = asked[::nth]
     model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_dir())
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -201,7 +216,4 @@ def judge(titles: list[str], asked: list[str]) -> list[Row]:
 
 
 def main(arguments: argparse.Namespace, report: Report) -> None:
-    titles, asked = catalogue()
-    if arguments.quick:
-        asked = asked[::40]
-    report.add("disc", isolated(judge, titles, asked))
+    report.add("disc", isolated(judge, QUERIES // 2 if arguments.quick else 1))

@@ -21,6 +21,7 @@ from ranking import oracle_of
 from safetensors.torch import load_file, save_file
 from samples import CHURNED
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -260,7 +261,16 @@ def churn(llm: Any, lists: int) -> tuple[int, int, int, int]:
 
 def test_nothing_is_read_back(engine):
     """With fixed shapes the rounds read no tensor: neither a number, nor a shape that depends on what is in one."""
-    assert engine.call(reads) == (4, Counter())
+    passes, found, _ = engine.call(rounds, 40)
+    assert (passes, found) == (4, Counter())
+
+
+def test_the_rounds_are_a_fixed_program(engine):
+    """After prompts of other tokens and lengths, which end in as many blocks, the rounds run the same operations, with
+    the same shapes and numbers."""
+    (_, _, operations), (_, _, others) = engine.call(rounds, 40), engine.call(rounds, 37)
+    assert len(operations) > 50
+    assert operations == others
 
 
 class Reads(TorchDispatchMode):
@@ -269,14 +279,18 @@ class Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.operations: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(name in str(func) for name in self.READING):
             self.found[str(func)] += 1
+        given = tree_map_only(torch.Tensor, lambda one: (one.shape, one.stride(), one.dtype), (args, kwargs))
+        self.operations.append(f"{func} {given}")
         return func(*args, **(kwargs or {}))
 
 
-def reads(llm: Any) -> tuple[int, Counter[str]]:
+def rounds(llm: Any, length: int) -> tuple[int, Counter[str], list[str]]:
+    """Of a list after a prompt: its passes, and what the host reads and which operations run between them."""
     from vllm_static import beam_forward, step_lists
 
     watch, own, run = Reads(), step_lists.WideLists._make, beam_forward._run
@@ -293,9 +307,9 @@ def reads(llm: Any) -> tuple[int, Counter[str]]:
             return run(*args)
 
     with mock.patch.object(step_lists.WideLists, "_make", make), mock.patch.object(beam_forward, "_run", run_apart):
-        (found,) = as_accelerators(llm, "fixed", 4, 4, False, [40])
+        (found,) = as_accelerators(llm, "fixed", 4, 4, False, [length])
     assert len(found) == 4
-    return passes_run, watch.found
+    return passes_run, watch.found, watch.operations
 
 
 def test_a_list_of_512(engines, tiny_model, static):

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from itemset.serving import http_bodies
-from itemset.serving.answer_fields import FIELDS
+from itemset.serving.answer_fields import FIELDS, THOUGHT
 from sglang_static import legal_mass
 from sglang_static.compat import hook
 
@@ -26,8 +26,11 @@ CALLED = "item_set_of_answer"
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")
-async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any) -> AsyncGenerator[Any, None]:
-    """Which item a finished answer is: every output passes here, and its state has all of its tokens."""
+async def stream_one_response(
+    original: Callable[..., Any], self: Any, obj: Any, state: Any
+) -> AsyncGenerator[Any, None]:
+    """Which item a finished answer is: every output passes here, and its state has all of its tokens. After a thought
+    comes its list."""
     expected = getattr(obj, EXPECTED, None)
     async with aclosing(original()) as parts:
         async for part in parts:
@@ -38,6 +41,10 @@ async def stream_one_response(original: Callable[..., Any], obj: Any, state: Any
 
                 cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
                 told = expected.answer_fields(state.output_ids, cut=cut, logs=logs)
+                if THOUGHT in told:
+                    from sglang_static.list_requests import after_thought
+
+                    told = {"items": await after_thought(self, obj, told[THOUGHT])}
                 stopped, reference = not cut and finish["type"] == "stop", getattr(obj, CALLED, None)
                 if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)

@@ -6,11 +6,14 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
 from itemset.embedded.holes import Vocabulary
+from itemset.serving.answer_fields import Thought
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON
@@ -19,9 +22,10 @@ from itemset.serving.http_bodies import body, while_connected
 from itemset.serving.list_runner import Lists, OneRequest
 from itemset.serving.lost_fields import refuse_lost
 from itemset.serving.request import ItemRequest, wants_candidates
-from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LOGPROBS, wrong_type
-from itemset.serving.wire import WIRE
+from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, wrong_type
+from itemset.serving.wire import WIRE, Tokens
 from sglang_static import answers, compat, legal_mass
+from sglang_static.list_requests import AFTER
 from sglang_static.request import OTHERS, asked, in_place, wants_list
 
 logger = logging.getLogger(__name__)
@@ -47,7 +51,7 @@ class FrontEnd(FrontEndBase):
             raise ValueError("the static backend needs the model's tokenizer: leave out --skip-tokenizer-init")
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
         self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
-        self._tokenizer, self._defaults = tokenizer, manager.preferred_sampling_params or {}
+        self._defaults, self._context = manager.preferred_sampling_params or {}, model.context_len - RESERVED
         seats = compat.seats(manager.server_args)
         super().__init__(
             config,
@@ -111,7 +115,7 @@ class FrontEnd(FrontEndBase):
                     "custom_logit_processor is not supported with an item set, from which it could lead away: leave it "
                     "out",
                 )
-            if one.weighed and not ranked:
+            if one.weighed and not ranked and not one.after:
                 self._check_weighed(one.weighed, request, i, params or {})
             if one.choice is not None and one.made is None:
                 one = replace(one, made=made.get(id(one.choice)))
@@ -132,14 +136,17 @@ class FrontEnd(FrontEndBase):
         reason = "with speculation" if self._speculates and weighed == LOGPROBS else self._why_no_weights
         self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 
-    def attach(self, asked: ItemRequest, request: Any, params: Any, prompt_tokens: int) -> None:
+    def attach(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> None:
         """Write a pinned request into its `SamplingParams` for the scheduler, and note which items its answers may be.
         request: a GenerateReqInput.
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
+        if asked.marker:
+            setattr(request, answers.EXPECTED, self._think(asked, request, params, prompt))
+            return
         stops = set(params.stop_token_ids or ())
-        ends, least = stops | self._ends, {"prompt_tokens": prompt_tokens, "min_tokens": params.min_new_tokens}
+        ends, least = stops | self._ends, {"prompt_tokens": len(prompt), "min_tokens": params.min_new_tokens}
         carried = self.engine_request(asked, stop_tokens=ends, **least)
         if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
@@ -147,3 +154,27 @@ class FrontEnd(FrontEndBase):
         content = compat.content_after_reasoning(self._tokenizer, request)
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
         setattr(request, answers.CALLED, carried.reference or None)
+
+    def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
+        """Let a thought end at its marker, and leave room for the items after it."""
+        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "max_tokens": None, "after": AFTER}
+        limits["reasons"] = {"LoRA adapter": request.lora_path is not None}
+        job = self.begin_list(asked, self._tokenizer.eos_token_id, **limits)
+        room = self._context - AFTER - job.item_set.longest - len(prompt)
+        params.max_new_tokens = min(params.max_new_tokens or room, room)
+        params.stop_token_ids = {*(params.stop_token_ids or ()), *asked.marker}
+        params.no_stop_trim = True
+        return Thought(asked, prompt, [job])
+
+    def _marker(self, after: str | bool) -> Tokens:
+        if len(marker := super()._marker(after)) > 1:
+            message = (
+                f"{LIST_AFTER} has {len(marker)} tokens, and SGLang ends an answer at one: give one that is a token"
+            )
+            raise wrong_type(message, LIST_AFTER)
+        return marker
+
+    def reasoning_end(self) -> Tokens:
+        """Do `FrontEndBase.reasoning_end`."""
+        content = compat.content_after_reasoning(self._tokenizer, SimpleNamespace(require_reasoning=True))
+        return tuple(content.args[0]) if isinstance(content, partial) else ()

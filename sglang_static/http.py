@@ -16,6 +16,8 @@ from itemset.serving.request_fields import (
     CHOICE,
     CUSTOM,
     DRAWS,
+    LIST,
+    LIST_AFTER,
     LOGPROBS,
     PARAMS,
     REFERENCE,
@@ -31,14 +33,14 @@ from sglang_static.version_watcher import follower_of
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
-_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, LOGPROBS, DRAWS)
-_OWN = tuple(dict.fromkeys((*_ASKING, *request_fields.OPTIONS, *request_fields.DRAWN)))
+_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, LOGPROBS, DRAWS, LIST_AFTER)
+_OWN = tuple(dict.fromkeys((*_ASKING, LIST, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
 SERVED = dict.fromkeys(_OPENAI_DRAWS, _OPENAI) | {
     # No custom_params are read.
     "/v1/responses": _BODY
-    | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT, LOGPROBS))},
+    | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT, LOGPROBS, LIST_AFTER))},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 _DRAWING = "/v1/completions, /v1/chat/completions or /generate"
@@ -163,6 +165,6 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
         refusal = "a ranked list is not streamed: leave stream out"
     else:
         for one in (body, *each):
-            check_options(one, ranked=ranked and not drawn, drawn=drawn)
+            check_options(one, ranked=(ranked or bool(one.get(LIST_AFTER))) and not drawn, drawn=drawn)
         return
     raise RefusedError("beam search", refusal)

@@ -9,8 +9,10 @@ round is a batch of ordinary requests that score chosen tokens of a prompt (`tok
 from __future__ import annotations
 
 import asyncio
+import copy
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +23,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import TokenScores
-from itemset.serving.answer_fields import item_logprobs
+from itemset.serving.answer_fields import Thought, item_logprobs
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected
 from itemset.serving.list_runner import AbortedError
@@ -70,6 +72,23 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         yield answers[0] if single else answers
 
 
+async def after_thought(manager: Any, request: Any, thought: Thought) -> list[dict[str, Any]] | None:
+    """What an answer says of the list after its thought, whose KV is in the prefix cache; None if that was aborted.
+
+    thought: its params are its prompt's tokens.
+    """
+    asked = replace(thought.asked, ended=thought)
+    params = {**request.sampling_params, REFERENCE: asked, "max_new_tokens": None}
+    given, prompt = copy.copy(request), [*thought.params, *thought.tokens]
+    given.stream = given.return_logprob = False
+    answer = await _one(manager.generate_request, manager, request.lora_path, given, params, prompt)
+    made = [one | one["meta_info"] for one in answer["meta_info"]["beam_results"] if "rank" in one["meta_info"]]
+    words = (*_IN_ITEM, LOGPROBS, "text")
+    return [
+        {"score": one["sequence_score"], **{word: one[word] for word in words if word in one}} for one in made
+    ] or None
+
+
 async def _one(
     generate: Generate, manager: Any, lora: str | None, request: Any, params: dict[str, Any], prompt: list[int]
 ) -> dict[str, Any]:
@@ -82,7 +101,8 @@ async def _one(
     limits = {"prompt_tokens": len(prompt), "max_tokens": params.get("max_new_tokens", 128), "after": AFTER}
     reasons = {"LoRA adapter": lora is not None}
     begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
-    job = await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
+    begun = asked.ended.jobs if asked.ended is not None else []
+    job = begun.pop() if begun else await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
     said, texts, skip = dict[str, Any](), dict[Tokens, str](), params.get("skip_special_tokens", True)
 
     def read(one: Pass, output: dict[str, Any]) -> Answer:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from itemset import ItemSet
+from itemset.serving import request_fields
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG
 from itemset.serving.lost_fields import holds_sets, undisguised
@@ -16,6 +17,7 @@ from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 CARRIED = "item_set_list"
 """Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
 _WORDS = (REFERENCE, CHOICE, SLATE, WEIGHT, LOGPROBS, *SELECTION)
+_OF_LIST = (request_fields.LIST, request_fields.LIST_AFTER, *request_fields.OPTIONS)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -98,8 +100,8 @@ def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
     own = without_words(params)
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
-    others = {key: value for key, value in own.items() if request.constraint is None or key not in KINDS}
-    return {**others, REFERENCE: request}
+    read = (*KINDS,) if request.constraint is not None else _OF_LIST if request.after else ()
+    return {**{key: value for key, value in own.items() if key not in read}, REFERENCE: request}
 
 
 def without_words(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,12 +86,12 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     asked = given.get(REFERENCE)
-    if weighed := getattr(asked, "weighed", ""):
-        legal_mass.ask(obj, weighed)
+    if asked is not None and asked.weighed and not asked.after:
+        legal_mass.ask(obj, asked.weighed)
     try:
         tokenized = original()
     finally:
         obj.sampling_params = given  # the same request may be tokenized again
     if asked is not None:
-        front_end.attach(asked, obj, tokenized.sampling_params, len(input_ids or ()))
+        front_end.attach(asked, obj, tokenized.sampling_params, list(input_ids or ()))
     return tokenized

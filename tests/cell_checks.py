@@ -119,6 +119,22 @@ def ranked(
     return check
 
 
+def listed(n: int, count: int = 1, among: Sequence[str] = TITLES) -> Check:
+    """Lists of `n` items after thoughts; if it is 0, thoughts that do not end. count: of choices."""
+
+    def check(gots: Sequence[Got]) -> None:
+        assert len(gots) == count
+        for got in gots:
+            assert re.fullmatch("(station)+", got.text)
+            if n:
+                items = [Got(one["text"], one) for one in got.items]
+                ranked(n, among=among)(items)
+            else:
+                assert got.items is None
+
+    return check
+
+
 def drawn(n: int, *, distinct: bool = False, exact: bool = True, importance: bool = False) -> Check:
     def check(gots: Sequence[Got]) -> None:
         assert [got.item["draw"] for got in gots] == [*range(1, n + 1)]

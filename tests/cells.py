@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cell_checks import COLOURS, LATE, Check, colour, cut, drawn, inside, one_of, ranked, slate, spelled, title
+from cell_checks import COLOURS, LATE, Check, colour, cut, drawn, inside, listed, one_of, ranked, slate, spelled, title
 from inside_cases import EBNF, FILM, KEYS, TITLES
 
 OPENAI = "completions chat"
@@ -49,6 +49,8 @@ LIST = SET | {"use_beam_search": True, "n": 4}
 BEAM = SET | {"beam_width": 4}  # SGLang's own word
 DRAWS = SET | {"draws": 3, "seed": 7}
 INLINE = {"structured_outputs": {"choice": COLOURS}}
+THINK = {"list_after": "station", "list": 4}
+SAYS_STATION = {"logit_bias": {"474": 100}}
 WEIGHED = SET | {"return_set_weight": True}
 LONG = {"structured_outputs": {"choice": ["a stop b", "c stop d"]}}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "logit_bias": {"300": 50}} | {
@@ -117,6 +119,7 @@ CELLS = [
             "sglang",
         ),
         Cell("several distinct items in one answer", {"slate": SET | {"n": 3}}, slate()),
+        Cell("a ranked list after a thought", SET | THINK, listed(4), f"{OPENAI} stream", options=SAYS_STATION),
         Cell(HELD, formatted(TIP), in_json, "completions chat stream"),
         Cell(HELD, {"response_format": TAGS}, in_tag, "completions chat stream"),
         Cell(HELD, {"text": {"format": {"type": "json_schema", "name": "x", "schema": TIP}}}, in_json, "responses"),
@@ -181,6 +184,26 @@ CELLS = [
         ),
     ),
     *table(
+        "serving: After a thought",
+        *(
+            Cell(row, SET | THINK | more, listed(items, count), f"{OPENAI} stream", options=SAYS_STATION | options)
+            for row, more, options, items, count in (
+                ('`list_after: "</think>"`', {}, {}, 4, 1),
+                ("`list: K`", {"list": 2, "width": 9}, {}, 2, 1),
+                ("`list: K`", SOME, {}, 4, 1),
+                ("`n: N`", {}, {"n": 3}, 4, 3),
+                ("`max_tokens`", {"list_after": "letter"}, {"max_tokens": 3}, 0, 1),
+            )
+        ),
+        Cell(
+            '`list_after: "</think>"`',
+            INLINE | THINK | {"list": 3},
+            listed(3, among=COLOURS),
+            OPENAI,
+            options=SAYS_STATION,
+        ),
+    ),
+    *table(
         "inside: Slates",
         Cell("`item_set`", {"slate": {"item_set": COLOURS, "n": 3}}, slate(among=COLOURS, key=COLOURS.index)),
         Cell("`n`", {"slate": SET | {"n": 3}}, slate(), OPENAI),
@@ -234,6 +257,7 @@ ELSEWHERE = {
     ),
     "serving: Some of the items": (),
     "serving: Ranked lists": (("the answer", "cell_checks::ranked"),),
+    "serving: After a thought": (("`list_after: true`", "test_vllm_thoughts::test_thoughts_over_http"),),
     "inside: Slates": (),
     "inside: What an answer says": (
         *((row, "inside_cases::check_json") for row in ("`path`", "`text`", "`set`", "`key`, `keys`")),

@@ -7,12 +7,13 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
 from itemset.serving import http_bodies, metrics
-from itemset.serving.answer_fields import told_of
+from itemset.serving.answer_fields import THOUGHT, told_of
 from itemset.serving.request_fields import LOGPROBS
 from vllm_static.compat import hook
 
@@ -51,6 +52,9 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
         tokens, stopped = self.detokenizer.output_token_ids, not cut and str(finish_reason) == "stop"
         told = expected.answer_fields(tokens, cut=cut, logs=logs)
+        if THOUGHT in told:
+            told[THOUGHT] = replace(told[THOUGHT], table=self.logprobs_processor.pop_prompt_token_id_logprobs())
+            output.finish_reason = "stop"  # also if it had to stop by its limit
         if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)
         _say(output, told)

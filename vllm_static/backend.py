@@ -32,10 +32,12 @@ from itemset.serving.constraint import ENVELOPE, Grammars
 from itemset.serving.metrics import label
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
-from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
+from itemset.serving.wire import WIRE, HolesSpec, SetRef, Tokens, read
 from vllm_static import compat
+from vllm_static.core_hooks import Thinking
 from vllm_static.device_path import DevicePath
 from vllm_static.metrics import Figures
+from vllm_static.single_request import list_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -91,6 +93,7 @@ class StaticBackend(StructuredOutputBackend):
         if compat.on_device_path(vllm_config):
             self._device = DevicePath(config, self._catalogue)
         self.preparer = Preparer(self._catalogue, logger, self._device)
+        self.thinking: dict[str, Thinking] = {}  # by request
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
@@ -112,15 +115,29 @@ class StaticBackend(StructuredOutputBackend):
             self._take_holes(request, carried.holes)
             return False
         assert carried.item_set is not None
+        if carried.after is not None and request.structured_output_request is not None:
+            request.structured_output_request.reasoning_ended = True  # as the list's prompt says
         made = self._catalogue.receive(carried.item_set)
         carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
         on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
+        if carried.after is not None:
+            self._think(request, *carried.after, ranked=on_device and carried.ranked is not None)
+            return True
         if not on_device:
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
         self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
-    def _take_holes(self, request: Request, holes: HolesSpec) -> None:
+    def _think(self, request: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> None:
+        """Make a thought an ordinary request. ranked: whether it goes on as one for a list, which has a place now."""
+        extra, params = request.sampling_params.extra_args, None
+        if ranked:
+            params = list_params(extra[WIRE])
+            params.structured_outputs = None
+        compat.make_ordinary(request, {**extra, WIRE: None})
+        self.thinking[request.request_id] = Thinking(list(marker), list(then), params)
+
+    def _take_holes(self, request: Any, holes: HolesSpec) -> None:
         """Take over the sets of a constraint, which the request holds. No worker needs them."""
         request.item_set_holes = list(map(self._catalogue.receive, holes.sets))
         request.sampling_params = params = copy.copy(request.sampling_params)
@@ -133,6 +150,7 @@ class StaticBackend(StructuredOutputBackend):
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        self.thinking.pop(request.request_id, None)
         if self._device is not None:
             self._device.release(request)
         params = request.sampling_params

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -13,7 +14,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from itemset.errors import ItemSetError
-from itemset.serving.answer_fields import Expected
+from itemset.serving.answer_fields import Expected, Thought
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, TAG, ExpectedItems
@@ -22,7 +23,7 @@ from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, REFERENCE
 from itemset.serving.version_watcher import Follower, Send
-from itemset.serving.wire import WIRE
+from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
 from vllm_static.draft_head_requests import drafting
 from vllm_static.metrics import ROLLOUT
@@ -63,7 +64,7 @@ class FrontEnd(FrontEndBase):
             json_options={"any_whitespace": not tight, "separators": (",", ":") if tight else None},
             added_tokens=compat.added_tokens(vllm_config),
         )
-        self.vllm_config, self._tokenizer = vllm_config, tokenizer
+        self.vllm_config = vllm_config
         self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
         self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
@@ -82,12 +83,14 @@ class FrontEnd(FrontEndBase):
 
     def attach(
         self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int
-    ) -> Callable[[Any], Expected | ExpectedItems]:
+    ) -> Callable[[Any], Expected | ExpectedItems | Thought]:
         """Write a pinned request into `params`, its own, for the engine.
 
         Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
         and the other parameters leave no way to end an item.
         """
+        if asked.marker:
+            return self._think(asked, params, prompt_tokens)
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
         carried = self.engine_request(asked, stop_tokens=set(params.all_stop_token_ids), **least)
         for parameter in ("allowed_token_ids", "bad_words"):
@@ -122,8 +125,27 @@ class FrontEnd(FrontEndBase):
 
         return expected
 
+    def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
+        """Do `attach` for a thought, which leaves room for the items after it."""
+        least, end_token = prompt_tokens + len(asked.marker), self._tokenizer.eos_token_id
+        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least, max_tokens=None)
+        after = job.item_set.longest + AFTER + self.v2 + len(placeholders)
+        room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
+        params.max_tokens = min(params.max_tokens or room, room)
+        carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(after=(asked.marker, placeholders))
+        params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
+        params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(choice=[carried.reference]))
+        thought = Thought(asked, params, [(job, placeholders)])
+        return lambda request: thought
+
+    def reasoning_end(self) -> Tokens:
+        """Do `FrontEndBase.reasoning_end`."""
+        begun = SimpleNamespace(reasoning_ended=False, reasoning_parser_kwargs=None)
+        content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
+        return tuple(content.args[0]) if isinstance(content, partial) else ()
+
     def list_job(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, max_tokens: int
+        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, max_tokens: int | None
     ) -> tuple[ListJob, tuple[int, ...]]:
         """Do `begin_list`. Returns also the tokens that stand after the prompt if the draft head makes the list.
 
@@ -141,8 +163,8 @@ class FrontEnd(FrontEndBase):
             made = self.checks.made(asked)
             if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
                 placeholders = self._drafting.placeholders
-        after, limits = AFTER + self.v2 + len(placeholders), {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
-        job = self.begin_list(asked, end_token, after=after, **limits, placeholders=len(placeholders))
+        after, more = AFTER + self.v2 + len(placeholders), {"placeholders": len(placeholders)}
+        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, max_tokens=max_tokens, after=after, **more)
         return job, placeholders
 
     def lists(self, client: Any) -> Lists:

@@ -23,7 +23,7 @@ _RENDER = "/render"  # the end of endpoints' names
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
     served={path: {"": _OWN} for path in ("/v1/chat/completions/batch", "/v1/responses")}
-    | {path: {"": (*_OWN, DRAWS, request_fields.DRAW)} for path in _DRAWING},
+    | {path: {"": (*_OWN, DRAWS, request_fields.DRAW, request_fields.LIST_AFTER)} for path in _DRAWING},
     # What vLLM takes for its engine's parameters reaches the engine as it is.
     elsewhere={XARGS: (REFERENCE, *SELECTION), _EXTRA_ARGS: (REFERENCE, *SELECTION, SLATE)},
     mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(_DRAWING)),
@@ -174,7 +174,7 @@ def _judged(request: Any, *, k: int | None, draws: bool) -> ItemRequest | None:
     brings = structured is not None and structured.choice is not None
     if body.brings_choice and not brings:
         raise _lost_choice()
-    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
+    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS, request_fields.LIST_AFTER)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
     judged = judge(extra_args, structured, fields, k=k, draws=draws)

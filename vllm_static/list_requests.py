@@ -9,6 +9,7 @@ be, or leaves draws undecided, each round is a batch of ordinary requests that s
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -20,7 +21,7 @@ from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
-from itemset.serving.answer_fields import item_logprobs
+from itemset.serving.answer_fields import THOUGHT, item_logprobs, told_of
 from itemset.serving.http_bodies import no_body
 from itemset.serving.list_runner import AbortedError, run_together
 from itemset.serving.request import ItemRequest
@@ -56,13 +57,17 @@ class ScoringParams(SamplingParams):
 class RankedList:
     """One ranked list, or the draws of one prompt, that are being made: the set, the prompt, and the search.
 
-    whole_prompt: of the one request by which the engine makes them.
+    whole_prompt: of the one request by which the engine makes them. table: what that has made, after a thought already.
     """
 
     def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
         """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
-        limits = {"prompt_tokens": len(prompt), "max_tokens": params.max_tokens}
-        self.job, placeholders = front_end.list_job(asked, end_token, **limits)
+        thought, limits = asked.ended, {"prompt_tokens": len(prompt), "max_tokens": params.max_tokens}
+        self.table = thought and thought.table
+        if thought is not None:  # whose own the limit was
+            limits["max_tokens"] = None
+        begun = thought.jobs.pop() if thought is not None and thought.jobs else None
+        self.job, placeholders = begun or front_end.list_job(asked, end_token, **limits)
         self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
@@ -172,6 +177,38 @@ def offline(
     return outputs
 
 
+def with_lists(llm: Any, results: list[Any]) -> list[Any]:
+    """The results of `LLM`, after whose thoughts lists are made: the `items` of their outputs."""
+    each = [(one, output) for one in results if isinstance(one, RequestOutput) for output in one.outputs]
+    each = [(one, output) for one, output in each if hasattr(output, THOUGHT)]
+    thoughts = [vars(output).pop(THOUGHT) for _, output in each]
+    asked, params = [replace(one.asked, ended=one) for one in thoughts], [one.params for one in thoughts]
+    inputs = [{"prompt_token_ids": [*one.prompt_token_ids, *output.token_ids]} for one, output in each]
+    loras = [one.lora_request for one, _ in each]
+    made = candidates(llm, inputs, asked, params, loras=loras, priorities=None) if each else []
+    for (_, output), one in zip(each, made, strict=True):
+        output.items = _as_items(one)
+    return results
+
+
+async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str, Any]], **options: Any) -> None:
+    """Make the lists after those of a result's thoughts that have ended; `told` has their items then. options: of
+    requests."""
+    for output in result.outputs:
+        if (thought := told.get(output.index, {}).get(THOUGHT)) is not None:
+            vars(output).pop(THOUGHT, None)
+            asked = replace(thought.asked, ended=thought)
+            prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *thought.tokens]}
+            async for made in online(asked, client, prompt, result.request_id, thought.params, **options):
+                told[output.index] = {"items": _as_items(made)}
+
+
+def _as_items(made: RequestOutput) -> list[dict[str, Any]] | None:
+    """What an answer says of the list after its thought; None if that was aborted."""
+    told = [told_of(one) | {"text": one.text} for one in made.outputs if one.finish_reason != ABORT]
+    return [one.pop("item") | one for one in told] or None
+
+
 def candidates(
     llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], params: Sequence[SamplingParams], **options: Any
 ) -> list[RequestOutput]:
@@ -245,10 +282,11 @@ def _results(
         return outputs
 
     carried = [(i, one.job.carried) for i, one in enumerate(lists) if one.job.carried is not None]
-    whole = [(i, lists[i].whole_prompt, list_params(one)) for i, one in carried]
-    results: dict[int, Found | None] = {}
-    for (i, one), output in zip(carried, generate(whole) if whole else [], strict=True):
-        results[i] = front_end.one_request.read(one, output.prompt_token_id_logprobs, lists[i].search)
+    whole = [(i, lists[i].whole_prompt, list_params(one)) for i, one in carried if lists[i].table is None]
+    for (i, *_), output in zip(whole, generate(whole) if whole else [], strict=True):
+        lists[i].table = output.prompt_token_id_logprobs
+    read, results = front_end.one_request.read, dict[int, Found | None]()
+    results |= {i: read(one, lists[i].table, lists[i].search) for i, one in carried}
     others = [i for i in range(len(lists)) if results.get(i) is None]
 
     def score(passes: Sequence[tuple[int, Pass]], others: Sequence[int]) -> list[Answer]:
@@ -305,9 +343,11 @@ async def online(
     best = None
     try:
         if (carried := made.job.carried) is not None:
-            async with front_end.one_request.room(carried.ranked, lambda: compat.unfinished(client)):
-                output = await generate(made.whole_prompt, list_params(carried))
-            best = front_end.one_request.read(carried, output.prompt_token_id_logprobs, made.search)
+            if made.table is None:
+                async with front_end.one_request.room(carried.ranked, lambda: compat.unfinished(client)):
+                    output = await generate(made.whole_prompt, list_params(carried))
+                made.table = output.prompt_token_id_logprobs
+            best = front_end.one_request.read(carried, made.table, made.search)
         if best is None:
             best = await lists.run(made.search, ask, made.answer)
         if (logs := made.token_scores(best)).passes:

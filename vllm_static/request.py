@@ -11,10 +11,10 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOut
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG
 from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
-from itemset.serving.request_fields import DRAWN, LIST, LOGPROBS, OPTIONS, REFERENCE, SELECTION, STRUCTURED, WEIGHT
+from itemset.serving.request_fields import DRAWN, LIST, OPTIONS, REFERENCE, STRUCTURED, WORDS
 from itemset.serving.wire import WIRE, EngineRequest
 
-_READ = {SLATE, *SELECTION, *OPTIONS, *DRAWN, WEIGHT, LOGPROBS, LIST}
+_READ = {*WORDS, *OPTIONS, *DRAWN, LIST}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:

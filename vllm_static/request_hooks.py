@@ -95,18 +95,22 @@ def _generate(
     from vllm_static import http
     from vllm_static.request import asked
 
+    options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
     if _wants_candidates(sampling_params):
-        options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
         return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
     with refusals(sampling_params):
         params = http.with_item_set(sampling_params)
         if asked(params) is None:
             return original(sampling_params=params)
-    return _prepared(original, self, copy.copy(params), answers.place())
+    return _prepared(original, self, copy.copy(params), answers.place(), priority=priority, **options)
 
 
-async def _prepared(original: Callable[..., Any], client: Any, params: Any, place: answers.Place) -> Any:
-    """The answers of a request, whose set or constraint is made first: for a large inline set it takes seconds."""
+async def _prepared(
+    original: Callable[..., Any], client: Any, params: Any, place: answers.Place, **options: Any
+) -> Any:
+    """The answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
+    options: of the request, for a list after its thought."""
+    from vllm_static import list_requests
     from vllm_static.front_end import follow
     from vllm_static.request import asked, put
 
@@ -119,6 +123,8 @@ async def _prepared(original: Callable[..., Any], client: Any, params: Any, plac
     setattr(params, answers.TOLD, told)
     async with aclosing(original(sampling_params=params)) as results:
         async for result in results:
+            with refusals(params):
+                await list_requests.with_list(client, result, told, **options)
             yield answers.noted(result, place, told)
 
 
@@ -180,6 +186,15 @@ def _generate_offline(
         samples = original(prompts=of(prompts, others), sampling_params=of(each, others), **more)
         outputs |= zip(others, samples, strict=True)
     return [outputs[i] for i in range(len(prompts))]
+
+
+@hook("vllm.entrypoints.common.offline:OfflineInferenceMixin._run_engine", when=IMPORTED)
+def _run_engine(original: Callable[..., Any], self: Any) -> Any:
+    """Offline, lists after thoughts, whichever method of `LLM` has asked for them."""
+    from vllm_static import list_requests
+
+    with refusals():
+        return list_requests.with_lists(self, original())
 
 
 @hook("vllm.entrypoints.serve.engine.serving:BaseServing._check_model", when=IMPORTED)

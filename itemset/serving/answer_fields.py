@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from itemset.item_set import ItemSet
 from itemset.serving.request_fields import LOGPROBS
+
+if TYPE_CHECKING:
+    from itemset.serving.request import ItemRequest
 
 FIELDS = ("item", "items", LOGPROBS)
 """What an answer says of items: which it is, or which it holds, and its tokens' log-probabilities."""
@@ -65,6 +68,29 @@ class Expected:
             return None
         key, is_prefix = item
         return None if is_prefix and end == len(tokens) else {"key": key, **self.of_set}
+
+
+THOUGHT = "thought"
+"""What an answer says of the `Thought` that it is, until the list after it is made."""
+
+
+@dataclass(frozen=True)
+class Thought:
+    """One request's sampled answer before a list. params: the engine's own, of the answer. jobs: a list that has begun.
+    tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
+
+    asked: ItemRequest
+    params: Any
+    jobs: list[Any] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    table: Any = None
+    weighed: ClassVar[str] = ""
+
+    def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
+        """What an answer says: its thought, or that there are no items, because it has ended elsewhere."""
+        marker = self.asked.marker
+        ended = not cut and tuple(tokens[-len(marker) :]) == marker
+        return {THOUGHT: replace(self, tokens=tokens)} if ended else {"items": None}
 
 
 def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, list[float]] | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from itemset.embedded.holes import Vocabulary
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
 from itemset.serving import metrics
@@ -19,8 +20,10 @@ from itemset.serving.constraint import Constraint, ExpectedItems
 from itemset.serving.embedded_sets import Constraints
 from itemset.serving.list_runner import OneRequest, search_for
 from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import LIST_AFTER, wrong_type
 from itemset.serving.version_watcher import Follower
-from itemset.serving.wire import INLINE, EngineRequest, HolesSpec
+from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
+from itemset.text import encode
 
 
 class ListJob(NamedTuple):
@@ -57,7 +60,7 @@ class FrontEndBase:
         added_tokens: Collection[str] = (),
     ) -> None:
         """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
-        self.config, self.one_request = config, one_request
+        self.config, self.one_request, self._tokenizer = config, one_request, tokenizer
         options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc}
         self.checks = Checks(config, tokenizer, self.words, limits, **options)
         options = {"options": json_options, "validate": self.validate}
@@ -76,7 +79,7 @@ class FrontEndBase:
             return asked
         given = asked.constraint
         made = self.checks.made(asked) if given is None else self.constraints.get(*given)
-        return None if made is None else replace(asked, made=made)
+        return None if made is None else replace(asked, made=made, marker=self._marker(asked.after))
 
     async def prepare(self, asked: ItemRequest) -> ItemRequest | None:
         """Do `pinned` beside the event loop. Encoding stops if this is cancelled and no other request waits for it."""
@@ -84,7 +87,24 @@ class FrontEndBase:
             return asked
         given = asked.constraint
         made = await (self.checks.prepare(asked) if given is None else self.constraints.prepare(*given))
-        return None if made is None else replace(asked, made=made)
+        return None if made is None else replace(asked, made=made, marker=self._marker(asked.after))
+
+    def _marker(self, after: str | bool) -> Tokens:
+        """Return the tokens that end a thought. Raises RefusedError if there can be none."""
+        if after is True and not (end := self.reasoning_end()):
+            raise wrong_type(
+                f"this server knows no end of the model's reasoning: give its text as {LIST_AFTER}", LIST_AFTER
+            )
+        if isinstance(after, bool):
+            return end if after else ()
+        try:
+            return tuple(encode([after], self._tokenizer, escape="text", name=LIST_AFTER)[0].tolist())
+        except ItemSetError as error:
+            raise wrong_type(str(error), LIST_AFTER) from error
+
+    def reasoning_end(self) -> Tokens:
+        """Return the tokens at which the model's reasoning ends, none if that is not known."""
+        raise NotImplementedError
 
     def engine_request(
         self, asked: ItemRequest, *, stop_tokens: set[int], prompt_tokens: int, min_tokens: int

@@ -127,6 +127,7 @@ def mends(choice: str, drawing: str) -> dict[str, str]:
         **dict.fromkeys(request_fields.SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
         **dict.fromkeys((request_fields.DRAWS, request_fields.DRAW), f"send draws beside item_set to {drawing}"),
         **{word: f"send {word} beside item_set" for word in (request_fields.WEIGHT, request_fields.LOGPROBS)},
+        request_fields.LIST_AFTER: f"send {request_fields.LIST_AFTER} beside item_set to {drawing}",
     }
 
 

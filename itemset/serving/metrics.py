@@ -86,7 +86,7 @@ def count_answer(expected: Any, tokens: Sequence[int], fields: Mapping[str, Any]
 
     fields: its own, as sent. stopped: whether a stop token has ended it.
     """
-    for item in fields.get("items", ()):
+    for item in fields.get("items") or ():
         INSIDE.labels(item.get("set", "inline")).inc()
     if not stopped or "item" not in fields or fields["item"] is not None or not expected.begun(tokens):
         return None

@@ -14,6 +14,7 @@ from itemset.serving.request_fields import (
     BEAMS,
     DRAWS,
     LIST,
+    LIST_AFTER,
     LOGPROBS,
     REFERENCE,
     SLATE,
@@ -26,6 +27,7 @@ from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
 if TYPE_CHECKING:  # it imports torch
+    from itemset.serving.answer_fields import Thought
     from itemset.serving.constraint import Constraint
 
 BENDING: Mapping[str, tuple[Any, ...]] = {
@@ -46,7 +48,8 @@ class ItemRequest:
     item_set: the name of a registered set. choice: the texts of an inline set. item_filter, exclude_keys, only_keys:
     see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
     answers say these. constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
-    or the constraint, once it is made.
+    or the constraint, once it is made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens;
+    ended: that thought, whose list is asked for now.
     """
 
     item_set: str | None = None
@@ -60,6 +63,9 @@ class ItemRequest:
     weighed: str = ""
     constraint: tuple[str, Any] | None = field(default=None, repr=False)
     made: InlineSet | Constraint | None = field(default=None, repr=False)
+    after: str | bool = False
+    marker: tuple[int, ...] = ()
+    ended: Thought | None = field(default=None, repr=False)
 
     def __deepcopy__(self, memo: Any) -> ItemRequest:
         """Engines copy a request's parameters; this is immutable."""
@@ -100,6 +106,8 @@ class ItemRequest:
             raise wrong_type(f"{WIRE} is not for requests: name the set as item_set, or send a choice", WIRE)
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
         drawn, has_set = wants_draws(given), bool(named or choices)
+        if after := _list_after(given, alone=has_set and k is None and not drawn):
+            k = given[LIST]
         weighed = _weighed(given, has_set, ranked=k is not None or drawn)
         if given.get(SLATE) is not None:
             _refuse_beside_slate(given, has_set or other, ranked=k is not None)
@@ -126,7 +134,24 @@ class ItemRequest:
         if drawn:
             return cls(name, choice, drawn=DrawOptions.of(given[DRAWS], given), weighed=weighed, **selection)
         ranked = None if k is None else ListOptions.of(k, given)
-        return cls(name, choice, ranked, weighed=weighed, **selection)
+        return cls(name, choice, ranked, weighed=weighed, after=after, **selection)
+
+
+def _list_after(given: Mapping[str, Any], *, alone: bool) -> str | bool:
+    """Return what ends the thought before a request's list; False without one. alone: whether it has a set, and asks
+    for nothing else."""
+    after: str | bool | None = given.get(LIST_AFTER)
+    if after is None or after is False:
+        return False
+    marks = isinstance(after, str | bool) and 0 < len(str(after)) <= fields.MOST_MARKER
+    if not (alone and marks and type(given.get(LIST)) is int):
+        raise wrong_type(
+            f"{LIST_AFTER} is the text that ends a thought, at most {fields.MOST_MARKER} characters, or true for the "
+            f"end of the model's reasoning: give it beside {REFERENCE} with {LIST}: 10 for ten items, and without "
+            f"{BEAMS}, {DRAWS} and {SLATE}",
+            LIST_AFTER,
+        )
+    return after
 
 
 def _weighed(given: Mapping[str, Any], has_set: bool, *, ranked: bool) -> str:
@@ -188,12 +213,12 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
 
 def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:
     """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them."""
-    if given.get(LIST):
+    if given.get(LIST) and not given.get(LIST_AFTER):
         message = f"{LIST} is for sampling_params of generate, offline: ask for {BEAMS} and n here, or leave it out"
         raise RefusedError("beam search", message, LIST)
     for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
         meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)
-        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, WEIGHT, LOGPROBS)
+        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, WEIGHT, LOGPROBS, LIST_AFTER)
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
@@ -224,7 +249,8 @@ def candidates(given: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[dic
     own, n = dict(given), beside.get("n") or 1
     ranked, drawn = own.pop(LIST, None) or False, own.get(DRAWS) is True
     if not isinstance(ranked, bool):
-        raise wrong_type(f"{LIST} must be true or false, not {shown(ranked)}: n says how many items", LIST)
+        message = f"{LIST} must be true or false, not {shown(ranked)}: n says how many items, but beside {LIST_AFTER}"
+        raise wrong_type(message, LIST)
     if ranked and own.get(DRAWS) is not None:
         raise RefusedError("draws", f"{DRAWS} and a ranked list exclude each other: leave {LIST} or {DRAWS} out", LIST)
     refuse_beside({**beside, "n": None}, "draws" if drawn else "ranked lists")
@@ -233,7 +259,9 @@ def candidates(given: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[dic
 
 def wants_candidates(given: Any) -> bool:
     """Whether fields beside `generate` ask for a list, or for draws, of its `n`."""
-    return isinstance(given, Mapping) and (bool(given.get(LIST)) or given.get(DRAWS) is True)
+    if not isinstance(given, Mapping) or given.get(LIST_AFTER) not in (None, False):
+        return False
+    return bool(given.get(LIST)) or given.get(DRAWS) is True
 
 
 def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:

@@ -39,9 +39,13 @@ WEIGHT = "return_set_weight"
 LOGPROBS = "item_logprobs"
 """Asks every candidate for log q and log p of each of its tokens: see `itemset.serving.answer_fields.item_logprobs`."""
 LIST = "list"
-"""In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws."""
+"""In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws. Beside
+LIST_AFTER: how many items the list has."""
+LIST_AFTER = "list_after"
+"""The text that ends a sampled answer, a thought, after which a list is made; or true, at the end of its reasoning."""
+MOST_MARKER = 100  # characters of it
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT, LOGPROBS)
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT, LOGPROBS, LIST_AFTER)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200

@@ -78,14 +78,16 @@ class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request carries: a set, or a constraint with sets in it; and whether it is a list of its items.
 
-    weighed: the field by which its answer says log-probabilities, if any. place: where the set lies in vLLM's workers,
-    the fields of `masking.arena.Place`, from the engine core.
+    weighed: the field by which its answer says log-probabilities, if any. after: of a thought before a list, the tokens
+    that end it, and those that stand between both. place: where the set lies in vLLM's workers, the fields of
+    `masking.arena.Place`, from the engine core.
     """
 
     item_set: SetRef | None = None
     ranked: ListSpec | None = None
     holes: HolesSpec | None = None
     weighed: str = ""
+    after: tuple[Tokens, Tokens] | None = None
     place: tuple[int, int, str, int, tuple[Tokens, ...]] | None = None
 
     @property

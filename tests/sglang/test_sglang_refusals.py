@@ -48,10 +48,7 @@ def surface():
         (named("ragged", beam_width=2, max_passes=1), "no item was found before the limit"),
         (named("ragged", beam_width=2, renormalized=True), "'renormalized': did you mean renormalised?"),
         (named("ragged", exact=True), "exact is for ranked lists: add use_beam_search and n"),
-        (
-            named("ragged", beam_width="4"),
-            "width must be a number of beams, at least 1, or a list of such numbers: of each level, not '4'",
-        ),
+        (named("ragged", beam_width="4"), "width must be a number of beams, at least 1, or a list of such numbers"),
         ({"custom_params": {"item_sets": "one"}}, "sampling_params has no 'item_sets': name the set as item_set"),
     ],
 )

@@ -309,3 +309,66 @@ def test_rounds_where_sglang_has_no_beam_search(static):
     said = "Beam search is not supported with speculative decoding."
     assert f"takes rounds of requests: {said}" in engine.log()
     assert engine.log().count(said) == 2  # SGLang's own line, and ours
+
+
+THOUGHTS: list[tuple[str, dict[str, Any]]] = [
+    ("large", {"width": 24}),
+    ("prefixes", {"renormalised": True, "item_logprobs": True}),
+    ("ragged", {"exact": True, "max_passes": 400}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), THOUGHTS)
+def test_a_list_after_a_thought_is_that_of_two_requests(wide, name, options):
+    """Of what was said before it, the list's own request computes the last token: the rest is in the prefix cache."""
+    prompt, end = [*range(100, 140)], 474
+    wide.call(_note_cached)
+    thought = named(name, max_new_tokens=150, n=3, list=4, list_after="station", logit_bias={str(end): 6.0}, **options)
+    outputs = wide.generate(input_ids=prompt, sampling_params=thought)
+    lengths = sorted(len(prompt) + len(output["output_ids"]) - 1 for output in outputs)
+    assert wide.call(_cached) == ([] if "exact" in options else lengths)
+    width = options.get("width", 4)
+    two = named(name, beam_width=width, n=4, max_new_tokens=40, custom_params={**options, "width": None})
+    for output in outputs:
+        tokens, info = output["output_ids"], output["meta_info"]
+        assert info["finish_reason"] == {"type": "stop", "matched": end}
+        assert tokens.index(end) == len(tokens) - 1
+        assert output["text"].endswith("station")
+        best = wide.generate(None, two, input_ids=[*prompt, *tokens])
+        found = [one["meta_info"] | {"text": one["text"]} for one in best["meta_info"]["beam_results"][:4]]
+        words = ("rank", "key", "keys", "text", "proven")
+        assert [[one[word] for word in words] for one in info["items"]] == [
+            [one[word] for word in words] for one in found
+        ]
+        np.testing.assert_allclose(
+            [one["score"] for one in info["items"]], [one["sequence_score"] for one in found], atol=1e-4
+        )
+        assert all(("item_logprobs" in one) is ("item_logprobs" in options) for one in info["items"])
+
+
+def _note_cached(engine: Any) -> None:
+    from sglang_static import list_requests
+
+    own = getattr(list_requests, "own_in_one_request", list_requests._in_one_request)
+    list_requests.own_in_one_request, list_requests.cached = own, []
+
+    async def noting(*arguments: Any) -> Any:
+        result = await own(*arguments)
+        list_requests.cached.append(result[2]["cached_tokens"])
+        return result
+
+    list_requests._in_one_request = noting
+
+
+def _cached(engine: Any) -> list[int]:
+    from sglang_static import list_requests
+
+    return sorted(list_requests.cached)
+
+
+def test_a_thought_ends_at_one_token_in_sglang(wide):
+    with pytest.raises(ValueError, match="list_after has 2 tokens, and SGLang ends an answer at one"):
+        wide.generate("p", named("large", list=4, list_after="station letter"))
+    output = wide.generate("p", named("large", list=4, list_after="station", max_new_tokens=1))
+    assert output["meta_info"]["items"] is None
+    assert output["meta_info"]["finish_reason"]["type"] == "length"

@@ -175,8 +175,6 @@ def test_info(capsys, films, sids, tokenizers):
     assert {line.split()[0]: int(line.split()[1].replace(",", "")) for line in table[1:]} == saved.sections
     assert len({line.rindex("%") if "%" in line else line.rindex("e") for line in table}) == 1
     out = run(capsys, "info", sids)
-    levels = [line.split() for line in out.split("\n\n")[2].splitlines()]
-    assert levels[1:] == [["0", "1", "2", "1"], ["1", "1", "2", "1"], ["2", "1", "2", "2"]]
     for words in ["tokenizer    none recorded", "prefix       none", "vocabulary   not recorded"]:
         assert words in out
 
@@ -330,7 +328,7 @@ def test_interrupted(capsys, npy, tmp_path, monkeypatch):
 
     monkeypatch.setattr("itemset.cli.build.build_external", interrupt)
     assert cli.main(["build", npy, "-o", str(tmp_path / "a.itemset")]) == 130
-    assert capsys.readouterr().err == "itemset: interrupted, nothing was written: run the same command again\n"
+    assert capsys.readouterr().err == "itemset: interrupted\n"
 
 
 def test_as_a_module(sids, tmp_path):

@@ -8,7 +8,6 @@ is read back.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,6 @@ from vllm_static.beam_kv import BeamKV, BeamMetadata, Prompt
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-ran: Counter[str] = Counter()
-"""Passes of this process, by the CUDA graphs that they ran in: PIECEWISE or NONE."""
 
 MOST_LOGITS = 1 << 30  # bytes that stand in memory at once
 
@@ -117,7 +114,6 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str]) 
     """One pass: the hidden states of all tokens, valid until the next one."""
     count, buffers = beams.tokens, runner.input_buffers
     shape = _shape(runner, len(tokens), count, requests)
-    ran[shape.cg_mode.name] += 1
     padded = max(count, shape.num_tokens)
     buffers.input_ids[:count].copy_(tokens.reshape(-1))
     buffers.positions[:count].copy_(beams.positions.reshape(-1))

@@ -54,9 +54,7 @@ class EngineLists(OneRequest):
         """Do `OneRequest.outcome` for a request whose prompt_token_id_logprobs are its table."""
         assert carried.ranked is not None
         result = ListResult.of_table(table, len(carried.ranked.races))
-        if carried.ranked.placeholders:
-            result.graphs = ()  # no pass of a list's own
-        elif self._asks_workers and result.beams is not None:
+        if not carried.ranked.placeholders and self._asks_workers and result.beams is not None:
             self.beams = self.widest = result.beams
             self._pace.most = result.beams * self._engines
             self._freed.set()

@@ -7,7 +7,6 @@ gives the hidden states, also if the prompt takes several steps.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -20,8 +19,8 @@ from torch import Tensor
 from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import width_at
-from itemset.serving.wire import GRAPHS, HEAD, REASONS, EngineRequest, ListSpec, NoList
-from vllm_static.beam_forward import MOST_LOGITS, ran, run_logits, states_after, use_adapters
+from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListSpec, NoList
+from vllm_static.beam_forward import MOST_LOGITS, run_logits, states_after, use_adapters
 from vllm_static.beam_kv import BeamKV, Prompt, to_device
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
@@ -255,7 +254,7 @@ class WideLists:
 
     def _make(self, group: list[Asked]) -> Tensor:
         """The tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]."""
-        one, runner, arena, before = group[0], self._runner, self._sets.arena, Counter(ran)
+        one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
         if spec.races:
@@ -276,9 +275,7 @@ class WideLists:
             tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count].flatten(0, 1)
             self._round(beams, group, states_after(runner, kv, tokens))
         table = _table(beams)
-        for column, graph in enumerate(GRAPHS, 3):
-            table[0, 0, column] = ran[graph] - before[graph]
-        table[:, 0, 3 + len(GRAPHS)] = self._room.beams
+        table[:, 0, 3] = self._room.beams
         return table
 
     def _round(self, beams: Beams, group: list[Asked], states: Tensor) -> None:
@@ -342,5 +339,4 @@ def _joined(tables: list[Tensor]) -> Tensor:
     heads = torch.stack([table[0] for table in tables])
     head = heads.amax(0)
     head[0], head[1] = heads[:, 0].amin(), heads[:, 1].sum() - (len(tables) - 1)
-    head[3 : 3 + len(GRAPHS)] = heads[:, 3 : 3 + len(GRAPHS)].sum(0)
     return torch.cat((head[None], *(table[1:] for table in tables)))

@@ -5,7 +5,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = writes and not any(word.startswith("-") for word in more)
         advice = "; for all files of a pattern put it in quotes, as in 'parts/*.parquet'" if parts else ""
         parser.error(f"unrecognized arguments: {' '.join(more)}{advice}")
-    before = _file_at(args.output) if writes else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", ItemSetWarning)
@@ -34,10 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"itemset: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        end = ", nothing was written: run the same command again"
-        if writes and _file_at(args.output) not in (None, before):  # which was put there at once
-            end = f", {args.output} was written whole"
-        print(f"itemset: interrupted{end if writes else ''}", file=sys.stderr)
+        print("itemset: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read the output (head, less) has seen enough; Python must not flush into the closed pipe at exit.
@@ -48,14 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return what a command's words say, for who runs it in this process. Bad usage exits with 2."""
     return _parser().parse_args(argv)
-
-
-def _file_at(output: str) -> tuple[int, int] | None:
-    """Return what tells the file there from all others, None if there is none."""
-    with suppress(OSError):
-        state = os.stat(output)
-        return state.st_dev, state.st_ino
-    return None
 
 
 def _show_warning(original: Any, message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
-from itemset.serving.wire import GRAPHS, EngineRequest, ListResult, ListSpec, NoList
+from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList
 
 SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
 SLICE = 32  # items of an answer that are written out in one turn of the event loop
@@ -173,8 +173,6 @@ class OneRequest:
         assert carried.item_set is not None
         assert carried.ranked is not None
         spec, reference = carried.ranked, carried.item_set.reference
-        for graph, passes in zip(GRAPHS, result.graphs, strict=False):
-            metrics.LIST_PASSES.labels(graph.lower()).inc(passes)
         made: Found | None = None
         reason, way = result.reason, "draft head" if spec.placeholders else metrics.ONE_REQUEST
         if reason is None and spec.races:

@@ -19,9 +19,6 @@ REFUSED = Counter("item_set:refused_requests", "Requests refused for their item 
 ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were encoded.")
 LISTS = Counter("item_set:ranked_lists", "Ranked lists: in one request, or why by rounds of requests.", ["way"])
 DRAWS = Counter("item_set:draw_requests", "Requests for draws: in one request, or why rounds ended them.", ["way"])
-LIST_PASSES = Counter(
-    "item_set:list_passes", "Passes of lists and draws inside a step, by CUDA graph: piecewise or none.", ["graph"]
-)
 ONE_REQUEST, UNDECIDED = "one request", "more might ring before than there are beams"
 """Ways of lists and draws: made whole, and draws that a step has not decided, which rounds then ended."""
 INSIDE = Counter("item_set:items_inside", "Items in slates, JSON and other answers that hold items.", ["item_set"])

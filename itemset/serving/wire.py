@@ -136,9 +136,7 @@ class NoList(Enum):
 
 REASONS = tuple(NoList)
 """In vLLM a worker's table is of one number, the place of its reason here."""
-GRAPHS = ("PIECEWISE", "NONE")
-"""vLLM's names of how a pass runs; the second is without a CUDA graph."""
-HEAD = 3 + len(GRAPHS) + 1
+HEAD = 4
 """Numbers of a table's first row: see `ListResult.of_table`."""
 
 
@@ -147,7 +145,7 @@ class ListResult(msgspec.Struct, omit_defaults=True):
 
     items: of the list or of each race, tokens without the end token and scores, best first. proven: whether the list
     is proven, or all draws are decided. passes, rounds: what it took. reason: None if it was made. detail: what the
-    log says of the reason. graphs: vLLM's passes by GRAPHS. beams: that have room in a vLLM worker.
+    log says of the reason. beams: that have room in a vLLM worker.
     """
 
     items: list[list[tuple[Tokens, float]]] = []
@@ -156,26 +154,22 @@ class ListResult(msgspec.Struct, omit_defaults=True):
     rounds: int = 0
     reason: NoList | None = None
     detail: str = ""
-    graphs: tuple[int, ...] = ()
     beams: int | None = None
 
     @classmethod
     def of_table(cls, table: NDArray[np.float64] | None, races: int = 1) -> ListResult:
         """Read a vLLM worker's table, [1 + items, 2 + longest or HEAD] float64; None if the request took the host path.
 
-        Its first row: 1 if proven, passes, rounds, passes by GRAPHS, beams that have room. Those of GRAPHS that lists
-        share count for the first of them. Then a row an item, race after race: its score, how many tokens it has, and
-        these; -inf if there are no more, or the draw is undecided. A list that is not made: one number, of REASONS.
+        Its first row: 1 if proven, passes, rounds, beams that have room. Then a row an item, race after race: its
+        score, how many tokens it has, and these; -inf if there are no more, or the draw is undecided. A list that is
+        not made: one number, of REASONS.
         """
         if table is None or table.shape[1] == 1:
             return cls(reason=NoList.HOST_PATH if table is None else REASONS[int(table[0, 0])])
         proven, passes, rounds = table[0, :3].astype(int).tolist()
-        of_worker: dict[str, Any] = {}
-        if table.shape[1] >= HEAD:
-            *graphs, beams = table[0, 3:HEAD].astype(int).tolist()
-            of_worker = {"graphs": tuple(graphs), "beams": beams}
+        beams = int(table[0, 3]) if table.shape[1] >= HEAD else None
         items = [list(_items(rows)) for rows in np.split(table[1:], max(1, races))]
-        return cls(items, bool(proven), passes, rounds, **of_worker)
+        return cls(items, bool(proven), passes, rounds, beams=beams)
 
 
 def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:

@@ -119,7 +119,7 @@ def _update_from_output(
         self._update_request_as_session(
             request, update
         )  # the prompt is what was said, but for its last token, and this
-        request.resumable = False
+        request.resumable, request.structured_output_request = False, None
         request.events.clear()  # it was queued before
         backend.thinking[name] = Thinking([], then, params)
     return outputs

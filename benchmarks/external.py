@@ -1,6 +1,6 @@
 """Builds on disk: random items are built by the command line, which is watched; the index is verified and asked.
 
-python benchmarks/external.py --items 1e8 --memory 4GB --compare --json docs/benchmarks/external.json
+python benchmarks/external.py --items 1e8 --memory 4GB --json docs/benchmarks/external.json
 
 A row has the seconds, peak memory (all of it, and without the pages of mapped files, which the system can
 take back), peak room on the disk beside the input, and what `itemset verify`, 10^6 lookups and a masked step take.
@@ -8,7 +8,6 @@ take back), peak room on the disk beside the input, and what `itemset verify`, 1
 
 from __future__ import annotations
 
-import filecmp
 import os
 import subprocess
 import sys
@@ -56,9 +55,6 @@ def measure(folder: str, items: int, arguments: Row) -> Row:
     row: Row = {"items": items, "build, s": seen.wall, "processor, s": seen.cpu}
     row |= {"peak without mapped files, GB": seen.anonymous / 1e9, "peak, GB": seen.resident / 1e9}
     row["peak disk, GB"] = seen.disk / 1e9
-    if arguments["compare"]:
-        run(source, again := output.with_name("again.itemset"), "1000TB")
-        row["same bytes as in memory"] = filecmp.cmp(output, again, shallow=False)
     source.unlink()
     command = [sys.executable, "-m", "itemset", "verify", str(output)]
     verify = ms_of(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)) / 1e3
@@ -163,9 +159,8 @@ def main() -> None:
     options.add_argument("--memory", default="4GB", help="as for `itemset build`")
     options.add_argument("--parquet", action="store_true", help="the items are in a Parquet file, not a matrix")
     options.add_argument("--folder", default=tempfile.gettempdir(), help="where input, index and temporary files go")
-    options.add_argument("--compare", action="store_true", help="build in memory, too, and compare the files")
     arguments = options.parse_args()
-    names, rows = ("tokens", "vocab", "memory", "parquet", "compare"), []
+    names, rows = ("tokens", "vocab", "memory", "parquet"), []
     for items in arguments.items:
         for code, checkout in checkouts(arguments):
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -33,7 +33,6 @@ PROMPT = """a comedy with robots: Short Circuit (1986)
 a film about the war in Vietnam: Platoon (1986)
 a space adventure: """
 FILTER = '{"genres": "Sci-Fi", "year": {"$gte": 1990}}'
-VIEW = """children=films: {"genres": "Children's"}"""
 JSON, TAGS, SLATE = "JSON", "text with tags", "slate"
 
 
@@ -84,7 +83,7 @@ def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Block
         rows = [
             (
                 page.escape(one["name"]),
-                f"{one['items']:,}" if "items" in one else f"a view of {page.escape(one.get('view_of', '?'))}",
+                f"{one['items']:,}" if "items" in one else "",
                 f"{one['bytes']:,}" if "bytes" in one else "",
                 page.escape(str(one.get("path", ""))),
                 page.escape(str(one.get("version", ""))),
@@ -122,7 +121,7 @@ def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Block
     with gr.Blocks(title="Item sets") as blocks:
         gr.Markdown("## Item sets: what a model makes of them")
         with gr.Row():
-            item_set = gr.Dropdown(names, value=first, label="set or view")
+            item_set = gr.Dropdown(names, value=first, label="set")
             item_filter_box = gr.Textbox(item_filter, label="item_filter", placeholder=FILTER, lines=2)
             exclude = gr.Textbox("", label="exclude_keys", placeholder="135, 50", lines=2)
             inline = gr.Textbox("", label="or a list of yours, by lines", lines=2)
@@ -199,7 +198,7 @@ def own_server(arguments: argparse.Namespace) -> bool:
     if not catalogue.exists():
         catalogue.write_text("".join(json.dumps(film) + "\n" for film in films(titles())), encoding="utf-8")
     build_index(catalogue, "title", model, index, ["year", "genres"])
-    with running_server(Launch(arguments.engine, model, f"films={index}", views=(VIEW,))) as url:
+    with running_server(Launch(arguments.engine, model, f"films={index}")) as url:
         server = Server(url, indexes={"films": Index(str(index), str(model))})
         return opened(server, arguments, item_filter=FILTER)
 

@@ -39,7 +39,7 @@ class Choice:
                 raise ServerError("item_filter and exclude_keys choose from a set, not a list: clear them, or the list")
             return cls({"structured_outputs": {"choice": lines}})
         if not item_set:
-            raise ServerError("choose a set or a view, or type a list")
+            raise ServerError("choose a set, or type a list")
         fields: dict[str, Any] = {"item_set": item_set}
         if item_filter.strip():
             fields["item_filter"] = parsed(item_filter, "item_filter")
@@ -159,12 +159,9 @@ class Server:
         self.model, self.engine = card["id"], card.get("owned_by", "")
 
     def sets(self) -> list[dict[str, Any]]:
-        """The sets that the server has, and after each the views of it: `name`, and what else it says of a set."""
-        return [
-            entry
-            for one in self._asked("/item_sets")["data"]
-            for entry in (one, *({"name": name, "view_of": one["name"]} for name in one.get("views", ())))
-        ]
+        """The sets that the server has: `name`, and what else it says of a set."""
+        sets: list[dict[str, Any]] = self._asked("/item_sets")["data"]
+        return sets
 
     def ranked(self, prompt: str, choice: Choice, n: int, **options: Any) -> list[Ranked]:
         """The best items, each with its score. options: width, exact, max_passes, renormalised,

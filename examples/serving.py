@@ -45,11 +45,9 @@ class Launch:
     item_set: str  # NAME=FILE
     forced_drafts: bool = False
     dtype: str = "bfloat16"
-    views: tuple[str, ...] = ()  # NAME=SET: {FILTER}
 
     def command(self, port: int) -> list[str]:
-        command = _sglang_command(self, port) if self.engine == "sglang" else _vllm_command(self, port)
-        return [*command, "--item-view", *self.views] if self.views else command
+        return _sglang_command(self, port) if self.engine == "sglang" else _vllm_command(self, port)
 
     def environment(self) -> dict[str, str]:
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}

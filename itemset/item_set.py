@@ -364,13 +364,12 @@ def build_text(
     prefix: str = "",
     escape: Escape | None = None,
     attributes: Any = None,
-    progress: bool = False,
 ) -> ItemSet:
     """Build the set of these texts, each as the one token sequence that `tokenizer` gives for `prefix` and the text.
 
-    tokenizer: the model's own Hugging Face tokenizer. attributes: as for `build`. progress: show a bar on long work.
+    tokenizer: the model's own Hugging Face tokenizer. attributes: as for `build`.
     escape: "json" for items inside JSON strings, "text" inside other texts; see `text.encode`.
     Raises ItemSetError as `build` and `text.encode` do.
     """
-    rows = Rows(*encode(texts, tokenizer, prefix=prefix, escape=escape, progress=progress))
+    rows = Rows(*encode(texts, tokenizer, prefix=prefix, escape=escape))
     return build(rows, keys=keys, tokenizer=tokenizer, prefix=prefix, escape=escape, attributes=attributes)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
@@ -41,7 +41,6 @@ _NO_FOLDER = Path()
 _FILE = re.compile(r"([0-9a-f]{32})\.itemset")
 
 PathLike = str | os.PathLike[str]
-Opened = TypeVar("Opened")
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -187,26 +186,19 @@ def sets_in(folder: PathLike) -> set[str]:
     return names
 
 
-def open_current(folder: PathLike, opener: Callable[[Version], Opened]) -> tuple[Version, Opened]:
-    """Return the current version and what `opener` makes of it.
+def load_current(folder: PathLike) -> tuple[Version, ItemSet]:
+    """Open the current version by memory map, or the next one if publishers delete it meanwhile.
 
-    While a reader opens a version, publishers may make others current and delete this one. Then `opener` fails, and is
-    called again for the version that is current by now. What maps a version's file (`load_current`) outlives the file
-    on a local disk. Over a network it does not (SIGBUS): copy the file first, as servers do.
-    Raises ItemSetError as `current` does, and as `opener` does for a version that is still current.
+    The map outlives the file on a local disk. Over a network it does not (SIGBUS): copy the file first, as servers do.
+    Raises ItemSetError as `current` and `itemset.load` do.
     """
     while True:
         version = current(folder)
         try:
-            return version, opener(version)
+            return version, load(version.path)
         except ItemSetError:
             if current(folder) == version:
                 raise
-
-
-def load_current(folder: PathLike) -> tuple[Version, ItemSet]:
-    """Open the current version by memory map. Raises ItemSetError as `open_current` and `itemset.load` do."""
-    return open_current(folder, lambda version: load(version.path))
 
 
 def _versions(folder: Path) -> list[Version]:

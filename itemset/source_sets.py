@@ -128,7 +128,7 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: str, fo
             say(f"columns that requests filter by: {name}={path}?attribute={others[0]} (it has {', '.join(others)})")
         start = time.monotonic()
         args = parse(["build", path, *given, "--tokenizer", tokenizer, "-o", str(index)])
-        made, _ = building.write_index(args, index)
+        made = building.write_index(args, index)
         say(f"item set {name!r}: {len(made):,} items in {time.monotonic() - start:.1f} s, for the next start {index}")
     return str(index)
 

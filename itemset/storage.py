@@ -12,7 +12,6 @@ import os
 import re
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -64,12 +63,11 @@ class SourceFile:
             return open(self.path, "rb")
         return cast(BinaryIO, io.BufferedReader(_RemoteReader(self), _PIECE))
 
-    def check_unchanged(self) -> "SourceFile":
-        """Return the file that stands there now. Raises ItemSetError if it is another: what was read may be of both."""
+    def check_unchanged(self) -> None:
+        """Raise ItemSetError if another file stands there now: what was read may be of both."""
         now = file_at(self.path if self.system is None else self.name)
         if now.size != self.size or self.changed not in (None, now.changed):
             raise ItemSetError(f"{self.name} was changed while it was read: start again")
-        return now
 
 
 def file_at(path: PathLike) -> SourceFile:
@@ -127,24 +125,6 @@ def fetched(path: PathLike) -> BinaryIO:
         copy.close()
         raise
     return cast(BinaryIO, copy)
-
-
-def put(folder: PathLike, name: str, data: "Buffer") -> None:
-    """Write a file into a folder, at once: until it is whole, nobody sees it. A folder of this machine must be there.
-
-    Raises ItemSetError if it cannot be written.
-    """
-    target = f"{folder}/{name}"
-    try:
-        if is_uri(folder):
-            system, inside = _system(target)
-            system.pipe_file(inside, data)
-        else:
-            unfinished = Path(folder, f".{name}.{uuid.uuid4().hex}")
-            unfinished.write_bytes(data)
-            os.replace(unfinished, target)
-    except Exception as error:  # of fsspec's file systems: whatever their clients raise
-        raise ItemSetError(f"{target} cannot be written: {_reason(error)}") from error
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -55,7 +55,6 @@ def encode(
     *,
     prefix: str = "",
     escape: Escape | None = None,
-    progress: bool = False,
     before: int = 0,
     name: str = ITEM,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -65,7 +64,6 @@ def encode(
     escape: for items that stand inside a longer text: the tokens are those that `prefix` and the text have in the
         middle of one, without the mark of a word's start that some tokenizers put before a whole text. "json" also
         escapes both as in a JSON string, but for characters that are not ASCII; "text" escapes nothing.
-    progress: show a bar on a terminal when the work takes longer than a second.
     before: number of items before these, if they are a part of many: errors count from the first of all.
     name: what errors call an item, with {} for its position.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
@@ -73,8 +71,6 @@ def encode(
     whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token; with `escape`, if what
     stands before a text changes its tokens.
     """
-    from tqdm import tqdm
-
     if isinstance(tokenizer, str | PurePath):
         raise ItemSetError(f"the tokenizer must be a tokenizer object, not {tokenizer}: open it with load_tokenizer()")
     if isinstance(texts, str | bytes):
@@ -87,20 +83,16 @@ def encode(
     forbidden = _forbidden_tokens(tokenizer)
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
-    total = len(texts) if isinstance(texts, Sequence) else None
     done, rest = before, iter(texts)
-    # disable=None is tqdm's "only on a terminal".
-    with tqdm(total=total, desc="encoding", unit=" items", delay=1, disable=None if progress else True) as bar:
-        while batch := list(islice(rest, BATCH)):
-            flat, sizes = _encode_batch(batch, done, tokenizer, prefix, escape, carrier, name)
-            for token, why in forbidden.items():
-                if (where := np.flatnonzero(flat == token)).size:
-                    i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
-                    raise ItemSetError(f"{named(name, done + i, batch[i])} {why}")
-            tokens.append(flat)
-            lengths.append(sizes)
-            done += len(batch)
-            bar.update(len(batch))
+    while batch := list(islice(rest, BATCH)):
+        flat, sizes = _encode_batch(batch, done, tokenizer, prefix, escape, carrier, name)
+        for token, why in forbidden.items():
+            if (where := np.flatnonzero(flat == token)).size:
+                i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
+                raise ItemSetError(f"{named(name, done + i, batch[i])} {why}")
+        tokens.append(flat)
+        lengths.append(sizes)
+        done += len(batch)
     return np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
 
 

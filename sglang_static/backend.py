@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,6 @@ from itemset import ItemSet, ItemSetError
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Vocabulary
 from itemset.masking.arena import ArenaFullError, Place
-from itemset.masking.arena_plan import Slate
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
@@ -158,12 +156,6 @@ class StaticBackend:
         sets = {one.reference: self._catalogue.receive(one).item_set for one in holes.sets}
         for item_set in sets.values():
             self._check_room(manager.scheduler, request, item_set)
-        if holes.slate is not None and self._sampler is not None and self._sampler.drafts == 1:
-            (item_set,), (more, separator) = sets.values(), holes.slate
-            slate = Slate(item_set, f"slate {uuid.uuid4().hex}", more, separator)
-            if separator not in stops and self._claim(manager, request, slate, stops):
-                self._figures.admitted("device")
-                return False
 
         def compiled() -> Any:
             begin = partial(self._grammars.get(spec, sets.__getitem__).begin, stops)

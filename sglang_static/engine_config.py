@@ -11,7 +11,6 @@ from itemset.serving.catalogue import with_versions
 from itemset.serving.config import (
     BACKEND,
     FLAGS,
-    NAMING_FLAGS,
     StaticConfig,
     add_flags,
     on_command_line,
@@ -72,13 +71,12 @@ def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where every process finds it."""
     if getattr(args, "guided_decoding_backend", None):
         args.grammar_backend = BACKEND
-    named = {option: getattr(args, flag, None) for flag, option in NAMING_FLAGS.items()}
+    named = getattr(args, "item_set", None)
     single = {option: given for option in FLAGS if (given := getattr(args, option, None))}
-    if (any(named.values()) or single) and args.grammar_backend != BACKEND:
+    if (named or single) and args.grammar_backend != BACKEND:
         raise ItemSetError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
-    for option, given in named.items():
-        if given:
-            compat.set_options(with_named(compat.options(), option, given))
+    if named:
+        compat.set_options(with_named(compat.options(), named))
     if single:
         compat.set_options(single)
 

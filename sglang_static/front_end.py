@@ -145,9 +145,9 @@ class FrontEnd(FrontEndBase):
         if asked.marker:
             setattr(request, answers.EXPECTED, self._think(asked, request, params, prompt))
             return
-        stops, least = set(params.stop_token_ids or ()), {"prompt_tokens": len(prompt)}
-        ends, least["min_tokens"] = stops | self._ends, params.min_new_tokens
-        carried = self.engine_request(asked, stop_tokens=ends, max_tokens=params.max_new_tokens, **least)
+        stops = set(params.stop_token_ids or ())
+        ends, least = stops | self._ends, {"prompt_tokens": len(prompt), "min_tokens": params.min_new_tokens}
+        carried = self.engine_request(asked, stop_tokens=ends, **least)
         if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from itemset.item_set import ItemSet
 from itemset.masking.arena import Arena, Arrivals, Place, arena_bytes, check_tables
-from itemset.masking.arena_plan import Holdings, Slate
+from itemset.masking.arena_plan import Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.beams import warm_up
@@ -48,14 +48,13 @@ class Step(NamedTuple):
     """The rows of one step, on the device. slots, last, begin: [rows], one a request.
 
     numbers: the sets of those that have one. last: of each request's input, the last token. begin: see `Batch`, of a
-    history that holds this token alone. slates: whether one of the sets is a slate.
+    history that holds this token alone.
     """
 
     numbers: list[int]
     slots: Tensor
     last: Tensor
     begin: Tensor
-    slates: bool
 
 
 class Mask:
@@ -93,11 +92,10 @@ class ItemSetSampler:
         self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device, kernels=self.kernels)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
         for opened in self.catalogue.serving:
-            pieces = self.holdings.hold(opened.name, opened.sets)
+            piece = self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
-            for item_set in opened.sets.values():
-                check_tables(item_set)
-            while not self.arrivals.advance(opened.name, opened.sets, pieces):
+            check_tables(opened.item_set)
+            while not self.arrivals.advance(opened.name, opened.item_set, piece):
                 pass
         _current[:] = [self]
         logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")
@@ -120,7 +118,7 @@ class ItemSetSampler:
         states = self.slots.walk(plain)
         for columns in {self.vocab_size, -(-self.vocab_size // PADDED) * PADDED}:
             logits = torch.zeros(1, columns, device=self.arena.device)[:, : self.vocab_size]
-            self.slots.step(plain._replace(slates=drafts == 1), logits)
+            self.slots.step(plain, logits)
             if drafts > 1:
                 self.slots.step(chain, logits)
                 self.slots.step(tree, logits)
@@ -146,7 +144,7 @@ class ItemSetSampler:
             last, slots = batch.input_ids.long()[ends], batch.req_pool_indices[:rows].long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
             so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
-            info.item_sets = Step(numbers, slots, last, 1 - so_far, _hold_slates(batch.reqs))
+            info.item_sets = Step(numbers, slots, last, 1 - so_far)
 
     def numbers(self, batch: Any) -> list[int]:
         """The sets of the batch's requests that take the device path."""
@@ -159,7 +157,7 @@ class ItemSetSampler:
             return
         rows = len(step.slots)
         history, end = step.last.view(rows, 1), self._one[:rows]
-        batch = Batch(step.slots, history, step.begin, end, by_slot=False, slates=step.slates)
+        batch = Batch(step.slots, history, step.begin, end, by_slot=False)
         self.arena.use(step.numbers)
         self.slots.step(batch, logits)
 
@@ -233,18 +231,12 @@ class ItemSetSampler:
             padded = [token for output in outputs for token in output + [0] * (most - len(output))]
             end, history = self.moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
             begin = torch.zeros_like(end)
-            slates = _hold_slates(requests)
-            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False, slates=slates))
+            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False))
 
     def moved(self, table: Tensor) -> Tensor:
         """On the device, without waiting for it."""
         device = self.arena.device
         return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
-
-
-def _hold_slates(requests: list[Any]) -> bool:
-    """Whether one of these requests has a slate on the device path."""
-    return any(isinstance(request.item_set.item_set, Slate) for request in requests if hasattr(request, "item_set"))
 
 
 def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:

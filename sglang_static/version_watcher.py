@@ -111,12 +111,12 @@ class RankDevices(Devices):
         """Copy a piece of a version."""
         holdings, arrivals = self._sampler.holdings, self._sampler.arrivals
         try:
-            pieces = holdings.hold(opened.name, opened.sets)
+            piece = holdings.hold(opened.name, opened.item_set)
         except ArenaFullError as error:
             warn_of_no_room(opened, error, "of the plugin's options", logger)
             return Stage.HOST
         with compat.forward_stream(scheduler):  # whose steps may read what is overwritten
-            return Stage.DEVICE if arrivals.advance(opened.name, opened.sets, pieces) else Stage.COPYING
+            return Stage.DEVICE if arrivals.advance(opened.name, opened.item_set, piece) else Stage.COPYING
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
         if self._sampler is not None:

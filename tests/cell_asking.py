@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cell_checks import Got
-from cells import CELLS, VIEW, Cell
+from cells import CELLS, Cell
 from inside_cases import sets as files_of
 
 from itemset import published
@@ -174,13 +174,13 @@ def offline_sglang(engine: Any, words: Mapping[str, Any]) -> list[Got]:
 
 
 def options(folder: Path, tokenizer: Any) -> dict[str, dict[str, str]]:
-    """The plugin's options that register the sets that are asked for: files, a published set and a view."""
+    """The plugin's options that register the sets that are asked for: files and a published set."""
     from demo_checks import source
 
     files = files_of(folder, tokenizer)
     published.publish(files["titles"], folder / "live")
     others = {"live": str(folder / "live"), "films": source(folder)}
-    return {"item_sets": files | others, "item_views": {"new": VIEW}}
+    return {"item_sets": files | others}
 
 
 def in_process(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -192,5 +192,4 @@ def in_process(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def flags(given: Mapping[str, Mapping[str, str]]) -> list[str]:
     """A server's flags of the same."""
-    sets, views = ([f"{name}={value}" for name, value in one.items()] for one in given.values())
-    return ["--item-set", *sets, "--item-view", *views]
+    return ["--item-set", *(f"{name}={value}" for name, value in given["item_sets"].items())]

@@ -15,7 +15,6 @@ from typing import Any
 from cell_checks import COLOURS, LATE, Check, colour, cut, drawn, inside, listed, one_of, ranked, slate, spelled, title
 from inside_cases import EBNF, FILM, KEYS, TITLES
 
-VIEW = 'titles: {"place": {"$gte": 12}}'
 OPENAI = "completions chat"
 HTTP = "completions chat responses batch stream generate params"
 ALL = f"{HTTP} offline"
@@ -133,18 +132,16 @@ CELLS = [
         *structured(OTHER, structural_tag=(json.dumps(DIGITS), digits)),
         *native(OTHER, "", json_schema=(json.dumps(N), n), structural_tag=(json.dumps(DIGITS), digits)),
         *native(OTHER, "completions chat stream", regex=("[a-c]{4}", letters), ebnf=(XY, xy)),
-        Cell("endpoints", {"item_set": "new"}, one_of(LATE)),
+        Cell("endpoints", SET | {"item_filter": {"place": {"$gte": 12}}}, one_of(LATE)),
     ),
     *table(
         "serving: Some of the items",
         Cell("`item_filter: {...}`", SET | {"item_filter": {"place": {"$gte": 12}}}, one_of(LATE)),
         Cell("`exclude_keys: [...]`", SET | {"exclude_keys": KEYS[:17]}, one_of(TITLES[17:])),
         Cell("`only_keys: [...]`", SET | {"only_keys": KEYS[:2]}, one_of(TITLES[:2])),
-        Cell('`item_set: "new"`', {"item_set": "new", "exclude_keys": KEYS[:17]}, one_of(TITLES[17:])),
         Cell("over HTTP", LIST | SOME, ranked(4, among=TITLES[12:17]), OPENAI),
         Cell("offline", LIST | SOME, ranked(4, among=TITLES[12:17]), "offline", "vllm"),
         Cell("offline", BEAM | SOME, ranked(4, among=TITLES[12:17]), NATIVE, "sglang"),
-        Cell("views, offline", {"item_set": "new"}, one_of(LATE), "offline"),
     ),
     *table(
         "serving: How sampling parameters behave",

@@ -18,7 +18,7 @@ from pools import Pool
 from servers import Server
 from sets import NamedSet, named_options, token_sets
 
-TESTS_OF = ("engine", "inside", "live", "ranking", "refusal", "server", "slate", "weight")  # one body for both engines
+TESTS_OF = ("engine", "inside", "live", "ranking", "refusal", "server", "weight")  # one body for both engines
 pytest.register_assert_rewrite("live", *(f"{subject}_tests" for subject in TESTS_OF))
 
 # The same examples in every run of the same code. `--hypothesis-profile=explore` looks for new ones.
@@ -35,7 +35,7 @@ LONGEST = (
     "test_vllm_beam_attention.py", "test_published.py", "test_beam_draws.py", "test_ranking_kernels.py",
     "test_update.py", "test_text_escape.py", "test_sglang_live.py", "test_sglang_weights.py",
     "test_sglang_speculation.py", "test_sglang_server.py", "test_sglang_draft_models.py", "test_sglang_wide_lists.py",
-    "test_sglang_engine.py", "test_sglang_device.py", "test_sglang_slates.py",
+    "test_sglang_engine.py", "test_sglang_device.py",
 )  # fmt: skip
 """Modules that begin first, so that neither of two workers has a long one left when the other has none. While the first
 one compiles with Numba what almost all modules run, the second one does not need it."""

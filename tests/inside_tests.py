@@ -59,21 +59,6 @@ def test_with_speculation_the_answers_are_the_same(engine, drafting):
         assert one.said["items"] == other.said["items"], name
 
 
-@pytest.mark.parametrize(
-    ("sampled", "sentence"),
-    [
-        ({"max_tokens": 34}, r"a slate of so many items has at least 35 tokens, but max_(new_)?tokens=34: raise"),
-        (
-            {"min_tokens": 36, "max_tokens": 50},
-            r"min_(new_)?tokens=36 could forbid the end of the slate, which may have 35 tokens",
-        ),
-    ],
-)
-def test_slates_without_room_are_refused(engine, sampled, sentence):
-    with pytest.raises(engine.refusal, match=sentence):
-        engine.ask(["p"], {"slate": {"item_set": "titles", "n": 18}, **sampled})
-
-
 def test_after_the_end_come_stop_tokens_alone(engine):
     names, tokenizer = ["object", "slate", "tag", "slate alone"], tiny_tokenizer()
     words = [holding(name, ignore_eos=True, max_tokens=200) for name in names]

@@ -15,7 +15,8 @@ import itemset
 from itemset import published
 from itemset.published import Version
 
-OPTIONS = {"item_set_refresh_seconds": 0.2, "item_views": {"few": 'films: {"place": {"$lt": 20}}'}}
+OPTIONS = {"item_set_refresh_seconds": 0.2}
+FEW = {"item_filter": {"place": {"$lt": 20}}}
 
 
 class Films:

@@ -30,7 +30,7 @@ import pyarrow as pa
 
 import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.cli import report
+from itemset.cli.options import facts
 from itemset.masking.host import HostState
 from itemset.select.filters import passing
 from itemset.trie import attributes as attribute_columns
@@ -381,7 +381,7 @@ def use(s: ItemSet, path: Path, original: Original, rng: random.Random) -> bool:
         lambda: s.attributes.equals(original.attributes),
         *(lambda query=query: passing(query, s.attributes) for query in ASKED),  # type: ignore[misc]
         lambda: itemset.verify(path),
-        lambda: report.describe(s),
+        lambda: facts(s),
         lambda: walk_by_children(s, rng),
         lambda: walk_by_bitmask(HostState(s, stops), rng),
         lambda: s.to_bytes(),

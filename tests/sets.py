@@ -16,27 +16,24 @@ FIRST, LAST = 100, 1000  # token ids of the items: ordinary tokens of the tiny m
 
 @dataclass(frozen=True)
 class NamedSet:
-    """path: its file; of a view "", and `view` says what it is."""
+    """path: its file."""
 
     path: str
     items: frozenset[tuple[int, ...]]
-    view: str = ""
 
 
 def named_options(named_sets: Mapping[str, NamedSet]) -> dict[str, Any]:
     """The plugin's options that register them."""
-    files = {name: one.path for name, one in named_sets.items() if one.path}
-    return {"item_sets": files, "item_views": {name: one.view for name, one in named_sets.items() if one.view}}
+    return {"item_sets": {name: one.path for name, one in named_sets.items()}}
 
 
 def named_flags(named_sets: Mapping[str, NamedSet]) -> list[str]:
     """A server's flags that register them."""
-    files, views = ([f"{name}={value}" for name, value in one.items()] for one in named_options(named_sets).values())
-    return ["--item-set", *files, "--item-view", *views]
+    return ["--item-set", *(f"{name}={one.path}" for name, one in named_sets.items())]
 
 
 def token_sets(directory: Path) -> dict[str, NamedSet]:
-    """Fixed and variable length, prefixes of each other (one twice), one item, 150 tokens, 50,000 items, a view."""
+    """Fixed and variable length, prefixes of each other (one twice), one item, 150 tokens, 50,000 items, attributes."""
     random = np.random.default_rng(7)
     shapes = {
         "fixed": random.integers(FIRST, LAST, (300, 4)).tolist(),
@@ -47,14 +44,12 @@ def token_sets(directory: Path) -> dict[str, NamedSet]:
         "large": random.integers(FIRST, FIRST + 300, (50_000, 6)).tolist(),
     }
     sets = {name: _save(directory / f"{name}.itemset", items) for name, items in shapes.items()}
-    tagged = tagged_items()
-    path = directory / "tagged.itemset"
-    built = itemset.build(tagged, keys=tagged_keys(), attributes={"tag": [i % 3 for i in range(len(tagged))]})
-    built.save(path)
-    return sets | {
-        "tagged": NamedSet(str(path), frozenset(map(tuple, tagged))),
-        "seen": NamedSet("", frozenset(tuple(item) for item in tagged[::3]), 'tagged: {"tag": {"$lt": 1}}'),
-    }
+    for name, step in {"tagged": 1, "seen": 3}.items():
+        items, keys = tagged_items()[::step], tagged_keys()[::step]
+        path = directory / f"{name}.itemset"
+        itemset.build(items, keys=keys, attributes={"tag": [i * step % 3 for i in range(len(items))]}).save(path)
+        sets[name] = NamedSet(str(path), frozenset(map(tuple, items)))
+    return sets
 
 
 def tagged_items() -> list[list[int]]:

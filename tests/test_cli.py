@@ -2,12 +2,9 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -178,6 +175,8 @@ def test_info(capsys, films, sids, tokenizers):
     assert {line.split()[0]: int(line.split()[1].replace(",", "")) for line in table[1:]} == saved.sections
     assert len({line.rindex("%") if "%" in line else line.rindex("e") for line in table}) == 1
     out = run(capsys, "info", sids)
+    levels = [line.split() for line in out.split("\n\n")[2].splitlines()]
+    assert levels[1:] == [["0", "1", "2", "1"], ["1", "1", "2", "1"], ["2", "1", "2", "2"]]
     for words in ["tokenizer    none recorded", "prefix       none", "vocabulary   not recorded"]:
         assert words in out
 
@@ -325,30 +324,11 @@ def test_special_tokens_are_named(capsys, tmp_path, tokenizers):
         assert (tokenizer.decode(item, skip_special_tokens=True) == text) != warned
 
 
-def test_a_mapped_matrix_that_is_rewritten_while_it_is_read(capsys, sids, tmp_path, monkeypatch):
-    more, output = str(tmp_path / "more.npy"), tmp_path / "more.itemset"
-    np.save(more, MATRIX + 1)
-
-    def rewrite_before(work):
-        def rewriting(*given, **named):
-            os.utime(more, ns=(0, 0))
-            return work(*given, **named)
-
-        return rewriting
-
-    monkeypatch.setattr(itemset, "build", rewrite_before(itemset.build))
-    monkeypatch.setattr(itemset.ItemSet, "updated", rewrite_before(itemset.ItemSet.updated))
-    for command in (["build", more], ["update", sids, "--add", more]):
-        assert "more.npy was changed while it was read: start again" in refused(capsys, *command, "-o", str(output))
-        assert not output.exists()
-        os.utime(more)
-
-
 def test_interrupted(capsys, npy, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(itemset, "build", interrupt)
+    monkeypatch.setattr("itemset.cli.build.build_external", interrupt)
     assert cli.main(["build", npy, "-o", str(tmp_path / "a.itemset")]) == 130
     assert capsys.readouterr().err == "itemset: interrupted, nothing was written: run the same command again\n"
 
@@ -361,26 +341,6 @@ def test_as_a_module(sids, tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert err.startswith(b"itemset: ")
-
-
-@pytest.mark.parametrize("module", ["numpy", "llvmlite", "numba", "pyarrow"])
-def test_interrupted_while_python_imports(sids, module):
-    """Sent as soon as Python has begun to look for something behind this module."""
-    environment = os.environ | {"PYTHONPATH": str(Path(itemset.__file__).parents[1])}
-    command = [sys.executable, "-v", "-m", "itemset", "info", sids]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Tests in the background of a shell would hand on that the signal is ignored.
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, env=environment, preexec_fn=heeding, **pipes) as process:
-        for line in process.stderr:
-            if line.startswith(f"import '{module}"):
-                break
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err[-500:]
-    assert "itemset: interrupted\n" in err
-    assert "Traceback" not in err
-    assert out == ""
 
 
 def test_closed_pipe(tmp_path):
@@ -411,12 +371,16 @@ def test_serve_composes_the_engines_command(engine, monkeypatch):
         serve.command_of(cli.parse(["serve", "a.csv", "--model", "m", "--engine", other]), [])
 
 
-def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys):
+def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import bench
+
     (tmp_path / "users.jsonl").write_text('{"prompt": "p"}\n\n{"prompts": 7}\n')
-    words = ["bench", "--url", "http://localhost:9/v1", "--set", sids, "--tokenizer", tokenizers[0]]
-    message = refused(capsys, *words, "--users", str(tmp_path / "users.jsonl"))
-    assert 'users.jsonl, line 2: write {"prompt": "...", "truth": [keys]}' in message
-    assert "localhost:9/v1 does not answer" in refused(capsys, *words)
+    words = ["--url", "http://localhost:9/v1", "--set", sids, "--tokenizer", tokenizers[0]]
+    assert bench.main([*words, "--users", str(tmp_path / "users.jsonl")]) == 1
+    assert 'users.jsonl, line 2: write {"prompt": "...", "truth": [keys]}' in capsys.readouterr().err
+    assert bench.main(words) == 1
+    assert "localhost:9/v1 does not answer" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main([*words, "--body", "open"])
+        bench.main([*words, "--body", "open"])
     assert "is not LABEL=JSON" in capsys.readouterr().err

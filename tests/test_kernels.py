@@ -179,7 +179,6 @@ READ = {
     "advance": ["states", "tokens", "marks", "out"],
     "walk": STEP,
     "step": [*STEP, "logits"],
-    "grow": STEP[:-1],
     "mask": ["logits", "states", "marks", "slots"],
     "forced": ["states", "marks", "slots", "out"],
 }
@@ -197,10 +196,9 @@ def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> Non
     given[strided] = torch.stack([given[strided]] * 2, -1)[..., 0]
     before = {name: value.clone() for name, value in given.items()}
     launch = getattr(triton_kernels, kernel)
-    if kernel in ("walk", "step", "grow"):
+    if kernel in ("walk", "step"):
         parts = {name: given[name] for name in batch._fields if name in given}
-        arguments = [given["cells"], given["marks"], batch._replace(**parts)]
-        arguments += [] if kernel == "grow" else [given["out"]]
+        arguments = [given["cells"], given["marks"], batch._replace(**parts), given["out"]]
         arguments += [given["logits"]] if kernel == "step" else []
     else:
         arguments = [given[name] for name in READ[kernel]]

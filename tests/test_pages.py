@@ -32,6 +32,7 @@ FOLLOWED = {  # pages whose Python and bash blocks run, and where
 }
 PROGRAMS = {  # commands whose words are tried, and where
     "here": ("itemset", "python3 bootstrap.py", "python3 examples/playground.py"),
+    "test_vllm_inside.py, test_sglang_inside.py: check_bench": ("python benchmarks/bench.py",),
     "test_vllm_inside.py, test_sglang_inside.py": ("curl",),
     "test_vllm_deployment.py": (
         "vllm serve",
@@ -114,9 +115,8 @@ def test_every_block_of_the_site_has_its_test():
     known += [program.split() for program in NOT_HERE]
     for page, blocks in pages.site().items():
         for kind, block in blocks:
-            assert kind in ("", "python", "bash", "json", "text", "diff"), f"{page}: {kind}"
+            assert kind in ("", "python", "bash", "json", "text"), f"{page}: {kind}"
             assert kind not in ("python", "bash") or page in followed, f"{page}: nobody runs\n{block}"
-            assert kind != "diff" or page == "upstream.md"  # tests/test_vllm_contract.py applies it
             if kind == "json":
                 json.loads(block)
             for words in pages.commands(block) if not kind else ():
@@ -125,7 +125,7 @@ def test_every_block_of_the_site_has_its_test():
 
 def test_the_commands_of_the_pages():
     lines = pages.commands_of("itemset")
-    assert {words[0] for words in lines} == {"serve", "build", "report", "publish", "update", "bench"}
+    assert {words[0] for words in lines} == {"serve", "build", "publish", "update"}
     for words in lines:
         cli.parse(words)
     assert all(

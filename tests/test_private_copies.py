@@ -95,22 +95,6 @@ def test_a_damaged_copy_is_made_again(path, cache, damage):
     assert (cache / version).read_bytes() == path.read_bytes()
 
 
-def test_a_copy_that_a_process_has_sealed_is_read_again_only_if_it_has_changed(path, cache):
-    _, version = private_copies.open_copy(str(path), str(cache))
-    sealed = private_copies.seal(version, str(cache))
-    (cache / version).chmod(0o600)
-    content = path.read_bytes()
-    with (cache / version).open("r+b") as file:  # one byte of the last section, the keys'
-        file.seek(-1, os.SEEK_END)
-        file.write(b"d")
-    unread = private_copies.seal(version, str(cache))
-    assert private_copies.open_copy(str(path), str(cache), version, unread)[0].lookup(ITEMS) == ["a", "b", "d"]
-    assert private_copies.open_copy(str(path), str(cache), version, sealed)[0].lookup(ITEMS) == ["a", "b", "c"]
-    assert (cache / version).read_bytes() == content
-    assert private_copies.seal(version, str(cache)) not in (sealed, unread)
-    assert private_copies.seal("0" * 32, str(cache)) is None
-
-
 @pytest.mark.parametrize("change", [changes.flip, changes.cut, Path.unlink])
 def test_a_bad_file_is_refused_although_there_is_a_copy(path, cache, change):
     private_copies.open_copy(str(path), str(cache))
@@ -212,29 +196,3 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, cache, make):
     for open_it in (itemset.load, itemset.verify, lambda path: private_copies.open_copy(str(path), str(cache))):
         with pytest.raises(ItemSetError, match=r"films.itemset is a pipe, a socket or a device: give a file"):
             open_it(tmp_path / "films.itemset")
-
-
-@pytest.mark.parametrize(
-    ("view", "sentence"),
-    [
-        ('no: {"year": 1}', "the item view 'new' is of 'no', and no item set is called so"),
-        (
-            'films: {"yaer": 1}',
-            'the item view \'new\' cannot be made: there is no attribute "yaer": the set has "year"',
-        ),
-        ('films: {"year": "x"}', "the item view 'new' cannot be made: $eq of \"year\" (integer) was given"),
-    ],
-)
-def test_versions_are_found_without_making_views(tmp_path: Path, view: str, sentence: str) -> None:
-    """A view that no set could have ends the start all the same."""
-    path = tmp_path / "films.itemset"
-    itemset.build([[1], [2]], attributes={"year": [1, 2]}).save(path)
-    named = options(path, tmp_path / "cache")
-    (name,) = named["item_sets"]
-    empty = {"item_views": {"new": f'{name}: {{"year": 7}}', "newer": 'new: {"year": 7}'}}
-    assert with_versions({**named, **empty})["item_set_versions"] == with_versions(named)["item_set_versions"]
-    with pytest.raises(itemset.ItemSetError, match="cannot be made: no item is left"):
-        Catalogue(StaticConfig.of({**named, **empty}))
-    with pytest.raises(itemset.ItemSetError) as error:
-        with_versions({**named, "item_views": {"new": view.replace("films", name)}})
-    assert sentence in str(error.value)

@@ -13,7 +13,6 @@ from views import KINDS, made
 
 import itemset
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.arena_plan import Slate
 from itemset.masking.batch import READY, Batch
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import Slots
@@ -86,21 +85,6 @@ def test_wide_rows_on_the_host(kind: str, is_ready: bool) -> None:
         for row, (_, tokens) in zip(bitmask, known, strict=True):
             bits = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
             assert bits == [token for token in tokens if token < 32 * words]
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_slate_leaves_out_what_it_has_given_of_a_wide_row(kernels: Any) -> None:
-    """Its list of dead entries grows on the device."""
-    item_set = itemset.build([[token] for token in range(1_000, 1_900)])
-    slate = Slate(item_set, "a slate", 2, 7)
-    arena = Arena(room_for(item_set) + room_for(slate), DEVICE, kernels=kernels)
-    slots = Slots(arena, 1, max_rows=1, max_stop_tokens=1)
-    slots.assign(torch.tensor([0]), torch.tensor([arena.acquire(slate)]), torch.tensor([[-1, 3]]))
-    history, zero = torch.tensor([[1_500, 7, 1_001, 7]]), torch.tensor([0])
-    for count, given in ((0, []), (2, [1_500]), (4, [1_500, 1_001])):
-        logits = torch.zeros(1, 5_000)
-        slots.step(Batch(zero, history, begin=zero, end=torch.tensor([count]), slates=True), logits)
-        assert logits[0].isfinite().nonzero()[:, 0].tolist() == sorted({*range(1_000, 1_900)} - {*given})
 
 
 @pytest.mark.parametrize(("tokens", "levels"), [(2_048, 2), (20_000, 1)])

@@ -18,7 +18,7 @@ from stores import S3, web_server
 import itemset
 from itemset import ItemSetError, cli, storage
 from itemset.building import sources
-from itemset.building.external import build_external, needed_memory
+from itemset.building.external import build_external
 from itemset.serving.catalogue import Catalogue, with_versions
 from itemset.serving.config import StaticConfig
 from itemset.trie import file as index_file
@@ -96,7 +96,6 @@ def test_parts_are_one_input(s3: S3, tmp_path: Path, where: str, pattern: str) -
     assert cli.main(["build", path, "--column", "ids", "--key", "key", "-o", str(output)]) == 0
     assert output.read_bytes() == built().to_bytes()
     assert build_external(path, column="ids", key="key").to_bytes() == built().to_bytes()
-    assert needed_memory(path, "ids", "key") > CODES.nbytes
     shares = [items.done for items in sources.batches(path, column="ids")]
     assert shares == sorted(shares)
     assert shares[-1] <= 1
@@ -130,20 +129,6 @@ def test_parts_that_do_not_go_together(tmp_path: Path) -> None:
     assert refused(a_md=b"x") == "F/a.md: unknown suffix '.md', use one of " + ", ".join(
         [".txt", ".npy", ".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"]
     )
-
-
-def test_a_file_is_put_at_once(s3: S3, tmp_path: Path) -> None:
-    for folder in (str(tmp_path), "s3://sets/put"):
-        for data in (b"first", b"second, and longer"):
-            storage.put(folder, "a.txt", data)
-            with storage.file_at(f"{folder}/a.txt").open() as file:
-                assert file.read() == data
-        assert [file.name for file in storage.files_at(folder)] == [f"{folder}/a.txt"]
-    assert os.listdir(tmp_path) == ["a.txt"]
-    with pytest.raises(ItemSetError, match=r"none/a\.txt cannot be written: No such file or directory"):
-        storage.put(tmp_path / "none", "a.txt", b"")
-    with pytest.raises(ItemSetError, match=r"s3://no-such-bucket/a\.txt cannot be written: "):
-        storage.put("s3://no-such-bucket", "a.txt", b"")
 
 
 def test_an_index_in_the_store(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

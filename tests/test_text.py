@@ -160,11 +160,6 @@ def test_failure_that_no_text_is_to_blame_for():
         encode(["a", "b"], Broken())
 
 
-def test_progress_writes_nothing_where_there_is_no_terminal(bpe, capfd):
-    encode(["a"] * 10, bpe, progress=True)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_fingerprint_ignores_state_wrapping_and_path(bpe, tmp_path):
     expected = fingerprint(bpe)
     assert len(bytes.fromhex(expected)) == 32

@@ -21,7 +21,6 @@ from itemset import published
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, arena_bytes, room_for
 from itemset.masking.arena_plan import Holdings
-from itemset.serving import private_copies
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -36,23 +35,16 @@ WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "-
 class Processes:
     """The front ends of an engine, and its engine cores, as they would be in processes of their own."""
 
-    def __init__(self, folder: Path, *, fronts: int = 1, engines: int = 1, **options: Any) -> None:
+    def __init__(self, folder: Path, *, engines: int = 1, **options: Any) -> None:
         self.options = with_versions({**OPTIONS, "item_set_cache": str(folder / "cache"), **options})
         self.config = StaticConfig.of(self.options)
         self.engines = [Catalogue(self.config) for _ in range(engines)]
         self.preparers = [Preparer(catalogue, logging.getLogger("test")) for catalogue in self.engines]
-        self.checks = [checks(self.config) for _ in range(fronts)]
-        self.followers = [
-            Follower(one, self.config, self.ask, path="host", front=i, fronts=fronts, logger=logging.getLogger("test"))
-            for i, one in enumerate(self.checks)
-        ]
+        self.checks = [checks(self.config)]
+        self.follower = Follower(self.checks[0], self.config, self.ask, path="host", logger=logging.getLogger("test"))
 
     def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
         return [preparer.answer(question) for preparer in self.preparers]
-
-    @property
-    def follower(self) -> Follower:
-        return self.followers[0]
 
 
 def checks(config: StaticConfig) -> Checks:
@@ -83,7 +75,7 @@ def test_requests_keep_the_version_that_they_began_with(films, processes):
     assert [len(front.catalogue[one]) for one in references] == [films.versions[0].items, films.versions[0].items - 1]
     # An engine has closed it by now, and opens its copy again.
     assert len(processes.engines[0][references[0]]) == films.versions[0].items
-    assert front.catalogue.version_fields(front.catalogue.reference("few")) == {
+    assert front.catalogue.version_fields(front.catalogue.reference("films")) == {
         "item_set_version": films.versions[-1].name
     }
 
@@ -93,7 +85,7 @@ def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
     slow, ready = processes.preparers[1].answer, threading.Event()
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        return slow(question) if ready.is_set() or question["type"] == "Serves" else {"stage": Stage.OPENING}
+        return slow(question) if ready.is_set() else {"stage": Stage.OPENING}
 
     processes.preparers[1].answer = answer  # type: ignore[method-assign]
     version = films.publish()
@@ -109,36 +101,22 @@ def test_no_request_gets_a_version_before_every_engine_has_it(films, tmp_path):
 
 
 def test_a_copy_that_is_damaged_between_two_processes_is_made_again(films, processes, tmp_path):
-    asked, seals = processes.preparers[0].answer, []
+    asked, damaged = processes.preparers[0].answer, list[str]()
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        if question.get("ahead"):
+        if question["type"] == "Prepare" and not damaged:
             copy = tmp_path / "cache" / question["version"]
             copy.chmod(0o600)
             changes.flip(copy)
-            seals.append(question["seal"])
+            damaged.append(question["version"])
         return asked(question)
 
     processes.preparers[0].answer = answer  # type: ignore[method-assign]
     version = films.publish()
     processes.follower.look()
-    assert len(seals) == 1
-    assert seals[0] != private_copies.seal(version.name, str(tmp_path / "cache"))
+    assert damaged == [version.name]
     assert (tmp_path / "cache" / version.name).read_bytes() == version.path.read_bytes()
     assert processes.engines[0].registered["films"].items() == itemset.load(version.path).items()
-
-
-def test_refresh_returns_when_all_front_ends_serve(films, tmp_path):
-    processes = Processes(tmp_path, fronts=2, item_sets={"films": str(films.folder)})
-    version, done = films.publish(), []
-    asked = threading.Thread(target=lambda: done.append(processes.follower.refresh("films")))
-    asked.start()
-    while processes.checks[0].catalogue.reference("films") != f"version:{version.name}@films":
-        time.sleep(0.001)
-    assert not done
-    processes.followers[1].look()
-    asked.join()
-    assert done[0]["version"] == version.name
 
 
 def test_a_version_that_an_engine_cannot_have_is_refused_everywhere(films, tmp_path):
@@ -158,7 +136,7 @@ def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films
     asked, away = processes.preparers[0].answer, tmp_path / "away"
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        if question["type"] == "Prepare" and not question["ahead"]:
+        if question["type"] == "Prepare":
             films.folder.rename(away)
             return {"refused": "cannot be read there"}
         return asked(question)
@@ -244,14 +222,6 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
         processes.follower.refresh("more")
 
 
-def test_a_view_is_refreshed_with_its_set(films, tmp_path):
-    processes = Processes(tmp_path, item_sets={"films": str(films.folder)}, item_views={"seen": "films: {}"})
-    with pytest.raises(RefusedError, match=r"^'seen' is a view of 'films', and refreshed with it: name 'films'$"):
-        processes.follower.refresh("seen")
-    with pytest.raises(RefusedError, match="no item set is called 'sen': did you mean 'seen'"):
-        processes.follower.refresh("sen")
-
-
 def test_a_folder_without_sets_may_get_some(tmp_path):
     (tmp_path / "sets").mkdir()
     processes = Processes(tmp_path, item_set_dir=str(tmp_path / "sets"))
@@ -287,8 +257,8 @@ def test_the_version_before_stays_until_its_room_is_needed():
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
 
     def take_up(item_set: itemset.ItemSet) -> int:
-        pieces, steps = holdings.hold("films", {"films": item_set}), 1
-        while not arrivals.advance("films", {"films": item_set}, pieces):
+        pieces, steps = holdings.hold("films", item_set), 1
+        while not arrivals.advance("films", item_set, pieces):
             steps += 1
         holdings.settle("films")
         return steps
@@ -298,7 +268,7 @@ def test_the_version_before_stays_until_its_room_is_needed():
     held = arena.plan.acquire(first)  # a request that still runs
     assert arena.holds(first.digest, held.number, held.start)
     with pytest.raises(ArenaFullError):
-        holdings.hold("films", {"films": third})
+        holdings.hold("films", third)
     arena.plan.release(held.number)
     take_up(third)
     take_up(second)
@@ -306,7 +276,7 @@ def test_the_version_before_stays_until_its_room_is_needed():
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
     take_up(first)
     take_up(second)
-    (number, start), *_ = holdings.hold("films", {"films": first})
+    number, start = holdings.hold("films", first)
     assert arena.holds(first.digest, number, start)  # a rollback copies nothing
 
 
@@ -317,7 +287,7 @@ def test_a_version_comes_in_pieces(monkeypatch):
     (item_set,) = versions_of(1)
     arena = Arena(room_for(item_set), max_sets=2, kernels="triton")
     holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
-    pieces, steps = holdings.hold("films", {"films": item_set}), 1
-    while not arrivals.advance("films", {"films": item_set}, pieces):
+    pieces, steps = holdings.hold("films", item_set), 1
+    while not arrivals.advance("films", item_set, pieces):
         steps += 1
     assert steps >= item_set.nbytes // 1024

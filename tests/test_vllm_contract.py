@@ -1,26 +1,18 @@
 """The contract with vLLM where its versions differ most, called in this process: front end, grammars, masks,
-prefix cache, a registry of backends. `contract.py` runs this on releases that are not installed.
+prefix cache. `contract.py` runs this on releases that are not installed.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import vllm
 from vllm import SamplingParams
-from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -31,17 +23,14 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from vllm_static import compat, core_hooks, plugin
+from vllm_static import core_hooks, plugin
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = 3
-OMITTED = "STATIC_HOOKS_OMITTED"
 
 
 @pytest.fixture(scope="module")
 def config(tiny_model, named_sets):
-    for target in os.environ.get(OMITTED, "").split():
-        compat.hook.declared.pop(target, None)
     plugin.register()
     arguments = EngineArgs(
         str(tiny_model),
@@ -62,7 +51,7 @@ def config(tiny_model, named_sets):
 @pytest.fixture(scope="module")
 def engine(config):
     """A front end, and the structured outputs of an engine core."""
-    backend = None if compat.has_registry() else core_hooks.make_backend(config)
+    backend = core_hooks.make_backend(config)
     yield InputProcessor(config), StructuredOutputManager(config)
     del backend
 
@@ -174,48 +163,3 @@ def test_a_draft_heads_placeholders_are_computed(cached):
     assert computed(request("fifth", **of_head))[1] == 8
     if HAS_BOUND:
         assert computed(request("sixth", **of_head), 5)[1] == 4
-
-
-REPLACED = ("vllm.config.structured_outputs:StructuredOutputsConfig",)
-
-
-@pytest.mark.skipif(not shutil.which("patch") or compat.has_registry(), reason="no patch, or it is applied already")
-def test_a_registry_of_backends_replaces_a_hook(tmp_path):
-    """The patch of docs/upstream.md on a copy of vLLM, in a process of its own: an entry point is enough."""
-    packages = Path(vllm.__file__).parents[1]
-    diff = (ROOT / "docs" / "upstream.md").read_text().partition("```diff\n")[2].partition("```")[0]
-    patched = [Path(line.removeprefix("+++ b/")) for line in diff.splitlines() if line.startswith("+++ b/")]
-    own = {parent for path in patched for parent in (path, *path.parents)}  # all others are links
-    for folder in sorted(own - set(patched)):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        for entry in (packages / folder).iterdir() if folder.name else ():
-            if folder / entry.name not in own:
-                (tmp_path / folder / entry.name).symlink_to(entry)
-            elif entry.is_file():
-                shutil.copy(entry, tmp_path / folder)
-    if "request_backend" not in (packages / "vllm/v1/structured_output/__init__.py").read_text():
-        diff = diff.replace("(request_backend)", "(backend)")  # 0.32's name of it
-    subprocess.run(["patch", "--quiet", "-p1", "-F3", "-d", tmp_path], input=diff, text=True, check=True)
-    info = tmp_path / "registered-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: registered\nVersion: 1\n")
-    group = "vllm.structured_output_backends"
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][group]
-    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{a} = {b}\n" for a, b in points.items()))
-    paths = [tmp_path, ROOT, os.environ.get("PYTHONPATH")]
-    environment = os.environ | {OMITTED: " ".join(REPLACED), "PYTHONPATH": ":".join(str(one) for one in paths if one)}
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "own_masks or registered"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 0, ended.stdout[-3000:]
-    assert "5 passed" in ended.stdout
-
-
-@pytest.mark.skipif(OMITTED not in os.environ, reason="for the test above")
-@pytest.mark.parametrize("bad", [{"json": "{"}, {"regex": "("}])
-def test_a_registered_backend_refuses(engine, bad):
-    front_end, _ = engine
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**bad))
-    with pytest.raises(VLLMValidationError, match=r"(?i)json|regex"):
-        front_end.process_inputs("bad", {"type": "token", "prompt_token_ids": [5]}, params, ("generate",))
-    with pytest.raises(ValueError, match=r"Unknown structured outputs backend: 'statik'.*xgrammar.*static"):
-        StructuredOutputsConfig(backend="statik")

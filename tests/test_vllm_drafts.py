@@ -173,17 +173,20 @@ def expected(engines, odd_model, few):
     return exact(FEW, lambda *after: logits_behind(plain, DRAWN, *after))
 
 
-@pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
+@pytest.mark.parametrize("kind", ["plain", "greedy", "probabilistic", "forced"])
 def test_speculation_leaves_the_distribution_exact(engines, odd_model, few, expected, kind):
     """Chi-square over whole items, each drawn with its drafts, against the model's probabilities without any."""
     samples = SAMPLES // 64 * 8
     draft = str(cached_tiny_llama(vocab_size=1013, seed=1))
     config = {
+        "plain": None,
         "greedy": drafting(draft),
         "probabilistic": drafting(draft, draft_sample_method="probabilistic"),
         "forced": FORCED | {"num_speculative_tokens": 3},
     }[kind]
-    engine = engines("v2", odd_model, speculative_config=config, timeout=120 + SAMPLES / 10, **few)
+    engine = engines(
+        "v2", odd_model, timeout=120 + SAMPLES / 10, **({"speculative_config": config} if config else {}), **few
+    )
     params = named("few", temperature=TEMPERATURE, n=samples // 8)
     counts: Counter[tuple[int, ...]] = Counter()
     for output in engine.generate([{"prompt_token_ids": DRAWN}] * 8, params):

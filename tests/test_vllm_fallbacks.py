@@ -56,7 +56,7 @@ def test_lists_of_such_caches_come_by_rounds(engines, tiny_model, named_sets, st
     assert REASON in engine.log()
     added, counted = engine.call(ways, [{"extra_args": {"item_set": "prefixes"}}] * 2)
     assert added > 4
-    assert counted == {"the KV cache has no blocks for beams": 2}
+    assert counted == {"no room is kept for beams": 2}
     ((found, proven, _),) = engine.call(searched, {"item_set": "prefixes", "width": 7}, 7, [LENGTH])
     expected = engine.call(one_by_one, sorted(named_sets["prefixes"].items))
     assert proven

@@ -50,23 +50,6 @@ def test_every_cell_of_the_docs_offline(engine, name):
     cell.check(engine.call(cell_asking.offline_vllm, cell.words))
 
 
-def test_a_stop_token_that_is_the_separator_is_refused(engine):
-    (newline,) = [token for token, text in enumerate(token_texts()) if text == "\n"]
-    with pytest.raises(VLLMValidationError, match="begins as the slate's separator does"):
-        engine.ask(["p"], holding("slate alone", stop_token_ids=[newline]))
-
-
-def test_a_slate_without_room_after_its_prompt_is_refused(engine):
-    sentence = "at least 35 tokens, but max_model_len=256 leaves 26 after a prompt of 230"
-    with pytest.raises(VLLMValidationError, match=sentence):
-        engine.ask([[5] * 230], {"slate": {"item_set": "titles", "n": 18}, "max_tokens": None})
-
-
-def token_texts() -> list[str]:
-    tokenizer = tiny_tokenizer()
-    return [tokenizer.decode([token]) for token in range(len(tokenizer))]
-
-
 def test_without_our_backend_an_item_set_is_no_string(engines, tiny_model):
     with pytest.raises(VLLMValidationError, match="this engine has no item sets"):
         engines("v1", tiny_model).ask(["p"], holding("object"))

@@ -10,7 +10,7 @@ import pytest
 from live import OPTIONS, Films, Served
 from live_tests import *  # noqa: F403 - its tests, with the server of this module
 from live_tests import bad
-from servers import start_expecting_failure
+from servers import start_expecting_failure, wait_for
 
 from itemset import published
 
@@ -106,7 +106,7 @@ def test_two_ranks(engines, tiny_model, tmp_path):
 
 
 def test_two_api_servers(servers, tiny_model, tmp_path):
-    """Whichever API server answers, after a refresh of any."""
+    """Whichever API server answers, soon after a refresh of any."""
     given = {**OPTIONS, "item_set_cache": str(tmp_path / "cache")}
     films = Films(tmp_path / "sets" / "films")
     flags = ("--guided-decoding-backend", "static", "--item-set", f"films={films.folder}", "--api-server-count", "2")
@@ -115,7 +115,7 @@ def test_two_api_servers(servers, tiny_model, tmp_path):
     for _ in range(4):
         version = films.publish()
         assert served.refresh()["version"] == version.name
-        assert {films.check(served.choice()["item"]) for _ in range(8)} == {version.name}
+        wait_for(lambda version=version: {films.check(served.choice()["item"]) for _ in range(8)} == {version.name})
 
 
 def test_a_server_with_a_folder_without_a_set_does_not_start(tiny_model, tmp_path):

@@ -47,7 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> StaticConfig:
     path: Path = tmp_path_factory.mktemp("sets") / "films.itemset"
     days = [date(2020, 1, day) for day in range(1, 7)]
     itemset.build(ITEMS, keys=KEYS, attributes={"year": [1, 2, 2, 2, 1, 2], "day": days}).save(path)
-    return StaticConfig.of({"item_sets": {"films": str(path)}, "item_views": {"new": 'films: {"year": 2}'}})
+    return StaticConfig.of({"item_sets": {"films": str(path)}})
 
 
 REQUESTS: list[tuple[dict[str, Any], list[list[str]]]] = [
@@ -60,9 +60,9 @@ REQUESTS: list[tuple[dict[str, Any], list[list[str]]]] = [
     ({"item_filter": {"year": 1}, "exclude_keys": ["e"], "only_keys": ["a", "e"]}, [["a"]]),
     ({"only_keys": ["c"]}, [["c"]]),
     ({"only_keys": ["a", "c"], "exclude_keys": ["a"]}, [["c"]]),
-    ({"name": "new", "item_filter": {"year": {"$gt": 0}}}, [["c"], ["b"], ["d"], ["f"]]),
-    ({"name": "new", "exclude_keys": ["d"]}, [["c"], ["b"], ["f"]]),
-    ({"name": "new", "item_filter": {"day": {"$lte": "2020-01-04"}}, "exclude_keys": ["b"]}, [["c"], ["d"]]),
+    ({"item_filter": {"year": 2}}, [["c"], ["b"], ["d"], ["f"]]),
+    ({"item_filter": {"year": 2}, "exclude_keys": ["d"]}, [["c"], ["b"], ["f"]]),
+    ({"item_filter": {"year": 2, "day": {"$lte": "2020-01-04"}}, "exclude_keys": ["b"]}, [["c"], ["d"]]),
 ]
 
 
@@ -161,7 +161,6 @@ def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_pat
 def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:
     front = Process(config)
     assert front.ref(exclude_keys=["a"]).base is None
-    assert front.ref("new", exclude_keys=["d"]).base is None
     assert front.ref(item_filter={"year": 2}, only_keys=["b", "d"]).base is None
     assert front.ref(exclude_keys=["nobody"]) == SetRef(front.catalogue.reference("films"))
 
@@ -169,8 +168,8 @@ def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:
 CARRIED = [
     EngineRequest(SetRef("inline:ab", b"\x00index", SetRef("view:cd", b"bits")), weighed="return_set_weight"),
     EngineRequest(SetRef("films"), ListSpec(3, 8, 2, without_end=True, races=(-(2**63), 7), temperature=0.5)),
-    EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")], (3, -1))),
-    EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),)), slate=(4, 9)),
+    EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")])),
+    EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),))),
 ]
 
 

@@ -32,7 +32,7 @@ from itemset.serving.constraint import ENVELOPE, Grammars
 from itemset.serving.metrics import label
 from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
-from itemset.serving.wire import WIRE, EngineRequest, HolesSpec, SetRef, Tokens, read
+from itemset.serving.wire import WIRE, HolesSpec, SetRef, Tokens, read
 from vllm_static import compat
 from vllm_static.core_hooks import Thinking
 from vllm_static.device_path import DevicePath
@@ -91,8 +91,7 @@ class StaticBackend(StructuredOutputBackend):
         self._figures = Figures(self._catalogue)
         self._device = None
         if compat.on_device_path(vllm_config):
-            drafts = vllm_config.speculative_config is not None
-            self._device = DevicePath(config, self._catalogue, drafts=drafts)
+            self._device = DevicePath(config, self._catalogue)
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Thinking] = {}  # by request
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
@@ -113,7 +112,8 @@ class StaticBackend(StructuredOutputBackend):
         if carried is None:
             return False
         if carried.holes is not None:
-            return self._take_holes(manager, request, carried.holes)
+            self._take_holes(request, carried.holes)
+            return False
         assert carried.item_set is not None
         constraint: Any = request.structured_output_request
         made = self._catalogue.receive(carried.item_set)
@@ -139,29 +139,12 @@ class StaticBackend(StructuredOutputBackend):
         self.thinking[request.request_id] = Thinking(list(marker), list(then), params)
         return is_free
 
-    def _take_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
-        """Do `admit` for the sets of a constraint, which the request holds. No worker needs them, but for a slate's."""
-        request.item_set_holes = held = list(map(self._catalogue.receive, holes.sets))
+    def _take_holes(self, request: Any, holes: HolesSpec) -> None:
+        """Take over the sets of a constraint, which the request holds. No worker needs them."""
+        request.item_set_holes = list(map(self._catalogue.receive, holes.sets))
         request.sampling_params = params = copy.copy(request.sampling_params)
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
-        on_device = False
-        if holes.slate is not None and self._device is not None:
-            (made,) = held
-            on_device = self._device.claim(manager, request, made.item_set, EngineRequest(made.ref, slate=holes.slate))
-        self._figures.by_path["device" if on_device else "host"] += 1
-        return on_device
-
-    @classmethod
-    def validate_request(cls, params: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any) -> None:
-        """Constraints without a set are xgrammar's. vLLM calls this if it has a registry (docs/upstream.md)."""
-        structured = params.structured_outputs
-        if structured.choice is None and isinstance(structured.grammar, str | None):
-            judged = copy.copy(params)
-            judged.structured_outputs = copy.copy(structured)
-            judged.structured_outputs._backend = None
-            judged._validate_structured_outputs(
-                model_config, compat.xgrammar_config(structured_outputs_config), tokenizer
-            )
+        self._figures.by_path["host"] += 1
 
     def threads(self, grammar: str | None) -> Executor | None:
         """Return where a request's grammar is compiled; None where vLLM compiles it."""
@@ -174,7 +157,7 @@ class StaticBackend(StructuredOutputBackend):
             self._device.release(request)
         params = request.sampling_params
         carried = read(params.extra_args) if params is not None else None
-        if carried is None or carried.item_set is None or carried.slate or request.status.name != "FINISHED_STOPPED":
+        if carried is None or carried.item_set is None or request.status.name != "FINISHED_STOPPED":
             return  # only what has ended by itself is counted
         reference = carried.item_set.reference
         self._figures.answered[label(reference)] += 1

@@ -47,12 +47,6 @@ def is_ours(vllm_config: Any) -> bool:
     return hook.choose(vllm_config.structured_outputs_config.backend == BACKEND)
 
 
-def has_registry() -> bool:
-    """Whether vLLM takes backends of entry points, and asks them what they hold (docs/upstream.md)."""
-    types = importlib.import_module("vllm.v1.structured_output.backend_types")
-    return hasattr(types.StructuredOutputBackend, "validate_request")
-
-
 def xgrammar_config(structured: Any) -> Any:
     """The same structured-outputs configuration with xgrammar as its backend."""
     return dataclasses.replace(structured, backend="xgrammar")
@@ -142,12 +136,6 @@ def ask(core: Any, method: str, *args: Any) -> Any:
     if hasattr(core, "call_utility"):
         return core.call_utility(method, *args)
     return getattr(core.engine_core, method)(*args)
-
-
-def front_of(vllm_config: Any) -> tuple[int, int]:
-    """Which of the API servers this process is, and how many there are (config/parallel.py)."""
-    parallel = vllm_config.parallel_config
-    return max(0, parallel._api_process_rank), parallel._api_process_count
 
 
 def runner_of(worker: Any) -> Any:

@@ -7,7 +7,6 @@ can still take the host path. Workers do what they are told and refuse nothing.
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
-from itemset.masking.arena_plan import Holdings, Slate
+from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.config import StaticConfig
@@ -39,14 +38,12 @@ class DevicePath(Devices):
     Called by vLLM's input thread and by its engine loop.
     """
 
-    def __init__(self, config: StaticConfig, catalogue: Catalogue, *, drafts: bool) -> None:
-        """drafts: whether the engine speculates, in which case slates take the host path."""
-        self._drafts = drafts
+    def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
         spare = config.inline_set_memory + catalogue.headroom()
         self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
         self.holdings = Holdings(self.plan)
         for opened in catalogue.serving:
-            self.holdings.hold(opened.name, opened.sets)
+            self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
 
     def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
@@ -57,10 +54,6 @@ class DevicePath(Devices):
         """
         params, thinks = request.sampling_params, carried.after is not None  # its list's prompt has the reasoning
         start = -1 if thinks else compat.reasoning_end_token(manager, request)
-        if carried.slate is not None:  # which has a list of its own
-            if self._drafts or carried.slate[1] in params.all_stop_token_ids:
-                return False
-            item_set = Slate(item_set, f"slate {uuid.uuid4().hex}", *carried.slate)
         if start is None or len(params.all_stop_token_ids) > MAX_STOP_TOKENS:
             return False
         try:
@@ -82,14 +75,14 @@ class DevicePath(Devices):
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         if isinstance(opened, str):
             return [opened]
-        pieces = None
+        piece = None
         if opened is not None:
             try:
-                pieces = [list(piece) for piece in self.holdings.hold(opened.name, opened.sets)]
+                piece = list(self.holdings.hold(opened.name, opened.item_set))
             except ArenaFullError as error:
                 warn_of_no_room(opened, error, "in --additional-config", logger)
                 return [Stage.HOST]
-        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, pieces))
+        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, piece))
         return stages
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
@@ -107,7 +100,7 @@ def send_index_once(request: Request, data: Any) -> None:
     puts into its place, after it has forgotten this one, overwrites it.
     """
     resident: Resident | None = getattr(request, RESIDENT, None)
-    if resident is None or resident.once:  # a slate's workers have its set, or open it for this request
+    if resident is None:
         return
     extra = data.sampling_params.extra_args
     if (carried := read(extra)) is None:  # a thought, whose list is still to come
@@ -142,18 +135,18 @@ def refuse_speculation(vllm_config: Any) -> None:
         )
 
 
-def prepare_in_worker(worker: Any, message: Prepare, pieces: Any) -> Stage | str:
+def prepare_in_worker(worker: Any, message: Prepare, piece: Any) -> Stage | str:
     """Open a version beside the steps of a worker, and copy one piece of it to its device. Return the stage, or why it
     cannot be had: an error in a worker would end the engine.
 
-    pieces: its places, `masking.arena_plan.Pieces`; None while the engine core opens it.
+    piece: its place, `masking.arena_plan.Piece`; None while the engine core opens it.
     """
 
     def prepare() -> Stage:
         if asleep(worker):
             return Stage.COPYING
         processor = _item_sets(worker)
-        return Stage.DEVICE if processor is None else processor.prepare(message, pieces)
+        return Stage.DEVICE if processor is None else processor.prepare(message, piece)
 
     return or_reason(prepare, logger)
 

@@ -18,7 +18,6 @@ from itemset.serving.catalogue import with_versions
 from itemset.serving.config import (
     BACKEND,
     FLAGS,
-    NAMING_FLAGS,
     StaticConfig,
     add_flags,
     on_command_line,
@@ -39,7 +38,7 @@ def _add_backend_name(structured: Any) -> None:
     from pydantic.dataclasses import rebuild_dataclass
 
     known = get_args(structured.__annotations__["backend"])
-    if BACKEND in known or str in known:  # str: vLLM has a registry of backends
+    if BACKEND in known:
         return
     names = Literal[(*known, BACKEND)]  # type: ignore[valid-type]
     structured.__annotations__["backend"] = names
@@ -91,13 +90,12 @@ def apply_flags(args: argparse.Namespace) -> None:
     for option in FLAGS:
         if given := getattr(args, option, None):
             args.additional_config = {**(args.additional_config or {}), option: given}
-    for flag, option in NAMING_FLAGS.items():
-        if named := getattr(args, flag, None):
-            if _backend(args) != BACKEND:
-                mend = "add --structured-outputs-config.backend static"
-                raise ItemSetError(f"--item-set needs the static backend: {mend}")
-            args.additional_config = with_named(getattr(args, "additional_config", None) or {}, option, named)
-            setattr(args, flag, None)  # with several API servers, each reads the same flags again
+    if named := getattr(args, "item_set", None):
+        if _backend(args) != BACKEND:
+            mend = "add --structured-outputs-config.backend static"
+            raise ItemSetError(f"--item-set needs the static backend: {mend}")
+        args.additional_config = with_named(getattr(args, "additional_config", None) or {}, named)
+        args.item_set = None  # with several API servers, each reads the same flags again
 
 
 def apply_environment(args: Any) -> None:

@@ -93,8 +93,7 @@ class FrontEnd(FrontEndBase):
         if asked.marker:
             return self._think(asked, params, prompt_tokens)
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
-        stops = set(params.all_stop_token_ids)
-        carried = self.engine_request(asked, stop_tokens=stops, max_tokens=params.max_tokens, **least)
+        carried = self.engine_request(asked, stop_tokens=set(params.all_stop_token_ids), **least)
         for parameter in ("allowed_token_ids", "bad_words"):
             if getattr(params, parameter):
                 raise RefusedError(
@@ -218,8 +217,7 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
 
 
 def _follow_by(front: Any, send: Send) -> Follower:
-    number, count = compat.front_of(front.vllm_config)
     path = "device" if compat.on_device_path(front.vllm_config) else "host"
-    follower = Follower(front.checks, front.config, send, path=path, front=number, fronts=count, logger=logger)
+    follower = Follower(front.checks, front.config, send, path=path, logger=logger)
     front.follower = follower
     return follower

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 
 import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, arena_bytes, check_tables
-from itemset.masking.arena_plan import Pieces, Slate
+from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
 from itemset.ranking.draft_head import DraftHead
@@ -65,10 +65,9 @@ class ItemSetProcessor(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         compat.is_ours(vllm_config)  # as this process has not known yet
         self._req_states = req_states
-        # [max_num_reqs] the set of the slot's request, whether it is a slate, the temperature at which its
-        # answer's tokens have log-probabilities, 0 if nobody asks for them, and whether it is a list.
+        # [max_num_reqs] the set of the slot's request, the temperature at which its answer's tokens have
+        # log-probabilities, 0 if nobody asks for them, and whether it is a list.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
-        self._slates = np.zeros(req_states.max_num_reqs, np.bool_)
         self._temperatures = np.zeros(req_states.max_num_reqs, np.float32)
         self._lists = np.zeros(req_states.max_num_reqs, np.bool_)
         # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
@@ -130,15 +129,15 @@ class ItemSetProcessor(LogitsProcessor):
         why = next((one for one in given if isinstance(one, str)), None)
         return why or (given[0] if other is None else "sets with other tokens")
 
-    def prepare(self, message: Prepare, pieces: Pieces | None) -> Stage:
+    def prepare(self, message: Prepare, piece: Piece | None) -> Stage:
         """Do `device_path.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
         if not hasattr(self, "arena"):
             return Stage.DEVICE
         opened = self._catalogue.begin(message, check_tables)
-        if opened is None or pieces is None:
+        if opened is None or piece is None:
             return Stage.OPENING
-        places = [(number, start) for number, start in pieces]
-        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.sets, places) else Stage.COPYING
+        number, start = piece
+        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.item_set, (number, start)) else Stage.COPYING
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Do `device_path.close_in_worker`."""
@@ -165,18 +164,16 @@ class ItemSetProcessor(LogitsProcessor):
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
                 item_set = self._catalogue.receive(carried.item_set, below, keep=False).item_set
-                if carried.slate is not None:
-                    item_set = Slate(item_set, place.digest, *carried.slate)
                 self.arena.place(item_set, place.number, place.start, place.below)
         self._alphabets[req_idx] = self._alphabet(carried, sampling_params)
         if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
-            self._numbers[req_idx], self._slates[req_idx] = NO_SET, False
+            self._numbers[req_idx] = NO_SET
             return False
         prompt = int(self._req_states.prompt_len.np[req_idx])
         self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
-        self._numbers[req_idx], self._slates[req_idx] = place.number, carried.slate is not None
+        self._numbers[req_idx] = place.number
         return False
 
     def _alphabet(self, carried: EngineRequest, sampling_params: SamplingParams) -> bytes | str:
@@ -185,8 +182,6 @@ class ItemSetProcessor(LogitsProcessor):
         if self.narrow.why_not is not None:
             return self.narrow.why_not
         place = Place(*carried.place)
-        if carried.slate is not None:
-            return "slates"
         if place.begins_after != -1:
             return "constraints that begin later"
         return self.arena.alphabet(place.number, tuple(sorted(sampling_params.all_stop_token_ids)))
@@ -218,7 +213,7 @@ class ItemSetProcessor(LogitsProcessor):
         if (numbers == NO_SET).all():
             return logits
         self.arena.use(numbers)
-        batch = self._batch(slots, slates=bool(self._slates[requests].any()), **layout)
+        batch = self._batch(slots, **layout)
         logits = logits.clone() if raw or self._temperatures[requests].any() else logits
         self._slots.step(batch, logits)
         return logits
@@ -281,7 +276,7 @@ class ItemSetProcessor(LogitsProcessor):
         for dtype in {self._dtype, torch.float32}:  # the model's logits, and copies of them
             for stride in {vocabulary, vocabulary + -vocabulary % _PADDING}:
                 logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
-                self._slots.step(batch._replace(slates=not self._drafts), logits)
+                self._slots.step(batch, logits)
                 self._slots.mask(self._slots.walk(batch), zeros(torch.int64), logits)  # as `weigh`
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(zeros(torch.int64)))

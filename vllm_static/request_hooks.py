@@ -25,9 +25,8 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     original()
     self.static_front_end = None
     if compat.is_ours(vllm_config):
-        if not compat.has_registry():
-            # Knows the built-in backends only: constraints without sets are validated as xgrammar's.
-            self.structured_outputs_config = compat.xgrammar_config(self.structured_outputs_config)
+        # Knows the built-in backends only: constraints without sets are validated as xgrammar's.
+        self.structured_outputs_config = compat.xgrammar_config(self.structured_outputs_config)
         from vllm_static.front_end import FrontEnd
 
         with start_up():

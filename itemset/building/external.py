@@ -8,15 +8,13 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
 from itemset.building import sources
@@ -34,11 +32,11 @@ from itemset.building.scratch import (
 )
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, Origin
-from itemset.storage import SourceFile, files_at
+from itemset.storage import files_at
 from itemset.text import Escape, identify, warn_of_special
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, in_item_order
-from itemset.trie.rows import Rows, as_rows, joined, out_of_order, sort_unique, token_dtype
+from itemset.trie.rows import Rows, as_rows, joined, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
@@ -65,9 +63,6 @@ class Source(TypedDict, total=False):
 def build_external(
     path: str | os.PathLike[str],
     *,
-    in_order: bool = False,
-    engine: Literal["ray"] | None = None,
-    shards: str | os.PathLike[str] | None = None,
     memory: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress = lambda stage, share: None,
@@ -77,56 +72,31 @@ def build_external(
 
     path; column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
     ids) and `build_text` (texts).
-    in_order: the items ascend already, compared token by token, an item before those that it begins; nothing is sorted.
-    engine: "ray" reads, encodes and sorts on a Ray cluster (needs the package `ray`), this process does the rest.
-    shards: a new folder or URI that all machines share, for what the cluster has sorted; by default one in `folder`,
-    removed at the end.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes; by default a
     new one in the system's temporary one.
     progress: called with a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building") and the share
     of it that is done.
-    Raises ItemSetError as those functions do, if DuckDB is needed and not installed, if the disk is full, and for the
-    first item that is out of the order that was promised.
+    Raises ItemSetError as those functions do, and if the disk is full.
     """
-    if engine not in (None, "ray"):
-        raise ItemSetError(f"no engine {engine!r}: give ray, or omit it")
-    if in_order and engine is not None:
-        raise ItemSetError("the items are in order already, there is nothing to sort: omit --sorted or --engine")
-    if shards is not None and engine is None:
-        raise ItemSetError("shards are for what a cluster sorts: give an engine, or omit them")
-    if engine is not None:
-        ray_shards = _imported("itemset.building.ray_shards", "on a cluster needs Ray", "ray")
-    elif not in_order:
-        _duckdb()  # raises before the work
     how: dict[str, Any] = {**source}
     named = {name: how.pop(name) for name in ("column", "key", "attributes") if name in how}
     encoding = sources.Encoding(**how)
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
-        with temporary as scratch, ExitStack() as until_built:
-            if engine is None:
-                stored = _store(path, partial(sources.batches, path, **named), encoding, scratch, progress)
-            else:
-                ordered = str(shards or until_built.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-                read = ray_shards.write_shards(path, ordered, named, encoding)
-                stored = _store(ordered, read, sources.Encoding(vocab_size=encoding.limit), scratch, progress)
-            return _built(stored, encoding, in_order or engine is not None, memory, scratch, progress)
+        with temporary as scratch:
+            stored = _store(path, partial(sources.batches, path, **named), encoding, scratch, progress)
+            return _built(stored, encoding, memory, scratch, progress)
     except OSError as error:
         where = folder or tempfile.gettempdir()
         raise ItemSetError(f"{path} cannot be sorted in {where}: {error.strerror or error}: give more disk") from error
 
 
-def _built(
-    stored: Stored, encoding: sources.Encoding, in_order: bool, memory: int, folder: Path, progress: Progress
-) -> ItemSet:
-    """Return the set of what is stored, sorted if it is not in order."""
-    if in_order:
-        merged = _merge(stored, _as_stored(stored, progress), folder, promised=True)
-    else:
-        merged = _sorted(stored, memory, folder, progress)
+def _built(stored: Stored, encoding: sources.Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
+    """Return the set of what is stored."""
+    merged = _sorted(stored, memory, folder, progress)
     stored.check_unchanged()
     progress("building", 0.0)
     trie, members = build_trie(merged.rows, merged.lcp, Zeros(folder, memory))
@@ -137,17 +107,6 @@ def _built(
     item_set = ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
     warn_of_special(item_set.occurring, encoding.tokenizer)
     return item_set
-
-
-def _duckdb() -> Any:
-    return _imported("duckdb", "on disk needs DuckDB", "big")
-
-
-def _imported(module: str, need: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ItemSetError(f"sorting {need}: pip install 'static-backend[{extra}]'") from error
 
 
 def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
@@ -161,7 +120,7 @@ def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
             return future.result()
         except KeyboardInterrupt:
             while not future.done():
-                with suppress(_duckdb().Error):  # the connection may be busy; then try again
+                with suppress(Exception):  # the connection may be busy; then try again
                     connection.interrupt()
                 wait([future], 0.1)
             raise
@@ -194,16 +153,6 @@ def _store(
     return stored
 
 
-def _as_stored(stored: Stored, progress: Progress) -> Iterator[Batch]:
-    """Yield the items in the order of the source."""
-    done = 0
-    for rows, values in stored.take():
-        tokens = rows.tokens.astype(token_dtype(stored.highest), copy=False)
-        yield Rows(tokens, width=stored.width) if stored.width else Rows(tokens, rows.offsets), values
-        done += len(rows)
-        progress("merging", done / stored.items)
-
-
 class _Merged(NamedTuple):
     """The distinct rows, ascending, and their lcp, as `rows.sort_unique` returns them; both None once they are built.
 
@@ -218,7 +167,8 @@ class _Merged(NamedTuple):
 
 def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Merged:
     """Sort the items with DuckDB, and merge them."""
-    duckdb = _duckdb()
+    import duckdb  # which other commands need not wait for
+
     config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
     try:
         with duckdb.connect(config=config) as connection:
@@ -255,8 +205,8 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
             progress("merging", done / stored.items)
 
 
-def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: bool = False) -> _Merged:
-    """Return the distinct rows of sorted batches. Raises ItemSetError for the first row out of a promised order."""
+def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
+    """Return the distinct rows of sorted batches."""
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)
     values = [ArraySpool(folder, kind, missing=i > 0) for i, kind in enumerate(stored.types)]
@@ -265,12 +215,6 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path, *, promised: 
     last: Rows | None = None  # the last row so far: the next batch goes on from it
     for ordered, columns in batches:
         both, known = (ordered, 0) if last is None else (joined(last, ordered), 1)
-        if promised and (row := out_of_order(both)) is not None:
-            raise ItemSetError(
-                f"{stored.path}: row {keys_so_far + row + 1 - known:,} is lower than the one before it: sort the items "
-                "by their token ids, an item before those that it begins, over all files in the order of their names; "
-                "or let the build sort them"
-            )
         rows, _, begins_of_keys, lcp = sort_unique(both)
         if begins_of_keys is None:
             begins_of_keys = np.arange(len(rows) + 1, dtype=np.uint32)
@@ -326,10 +270,6 @@ def _gather(
     return Keys(keys.map(), None if merged.starts is None else starts.map()), section
 
 
-_ROW_BYTES, _TOKEN_BYTES = 22, 3  # an item and a token of a matrix, beside the matrix itself
-_FILE_FACTOR = 13  # other files: texts and lists are in memory as Arrow columns, Python strings and token ids
-
-
 def available_memory(system: Path = Path("/")) -> int:
     """Return the bytes that this process can take without swapping: the system's, or its control group's (v2)."""
     try:
@@ -347,32 +287,3 @@ def available_memory(system: Path = Path("/")) -> int:
 def _counter(file: Path, name: str) -> int:
     """Return the number after `name` in a file of one counter a line."""
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines()) if len(words) > 1}[name]
-
-
-def needed_memory(
-    path: str | os.PathLike[str], column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
-) -> int:
-    """Estimate the peak memory of `build` or `build_text` for these items from the files' sizes; 0 if unreadable.
-
-    It is high if a CSV or JSON file has other long columns.
-    """
-    names = {column, key, *attributes} if column else set()
-    try:
-        return sum(_needed(file, names) for file in files_at(path))
-    except (OSError, ValueError, EOFError, AttributeError, pa.ArrowException):
-        return 0  # `sources.read` says what is wrong with it
-
-
-def _needed(file: SourceFile, names: set[str | None]) -> int:
-    if file.suffix == ".npy" and file.system is None:
-        matrix = np.load(file.path, mmap_mode="r")
-        rows, width = matrix.shape
-        return int(rows * (_ROW_BYTES + width * (matrix.itemsize + _TOKEN_BYTES)))
-    if file.suffix != ".parquet":
-        return _FILE_FACTOR * file.size
-    with file.open() as stream:
-        metadata = pa_parquet.read_metadata(stream)
-    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
-    chunks = (group.column(i) for group in groups for i in range(group.num_columns))
-    read = (chunk for chunk in chunks if not names or chunk.path_in_schema.partition(".")[0] in names)
-    return _FILE_FACTOR * sum(int(chunk.total_uncompressed_size) for chunk in read)

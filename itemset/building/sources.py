@@ -30,7 +30,7 @@ class Items:
 
     texts: N strings. tokens: integer matrix [N, L], or Rows if lengths differ. keys: int64 or large_string array [N],
     None if no key was asked for. attributes: a table of N rows, None if none were asked for. done: share of all files
-    up to the last of these items. mapped: the file in which `tokens` still lie, None if they are read.
+    up to the last of these items.
     """
 
     texts: list[str] | None = None
@@ -38,12 +38,6 @@ class Items:
     keys: pa.Array | None = None
     attributes: pa.Table | None = None
     done: float = 1.0
-    mapped: SourceFile | None = None
-
-    def check_unchanged(self) -> None:
-        """Raise ItemSetError if another file stands in place of the mapped one: after `tokens` have been read."""
-        if self.mapped is not None:
-            self.mapped.check_unchanged()
 
     def __len__(self) -> int:
         items = self.tokens if self.texts is None else self.texts
@@ -95,11 +89,6 @@ def read(
     and blank lines not counted), bad syntax, parts that differ in kind, no item; for one that is elsewhere, also if it
     cannot be reached or changes meanwhile.
     """
-    files = files_at(path)
-    if len(files) == 1 and files[0].suffix == ".npy":
-        with _opened(files[0], column, key, attributes):
-            mapped = files[0] if files[0].system is None else None
-            return Items(tokens=_native(_map_npy(files[0])), mapped=mapped)
     return _joined(list(batches(path, column=column, key=key, attributes=attributes)))
 
 
@@ -135,7 +124,7 @@ def batches(
     for file in files:
         for items in batches_of(file, column=column, key=key, attributes=attributes):
             first = first or items
-            check_same(file, first, items)
+            _check_same(file, first, items)
             rows += len(items)
             yield replace(items, done=(before + items.done * file.size) / total)
         before += file.size
@@ -172,7 +161,7 @@ def batches_of(
             yield from _table(file, column, key, attributes)
 
 
-def check_same(file: SourceFile, first: Items, items: Items) -> None:
+def _check_same(file: SourceFile, first: Items, items: Items) -> None:
     """Raise ItemSetError if a part's rows are of another kind than those of the first part."""
     if (items.texts is None) != (first.texts is None):
         here, there = ("token ids" if one.texts is None else "texts" for one in (items, first))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from itemset.cli import bench, build, inspect, publish, report_page, serve
+from itemset.cli import build, inspect, publish, serve
 from itemset.errors import ItemSetError, ItemSetWarning
 
 
@@ -83,6 +83,6 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run, error=parser.error)
         return sub
 
-    for group in (build, inspect, report_page, publish, serve, bench):
+    for group in (build, inspect, publish, serve):
         group.add_to(command)
     return parser

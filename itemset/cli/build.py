@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,19 @@ import pyarrow as pa
 
 import itemset
 from itemset.building import sources
-from itemset.building.external import available_memory, build_external, needed_memory
+from itemset.building.external import build_external
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
-from itemset.cli.options import Command, output_file, positive, size, tokenizer_of, unwritable
-from itemset.cli.report import facts, print_table
+from itemset.cli.options import (
+    Command,
+    facts,
+    output_file,
+    positive,
+    print_table,
+    size,
+    tokenizer_of,
+    unwritable,
+)
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 
@@ -42,14 +49,8 @@ def add_to(command: Command) -> None:
     escape = "for items that stand inside longer answers: in JSON strings (escaped as such), or in other text"
     sub.add_argument("--escape", choices=["json", "text"], help=escape)
     sub.add_argument("--vocab-size", metavar="N", type=positive, help="refuse token ids of N and above")
-    memory = "memory to sort in, such as 4GB (default: half of what is available); more is sorted on disk, beside FILE"
+    memory = "memory to sort in, such as 4GB (default: half of what is available); the rest is on disk, beside FILE"
     sub.add_argument("--memory", metavar="SIZE", type=size, help=memory)
-    in_order = "the items ascend already by their token ids, an item before those that it begins: nothing is sorted"
-    sub.add_argument("--sorted", action="store_true", help=in_order)
-    engine = "read, encode and sort on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new one"
-    sub.add_argument("--engine", choices=["ray"], help=engine)
-    shards = "with --engine: a new folder or URI that all machines share, for what they sort (default: beside FILE)"
-    sub.add_argument("--shards", metavar="FOLDER", help=shards)
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
     sub = command(
@@ -71,34 +72,18 @@ def add_to(command: Command) -> None:
 
 def build(args: argparse.Namespace) -> None:
     """Build an index file."""
-    if args.shards and not args.engine:
-        args.error("--shards is for what a cluster sorts: it needs --engine")
     output = output_file(args.output)
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start = time.perf_counter()
-    s, how = write_index(args, output)
-    _print_written(s, output, start, ("sorted", how))
+    _print_written(write_index(args, output), output, start)
 
 
-def write_index(args: argparse.Namespace, output: Path) -> tuple[ItemSet, str]:
-    """Write the index that the arguments ask for. Return its set, and how it was sorted."""
-    allowed = available_memory() // 2 if args.memory is None else args.memory
-    on_disk, how = True, "in order already (--sorted)" if args.sorted else "on a Ray cluster (--engine ray)"
-    if not args.sorted and args.engine is None:
-        needed = needed_memory(args.source, args.column, args.key, args.attribute)
-        reason = f"about {needed / 1e9:.1f} GB needed in memory, {allowed / 1e9:.1f} GB allowed"
-        on_disk = needed > allowed
-        how = f"{'on disk' if on_disk else 'in memory'}: {reason}"
-        if on_disk:
-            print(f"itemset: sorting on disk, beside {output}: {reason} (--memory)", file=sys.stderr)
-    return (_build_on_disk(args, output, allowed) if on_disk else _build_in_memory(args, output)), how
-
-
-def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemSet:
-    alike = ("column", "key", "prefix", "escape", "vocab_size", "engine", "shards")
-    given: dict[str, Any] = {name: getattr(args, name) for name in alike} | {"attributes": args.attribute}
-    given |= {"tokenizer": tokenizer_of(args), "in_order": args.sorted, "memory": memory}
+def write_index(args: argparse.Namespace, output: Path) -> ItemSet:
+    """Write the index that the arguments ask for, and return its set."""
+    alike = ("column", "key", "prefix", "escape", "vocab_size", "memory")
+    given: dict[str, Any] = {name: getattr(args, name) for name in alike}
+    given |= {"attributes": args.attribute, "tokenizer": tokenizer_of(args)}
     try:
         with scratch_folder(output) as folder, build_bar() as progress:
             s = build_external(args.source, folder=folder, progress=progress, **given)
@@ -108,21 +93,6 @@ def _build_on_disk(args: argparse.Namespace, output: Path, memory: int) -> ItemS
             progress("writing", 1.0)
     except OSError as error:
         raise unwritable(output, error) from error
-    return s
-
-
-def _build_in_memory(args: argparse.Namespace, output: Path) -> ItemSet:
-    source = sources.read(args.source, column=args.column, key=args.key, attributes=args.attribute)
-    encoding = sources.Encoding(args.tokenizer, args.prefix, args.escape, args.vocab_size)
-    encoding.check(args.source, texts=source.texts is not None)
-    tokenizer = tokenizer_of(args)
-    given: dict[str, Any] = {"keys": source.keys, "attributes": source.attributes, "tokenizer": tokenizer}
-    if source.texts is None:
-        s = itemset.build(source.tokens, vocab_size=args.vocab_size, **given)
-        source.check_unchanged()
-    else:
-        s = itemset.build_text(source.texts, prefix=args.prefix, escape=args.escape, progress=True, **given)
-    s.save(output)
     return s
 
 
@@ -139,16 +109,15 @@ def update(args: argparse.Namespace) -> None:
         source = sources.read(args.add, column=args.column, key=args.key, attributes=names)
         new = _new_items(args, before, source)
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
-    source.check_unchanged()
     after.save(output)
     added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
     changes = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"
     _print_written(after, output, start, ("changes", changes))
 
 
-def _print_written(s: ItemSet, output: Path, start: float, how: tuple[str, str]) -> None:
+def _print_written(s: ItemSet, output: Path, start: float, *more: tuple[str, str]) -> None:
     size, seconds = output.stat().st_size, time.perf_counter() - start
-    print_table([*facts(s), ("file", f"{output} ({size:,} bytes)"), how, ("time", f"{seconds:.1f} s")])
+    print_table([*facts(s), ("file", f"{output} ({size:,} bytes)"), *more, ("time", f"{seconds:.1f} s")])
 
 
 def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:

@@ -4,13 +4,17 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 import itemset
 from itemset.building.progress import reading_bar
-from itemset.cli.options import Command, token_list, tokenizer_of
-from itemset.cli.report import describe, facts, print_table
+from itemset.cli.options import Command, facts, print_table, token_list, tokenizer_of
 from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
 from itemset.storage import file_at
 from itemset.text import encode
+
+_SHOWN_LEVELS = 24
 
 
 def add_to(command: Command) -> None:
@@ -54,7 +58,20 @@ def _info(args: argparse.Namespace) -> None:
     print(f"\n{'section':<12} {'bytes':>16} {'bytes/item':>11} {'share':>7}")
     for name, nbytes in s.sections.items():
         print(f"{name:<12} {nbytes:>16,} {nbytes / len(s):>11.2f} {nbytes / size:>7.1%}")
-    print("", *describe(s), sep="\n")
+    _print_levels(s)
+
+
+def _print_levels(s: ItemSet) -> None:
+    """Print a line for each level: what is shared there, and how many items stand alone from there on."""
+    every = np.column_stack((s.trie.level_nodes, s.trie.level_edges))
+    alone = np.subtract(every[:, 1], [*every[1:, 0], 0])
+    shown = len(every) if len(every) <= _SHOWN_LEVELS else _SHOWN_LEVELS - 1
+    rows = [(f"{i}", *every[i], alone[i]) for i in range(shown)]
+    if shown < len(every):
+        rows.append((f"{shown} to {len(every) - 1}", *every[shown:].sum(0), alone[shown:].sum()))
+    print(f"\n{'level':<12} {'nodes':>16} {'edges':>16} {'alone after':>16}")
+    for name, nodes, edges, lone in rows:
+        print(f"{name:<12} {nodes:>16,} {edges:>16,} {lone:>16,}")
 
 
 def _verify(args: argparse.Namespace) -> None:

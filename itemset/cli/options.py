@@ -1,4 +1,4 @@
-"""What subcommands share: option values, the tokenizer, the file to write."""
+"""What subcommands share: option values, the tokenizer, the file to write, tables of names and values."""
 
 import argparse
 import re
@@ -10,6 +10,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.storage import is_uri
 from itemset.text import load_tokenizer
+from itemset.trie.attributes import kind_of
 
 Command = Callable[[str, Callable[[argparse.Namespace], None], str, str], argparse.ArgumentParser]
 """Adds a subcommand, by its name, function, summary and example. `args.error` of its arguments is for bad usage."""
@@ -63,3 +64,21 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4GB, 500MB or 2GiB")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(unit or " ")))
+
+
+def facts(s: ItemSet) -> list[tuple[str, str]]:
+    """Return what an item set holds, as names and values for people."""
+    return [
+        ("items", f"{len(s):,}"),
+        ("duplicates", f"{s.duplicates:,} folded"),
+        ("keys", f"{len(s.keys):,}; items with several: {s.shared:,}"),
+        ("attributes", ", ".join(f"{field.name} ({kind_of(field.type)})" for field in s.attributes.schema) or "none"),
+        ("tokens", f"{s.shortest} (shortest item) to {s.longest} (longest)"),
+        ("size", f"{s.nbytes:,} bytes, {s.nbytes / len(s):.2f} an item, keys not counted"),
+    ]
+
+
+def print_table(rows: list[tuple[str, str]]) -> None:
+    """Print a line for each name and value."""
+    for name, value in rows:
+        print(f"{name:<12} {value}")

@@ -6,8 +6,7 @@ from datetime import UTC
 
 from itemset import published
 from itemset.building.progress import reading_bar
-from itemset.cli.options import Command, positive
-from itemset.cli.report import print_table
+from itemset.cli.options import Command, positive, print_table
 
 
 def add_to(command: Command) -> None:

@@ -149,7 +149,7 @@ class Marked:
     """A grammar as xgrammar prints it, with marks in it.
 
     spec: what it was made of, with marks in place of the sets. mark: finds them, and their numbers. hole_of: of each
-    number that of its hole in `holes`. slate: of a slate, how many items, and the text between them.
+    number that of its hole in `holes`.
     """
 
     spec: str
@@ -157,7 +157,6 @@ class Marked:
     mark: re.Pattern[str]
     holes: list[Place]
     hole_of: Mapping[int, int]
-    slate: tuple[int, str] | None = None
 
     def ebnf(self, first: int) -> str:
         """Return the grammar in which hole k is the token `first + k`."""

@@ -135,7 +135,7 @@ class Marker:
             grammar += f' ({literal if separator else ""} "{self._mark(place)}"){{{n - 1}}}'
         marked = self._placed(grammar, lambda: xgrammar.Grammar.from_ebnf(grammar), None)
         assert marked is not None
-        return replace(marked, slate=(n, separator))
+        return marked
 
     def _parsed(self, given: Any) -> Any:
         parsed = parse(given)

@@ -4,7 +4,7 @@ One allocation, made once. It holds each set's tables in one piece, as the file 
 where. A state on the device is a set's number and the state within that set, so one kernel serves every set.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.masking import Kernels, arena_plan, cpu_kernels
 from itemset.masking import batch as form
-from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, Slate, aligned, arena_bytes, room_for
+from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, room_for
 from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
@@ -296,7 +296,7 @@ class Arena:
                 return
         if self.device.type == "cpu":  # nothing is read where a set came from: the file of an old version can go
             self.rows[number] = with_addresses(row[None], self.words.data_ptr())
-        if base is not None and not isinstance(item_set, Slate):
+        if base is not None:
             placed.view = item_set
         placed.there, self._placed[number] = True, self._placed.pop(number)
         self._bases[number] = number if base is None else base
@@ -318,8 +318,6 @@ class Arena:
             row[_SECTIONS[name]] = at // 4
             parts.append((memory[at : at + array.nbytes], array.view(np.uint8)))
             at += aligned(array.nbytes)
-        if isinstance(item_set, Slate):
-            row[form.DEAD_LIST] += row[form.FIRST_DEAD]  # before it lies the list as it is at first
         parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
         return row, parts
 
@@ -338,24 +336,19 @@ class Arrivals:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._coming: dict[str, tuple[arena_plan.Pieces, Iterator[None]]] = {}  # by the name of the set
+        self._coming: dict[str, tuple[arena_plan.Piece, Iterator[None]]] = {}  # by the name of the set
 
-    def advance(self, name: str, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> bool:
-        """Copy one piece more of a version. Return whether all of its sets are there.
+    def advance(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
+        """Copy some more of a version's tables. Return whether all of them are there.
 
         Raises ItemSetError as `Arena.place` does.
         """
-        if name not in self._coming or self._coming[name][0] != pieces:
-            self._coming[name] = pieces, self._all(sets, pieces)
+        if name not in self._coming or self._coming[name][0] != piece:
+            self._coming[name] = piece, self._arena.placing(item_set, *piece)
         if next(self._coming[name][1], self) is not self:
             return False
         del self._coming[name]  # what was overtaken meanwhile comes again
-        placed = zip(sets.values(), pieces, strict=True)
-        return all(self._arena.holds(item_set.digest, number, start) for item_set, (number, start) in placed)
-
-    def _all(self, sets: Mapping[str, ItemSet], pieces: arena_plan.Pieces) -> Iterator[None]:
-        for item_set, (number, start) in zip(sets.values(), pieces, strict=True):
-            yield from self._arena.placing(item_set, number, start)
+        return self._arena.holds(item_set.digest, *piece)
 
 
 def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
@@ -40,7 +38,6 @@ class Resident:
     number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
     sent: whether the workers whose arenas are planned here have been given the tables. A set that comes back after it
         was forgotten is another Resident. base: of a view, the set whose tables it reads: it stays while the view does.
-    once: whether it is one request's own, a slate, and is forgotten as soon as nobody uses it.
     """
 
     number: int
@@ -50,7 +47,6 @@ class Resident:
     users: int = 0
     sent: bool = False
     base: Resident | None = None
-    once: bool = False
 
     @property
     def below(self) -> list[tuple[int, int]]:
@@ -88,9 +84,8 @@ class Plan:
                     if base is not None:
                         self._release(base)
                     raise
-                once = isinstance(item_set, Slate)
                 number = self._free_numbers.pop()
-                resident = Resident(number, item_set.digest, start, nbytes, base=base, once=once)
+                resident = Resident(number, item_set.digest, start, nbytes, base=base)
                 self._residents[resident.digest] = self._by_number[number] = resident
             resident.users += 1
             return resident
@@ -105,9 +100,7 @@ class Plan:
 
     def _release(self, resident: Resident) -> None:
         resident.users -= 1
-        if not resident.users and resident.once:
-            self._forget(resident)
-        elif not resident.users:
+        if not resident.users:
             self._residents[resident.digest] = self._residents.pop(resident.digest)
 
     @property
@@ -165,8 +158,8 @@ class Plan:
         )
 
 
-Pieces = Sequence[tuple[int, int]]
-"""Number and start of each set of a version, in its order."""
+Piece = tuple[int, int]
+"""Number and start of a set."""
 
 
 class Holdings:
@@ -177,63 +170,39 @@ class Holdings:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._held: dict[str, list[Resident]] = {}
-        self._next: dict[str, list[Resident]] = {}
+        self._held: dict[str, Resident] = {}
+        self._next: dict[str, Resident] = {}
 
-    def hold(self, name: str, sets: Mapping[str, ItemSet]) -> Pieces:
-        """Hold room for a version's sets, beside the one that is served. Return where they are to be placed.
+    def hold(self, name: str, item_set: ItemSet) -> Piece:
+        """Hold room for a version, beside the one that is served. Return where it is to be placed.
 
         Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
         """
-        taken: list[Resident] = []
         try:
-            for item_set in sets.values():
-                taken.append(self._plan.acquire(item_set))
-        except ArenaFullError:
-            self._release(taken)
-            raise
+            resident = self._plan.acquire(item_set)
         finally:
             self.give_up(name)
-        self._next[name] = taken
-        return [(resident.number, resident.start) for resident in taken]
+        self._next[name] = resident
+        return resident.number, resident.start
 
     def give_up(self, name: str) -> None:
         """Hold no room for the version that was asked for last."""
-        self._release(self._next.pop(name, []))
+        self._release(self._next.pop(name, None))
 
     def settle(self, name: str) -> None:
         """The version that was asked for last is served: the one before it holds no room any more."""
-        self._release(self._held.pop(name, []))
+        self._release(self._held.pop(name, None))
         if name in self._next:
             self._held[name] = self._next.pop(name)
 
     def drop(self, name: str) -> None:
         """Hold nothing under this name any more."""
         self.give_up(name)
-        self._release(self._held.pop(name, []))
+        self._release(self._held.pop(name, None))
 
-    def _release(self, residents: Sequence[Resident]) -> None:
-        for resident in residents:
+    def _release(self, resident: Resident | None) -> None:
+        if resident is not None:
             self._plan.release(resident.number)
-
-
-class Slate(ItemSet):
-    """A view of a set in which the device leaves out each item once it has been given.
-
-    Its list of dead entries has room for them, after a copy of the list as it is at first, to begin anew. It is one
-    request's own: no two may share it, so its digest is a name. Its row of `Arena.sets` says how far the slate is.
-
-    more: items after the first. separator: the token between two items, which no item holds; `walk.NO_TOKEN` if the
-    next one follows at once, for which no item may begin another.
-    """
-
-    def __init__(self, item_set: ItemSet, name: str, more: int, separator: int) -> None:
-        super().__init__(item_set.trie, item_set._keys, digest=name)
-        joins = item_set.base is not None and item_set.own.keys() == {"dead"}  # a view stands on no list of exclusions
-        self.base = item_set.base if joins else item_set
-        dead = item_set.trie.tables.dead
-        self.own = {"dead": np.concatenate((dead, dead, np.zeros(more, np.uint32)))}
-        self.more, self.separator = more, separator
 
 
 def room_for(item_set: ItemSet) -> int:

@@ -28,10 +28,9 @@ COUNT_MASK = ANY_CONSUMED - 1
 # A set's row begins with its `Pointers`: where its sections lie, then counts and widths. Triton takes a section's place
 # as a word of `Arena.words`, NO_BITS if there is none; Numba as an address, 0 if there is none.
 ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST, DEAD_COUNT = range(10)
-# READY: where its ready masks lie (trie.levels). Of a slate: the token between two items, NO_TOKEN if nothing stands
-# there; items after the present one, 0 for other sets; that and DEAD_COUNT as at first; what would leave out the item
-# so far. WIDTHS: for Triton, all in one. On the host path: where a request's stop tokens lie, and how many.
-READY, SEPARATOR, LEFT, MORE, FIRST_DEAD, ENTRY, WIDTHS, STOPS, STOP_COUNT = range(18, 27)
+# READY: where its ready masks lie (trie.levels). WIDTHS: for Triton, all in one. On the host path: where a request's
+# stop tokens lie, and how many.
+READY, WIDTHS, STOPS, STOP_COUNT = range(18, 22)
 assert len(Pointers._fields) == READY
 ROW = STOP_COUNT + 1
 NO_BITS = -1
@@ -71,7 +70,6 @@ class Batch(NamedTuple):
     positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row holds in
         `tokens`, too. It is read from there, since history may be in the host's memory. A column outside begin .. end
         has no meaning, and other rows' are not read.
-    slates: whether any of the slots may have a slate: on an accelerator `triton_kernels.grow` is launched for them.
     """
 
     slots: Tensor
@@ -84,7 +82,6 @@ class Batch(NamedTuple):
     layout: int = CHAIN
     rows_each: int | None = None
     positions: Tensor | None = None
-    slates: bool = False
 
     @property
     def rows(self) -> int:

@@ -1,8 +1,7 @@
 """The kernels in Numba, for CPUs: advance, walk, mask, step and forced, as `slots.Slots` calls them.
 
 `triton_kernels` has the same functions with the same arguments and results. Here a set's tables are read where they
-lie: compiled loops take the address of its row of integers (`table_row`), and a tensor's address and strides. Rows of a
-batch are walked one after the other, so a slate's list grows in the same walk.
+lie: compiled loops take the address of its row of integers (`table_row`), and a tensor's address and strides.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
 from itemset.masking import batch as form
-from itemset.masking.arena_plan import Slate
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED_MASK, COUNT_MASK, LOCAL, STATE, Batch, refuse_strides
 from itemset.masking.bitmask import fill_bitmask_of
 from itemset.trie import walk as trie_walk
 from itemset.trie.pointers import array_at, compiled, first_edge, label, load32, load64, pointers_at, store32, store64
-from itemset.trie.tables import TERMINAL
 from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, STATE_BITS, TAIL, WAITING, is_alive, is_terminal
 
 if TYPE_CHECKING:
@@ -31,19 +28,13 @@ if TYPE_CHECKING:
 def table_row(item_set: ItemSet, stops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """Return the row of a set (see `batch`), with addresses: [ROW] int64. The set and `stops` must live as long as
     compiled code may read there.
-
-    A slate's list of dead entries grows where it lies, so no two rows may be made of the same slate.
     """
     tables, ready = item_set.trie.tables, item_set.ready
     row = np.zeros(form.ROW, np.int64)
-    row[: form.READY], row[form.SEPARATOR], row[form.FIRST_DEAD] = tables.pointers, NO_TOKEN, len(tables.dead)
+    row[: form.READY] = tables.pointers
     row[form.READY] = ready.ctypes.data if len(ready) else 0
     if stops is not None:
         row[form.STOPS], row[form.STOP_COUNT] = stops.ctypes.data, len(stops)
-    if isinstance(item_set, Slate):
-        row[form.MORE] = row[form.LEFT] = item_set.more
-        row[form.SEPARATOR] = item_set.separator
-        row[form.DEAD_LIST] = item_set.own["dead"].ctypes.data + tables.dead.nbytes  # after the list as it is at first
     return row
 
 
@@ -63,8 +54,6 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) 
 
     A row's state is its request's after the row's own drafts. It is DEAD if they leave the set. If committed tokens
     have left it, it is END, because then only the end of the request is right. It is FREE if the row has no slot.
-    Items that a slate's committed tokens complete are left out from now on. A request that has committed nothing begins
-    its slate anew.
 
     batch: its `rows` are the logits rows.
     cells: [slots + 1] int64 as `slots.Slots` keeps them; written. marks: [slots + 1, 1 + any] as for `advance`.
@@ -81,10 +70,9 @@ def mask(
 ) -> Tensor:
     """Set to -inf, in place, what may not follow each row's state.
 
-    The children of its node or its tail's token may follow, and the stop tokens if an item may end there; in a slate,
-    until its last item, the separator in their place. Rows whose state is FREE, WAITING or DEAD stay as they are. After
-    an item, a stop token that something else has set to -inf becomes 0: the row would be empty, and a sampler would
-    take any token of it.
+    The children of its node or its tail's token may follow, and the stop tokens if an item may end there. Rows
+    whose state is FREE, WAITING or DEAD stay as they are. After an item, a stop token that something else has set to
+    -inf becomes 0: the row would be empty, and a sampler would take any token of it.
 
     logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. marks: [slots + 1, 1 + any] as
     for `advance`. slots: [rows], or [rows / rows_each] with `rows_each` as in `Batch`; -1 for none, then no stop token
@@ -160,10 +148,6 @@ def next_state(row: int, state: int, token: int, begins_after: int, stops: Any) 
         return np.int64(0) if token >= 0 and token == begins_after else np.int64(WAITING)
     tables = pointers_at(row)
     after = trie_walk.advance(tables, state, token)
-    if load64(row, form.LEFT) > 0:  # another item of a slate is to come
-        separator = load64(row, form.SEPARATOR)
-        separates = after == DEAD and token == separator and is_terminal(tables, state)
-        return np.int64(0) if (separates if separator >= 0 else after == END) else after
     if after == DEAD and is_terminal(tables, state):
         for stop in stops:
             if stop == token and token >= 0:
@@ -240,9 +224,6 @@ def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: 
     state, consumed = cell & LOCAL, (cell >> form.CONSUMED) & CONSUMED_MASK
     new = total if consumed == 0 else (total - consumed) & COUNT_MASK
     row = row_at(sets, cell & STATE)
-    slate = load64(row, form.MORE) > 0
-    if slate and consumed == 0:
-        _begin_slate(row)
     known = newest = np.int64(-1)
     if load64(batch, 4 * _POSITIONS):
         known, newest = _integer(batch, _POSITIONS, first_row, 0), _integer(batch, _TOKENS, first_row, 0)
@@ -250,44 +231,10 @@ def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: 
         state, new = np.int64(DEAD), np.int64(0)
     for column in range(end - new, end):
         token = newest if column == known else _integer(batch, _HISTORY, place, column)
-        before, state = state, next_state(row, state, token, marks[0], marks[1:])
-        if slate:
-            _leave_out(row, before, token, state)
-    if slate and state == DEAD:  # only its end is right now, whatever is missing
-        store64(row, form.LEFT, 0)
+        state = next_state(row, state, token, marks[0], marks[1:])
     count = total & COUNT_MASK | (ANY_CONSUMED if total else 0)
     cells[slot] = cell & STATE & ~LOCAL | state | count << form.CONSUMED
     return np.int64(END) if state == DEAD else state
-
-
-@compiled
-def _begin_slate(row: int) -> None:
-    first = load64(row, form.FIRST_DEAD)
-    store64(row, form.LEFT, load64(row, form.MORE))
-    store64(row, form.DEAD_COUNT, first)
-    for i in range(first):
-        store32(load64(row, form.DEAD_LIST), i, load32(load64(row, form.DEAD_LIST), i - first))
-
-
-@compiled
-def _leave_out(row: int, before: int, token: int, after: int) -> None:
-    """Note what would leave out a slate's item so far, and leave it out if this token has completed it."""
-    tables = pointers_at(row)
-    if before < WAITING and after != DEAD:
-        edge, others = trie_walk.find_edge(tables, before, token), children_from(tables, before)[1]
-        if edge >= 0:
-            if before == 0 or others + is_terminal(tables, before) > 1:
-                store64(row, form.ENTRY, edge)
-        elif others:
-            store64(row, form.ENTRY, np.int64(TERMINAL) + before)
-    if after == 0 and before != WAITING and load64(row, form.LEFT) > 0:
-        entry, count = load64(row, form.ENTRY), tables.dead_count
-        place = trie_walk.first_dead(tables, entry)
-        for i in range(count, place, -1):
-            store32(tables.dead, i, load32(tables.dead, i - 1))
-        store32(tables.dead, place, entry)
-        store64(row, form.DEAD_COUNT, count + 1)
-        store64(row, form.LEFT, load64(row, form.LEFT) - 1)
 
 
 @compiled
@@ -323,7 +270,7 @@ def _forced(sets: int, states: Any, marks: Any, given: Any, columns: int, guess:
 
 @compiled
 def _mask(sets: int, states: Any, marks: Any, given: Any, rows_each: int, vocabulary: int, forbidden: int) -> None:
-    words, separator = np.empty((vocabulary + 31) >> 5, np.uint32), np.empty(1, np.int32)
+    words = np.empty((vocabulary + 31) >> 5, np.uint32)
     address, size, stride = given[4 * _LOGITS], given[4 * _LOGITS + 1], given[4 * _LOGITS + 2]
     for i in range(len(states)):
         row, state = row_at(sets, states[i]), states[i] & LOCAL
@@ -332,9 +279,6 @@ def _mask(sets: int, states: Any, marks: Any, given: Any, rows_each: int, vocabu
             continue
         slot = _integer(given.ctypes.data, _SLOTS, i // rows_each, 0)
         stops = marks[max(slot, 0), 1:]
-        if load64(row, form.LEFT) > 0:  # another item of a slate is to come
-            separator[0] = load64(row, form.SEPARATOR)
-            stops = separator[:1]
         if slot < 0:
             stops = stops[:0]
         fill_bitmask_of(tables, state, stops, load64(row, form.READY), words)

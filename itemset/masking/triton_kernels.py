@@ -8,7 +8,6 @@ time, so a row costs what its children cost. Nothing is allocated, nothing is re
 tensor holds: each can be captured in a CUDA graph.
 """
 
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -42,19 +41,8 @@ def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, 
 
 
 def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) -> Tensor:
-    """Do `grow` first if there may be a slate: that is one launch more."""
     _launch(arena, cells, marks, batch, out, None)
     return out
-
-
-def grow(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch) -> None:
-    """Take what each request with a slate has committed, and leave out the items in it. `walk` then finds nothing to
-    take: the rows of a request could not write its list together. Other requests stay as they are."""
-    _grow_kernel[(batch.rows,)](
-        arena.words, arena.sets, cells, marks, marks.stride(0), *_arguments(batch, cells=cells, marks=marks),
-        batch.positions,
-        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
-    )
 
 
 def mask(
@@ -93,32 +81,24 @@ def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tens
 
 
 def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
-    given = _arguments(batch, cells=cells, marks=marks, out=out, logits=logits)
-    if batch.slates:
-        grow(arena, cells, marks, batch)
+    refuse_strides(
+        slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end, above=batch.above,
+        tokens=batch.tokens, positions=batch.positions, cells=cells, marks=marks, out=out, logits=logits,
+    )
     vocabulary = 0 if logits is None else logits.shape[1]
     chunk = _power_of_2(vocabulary)
     _walk_kernel[(batch.rows,)](
-        arena.words, arena.sets, cells, marks, marks.stride(0), *given,
-        0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
+        arena.words, arena.sets, cells, marks, marks.stride(0),
+        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above,
+        batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
         BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=chunk,
         ALIGNED=_is_aligned(logits), num_warps=WALK_WARPS if logits is None else step_warps(chunk),
     )
 
 
-def _arguments(batch: Batch, **others: Tensor | None) -> tuple[Any, ...]:
-    """Return what both kernels that walk take of a batch. Raises ValueError for a stride, of `others` too."""
-    refuse_strides(
-        slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end, above=batch.above,
-        tokens=batch.tokens, positions=batch.positions, **others,
-    )
-    history = batch.history, batch.history.stride(0), batch.begin, batch.end
-    return batch.slots, batch.rows_each, *history, batch.above, batch.tokens
-
-
 def step_warps(chunk: int) -> int:
-    """Return the number of warps. None spills, but at 2,048 logits with 128 stop tokens: 16 bytes a thread (sm_90)."""
+    """Return the number of warps, with which hardly a register spills: at 1,024 logits 8 bytes a thread (sm_90)."""
     return min(max(chunk // 512, 1), MASK_WARPS)
 
 
@@ -214,61 +194,6 @@ def _walk_kernel(
 
 
 @_jit
-def _grow_kernel(
-    words, sets, cells, marks, marks_stride,
-    slots, rows_each, history, history_stride, begins, ends, above, tokens, positions,
-    BY_SLOT: tl.constexpr, LAYOUT: tl.constexpr, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
-):
-    """The program of a request's first row alone reads and writes its cell, its list and its set's row."""
-    row = tl.program_id(0).to(tl.int64)
-    request = _request(rows_each)
-    slot = tl.load(slots + request).to(tl.int64)
-    drafts = row - request * rows_each if rows_each is not None else row * 0
-    if above is not None and LAYOUT != _COLUMNS:
-        drafts = tl.load(above + row).to(tl.int64)
-    if (slot >= 0) & (drafts <= 0):
-        place = slot if BY_SLOT else request
-        begin = tl.load(begins + place).to(tl.int64)
-        end = tl.load(ends + place).to(tl.int64)
-        row_marks = marks + slot * marks_stride
-        cell = tl.load(cells + slot)
-        state = cell & _STATE
-        own = tables.set_row(sets, state)
-        more = tl.load(own + tables.MORE)
-        if (state & tables.LOCAL != tables.FREE) & (more > 0):
-            consumed = (cell >> _CONSUMED) & _CONSUMED_MASK
-            new = _new_tokens(consumed, end - begin)
-            first_dead = tl.load(own + tables.FIRST_DEAD)
-            tl.debug_barrier()  # all threads have read the cell
-            if consumed == 0:
-                tl.store(own + tables.LEFT_COLUMN, more)
-                tl.store(own + tables.DEAD_COUNT, first_dead)
-                listed = words + tl.load(own + tables.DEAD_LIST)
-                for i in range(0, first_dead, LANES):
-                    lane = i + tl.arange(0, LANES)
-                    entries = tl.load(listed - first_dead + lane, mask=lane < first_dead, other=0)
-                    tl.store(listed + lane, entries, mask=lane < first_dead)
-            if positions is not None:
-                known = tl.load(positions + row).to(tl.int64)
-                newest = tl.load(tokens + row).to(tl.int64)
-            if new > end:  # the window does not reach back so far
-                state = (state & ~tables.LOCAL) | tables.DEAD
-            else:
-                for column in range(end - new, end):
-                    tl.debug_barrier()  # what was written is seen
-                    at = history + place * history_stride + column
-                    if positions is None:
-                        token = tl.load(at).to(tl.int64)
-                    else:
-                        token = tl.where(column == known, newest, tl.load(at, mask=column != known, other=0))
-                    state = _taken(words, sets, state, token, row_marks, STOPS, STOP_LANES, LANES)
-            if state & tables.LOCAL == tables.DEAD:  # only its end is right now, whatever is missing
-                tl.debug_barrier()
-                tl.store(own + tables.LEFT_COLUMN, more * 0)
-            tl.store(cells + slot, _walked(state, end - begin))
-
-
-@_jit
 def _mask_kernel(
     words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -330,32 +255,6 @@ def _walked(state, total):
     """Return the cell of a state to which this many committed tokens have led."""
     count = (total & _COUNT_MASK) | tl.where(total == 0, 0, _ANY_CONSUMED)
     return state | (count << _CONSUMED)
-
-
-@triton.jit
-def _taken(words, sets, state, token, row_marks, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr):
-    """Return a slate's state after one more token. If that completes an item, leave it out."""
-    own = tables.set_row(sets, state)
-    fields = tables.set_fields(sets, state)
-    entry = tl.load(own + tables.ENTRY)
-    before = state & tables.LOCAL
-    state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
-    after = state & tables.LOCAL
-    if (before < tables.WAITING) & (after != tables.DEAD):
-        edge = tables.edge_of(words, fields, before, token, LANES)
-        _, others = tables.children(words, fields, before, LANES)
-        if edge >= 0:
-            others += tables.ends_here(words, fields, before).to(tl.int64)
-            entry = tl.where((before == 0) | (others > 1), edge, entry)
-        else:
-            entry = tl.where(others > 0, before + tables.DEAD_NODE, entry)
-    tl.debug_barrier()  # all threads have read what is written here
-    tl.store(own + tables.ENTRY, entry)
-    if (after == 0) & (before != tables.WAITING) & (fields[tables.LEFT] > 0):
-        tables.insert_dead(words, fields, entry, LANES)
-        tl.store(own + tables.DEAD_COUNT, fields[tables.DEAD_COUNT] + 1)
-        tl.store(own + tables.LEFT_COLUMN, fields[tables.LEFT] - 1)
-    return state
 
 
 @triton.jit

@@ -32,8 +32,6 @@ def mask_span(
         # What follows an end has its columns saved and written back, whoever overwrites them.
         stop_lane = tl.arange(0, STOP_LANES)
         stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & may_end, other=-1)
-        if fields[tables.LEFT] > 0:  # another item of a slate is to come
-            stop = tl.where((stop_lane == 0) & may_end, fields[tables.SEPARATOR].to(tl.int32), -1)
         stop_stays = (stop >= low) & (stop < high)
         kept_stop = tl.load(logits + stop, mask=stop_stays)
         kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)

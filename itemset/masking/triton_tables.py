@@ -26,13 +26,10 @@ STATE_BITS, TAIL, END, DEAD, FREE, WAITING = constants(walk, "STATE_BITS TAIL EN
 ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST = constants(
     batch, "ROW_OFFSETS TERMINAL LABELS TARGETS NODE_BASE TAIL_BASE TAILS ALIVE DEAD_LIST"
 )
-_WIDTHS, _SEPARATOR, LEFT_COLUMN, MORE, FIRST_DEAD, ENTRY, READY, ROW = constants(
-    batch, "WIDTHS SEPARATOR LEFT MORE FIRST_DEAD ENTRY READY ROW"
+_WIDTHS, READY, ROW, DEAD_COUNT, NARROW_LABELS, NARROW_TARGETS, COUNTED, FAR_BLOCK, NO_BITS = constants(
+    batch, "WIDTHS READY ROW DEAD_COUNT NARROW_LABELS NARROW_TARGETS COUNTED FAR_BLOCK NO_BITS"
 )
-DEAD_COUNT, NARROW_LABELS, NARROW_TARGETS, COUNTED, FAR_BLOCK, NO_BITS = constants(
-    batch, "DEAD_COUNT NARROW_LABELS NARROW_TARGETS COUNTED FAR_BLOCK NO_BITS"
-)
-WIDTHS, SEPARATOR, LEFT = (tl.constexpr(batch.DEAD_COUNT + i) for i in (1, 2, 3))  # of `set_fields`
+WIDTHS = tl.constexpr(batch.DEAD_COUNT + 1)  # of `set_fields`
 FAR, FIRST_EDGE, START, START_HIGH, LENGTH, OF_A_LEVEL = constants(
     targets, "FAR FIRST_EDGE START START_HIGH LENGTH OF_A_LEVEL"
 )
@@ -55,13 +52,12 @@ def jit(*fixed: str) -> Callable[[Callable[..., None]], Any]:
 
 @triton.jit
 def set_fields(sets, state):
-    """Load the row of the state's set in `Arena.sets`, but for what `grow` alone reads, in one round trip to memory."""
+    """Load the row of the state's set in `Arena.sets`, in one round trip to memory."""
     row = set_row(sets, state)
     return (
         tl.load(row + ROW_OFFSETS), tl.load(row + TERMINAL), tl.load(row + LABELS), tl.load(row + TARGETS),
         tl.load(row + NODE_BASE), tl.load(row + TAIL_BASE), tl.load(row + TAILS), tl.load(row + ALIVE),
-        tl.load(row + DEAD_LIST), tl.load(row + DEAD_COUNT), tl.load(row + _WIDTHS), tl.load(row + _SEPARATOR),
-        tl.load(row + LEFT_COLUMN),
+        tl.load(row + DEAD_LIST), tl.load(row + DEAD_COUNT), tl.load(row + _WIDTHS),
     )
 
 
@@ -108,11 +104,7 @@ def next_state(
         elif local < WAITING:
             may_end = ends_here(words, fields, local)
             result = child_state(words, fields, local, token, LANES)
-        if fields[LEFT] > 0:  # another item of a slate is to come
-            separates = (result == DEAD) & may_end & (token == fields[SEPARATOR])
-            if tl.where(fields[SEPARATOR] >= 0, separates, result == END):
-                result = local * 0
-        elif row_marks is not None:
+        if row_marks is not None:
             if (result == DEAD) & may_end:
                 if is_stop(row_marks, token, STOPS, STOP_LANES):
                     result = local * 0 + END
@@ -138,36 +130,6 @@ def child_state(words, fields, node, token, LANES: tl.constexpr):
         if is_dead(words, fields, carrying, found > 0, fields[DEAD_COUNT]):
             found = found * 0
     return tl.where(found > 0, found, DEAD).to(tl.int64)
-
-
-@triton.jit
-def edge_of(words, fields, node, token, LANES: tl.constexpr):
-    """Return the edge of a node that carries `token`, dead or not, or -1."""
-    first, end = row_bounds(words, fields, node)
-    first, count = narrowed(words, fields, first, end - first, token, LANES)
-    lane = tl.arange(0, LANES)
-    label = element(words, fields, LABELS, first + lane, NARROW_LABELS, lane < count)
-    return tl.max(tl.where((lane < count) & (label == token), first + lane, -1), 0)
-
-
-@triton.jit
-def insert_dead(words, fields, entry, LANES: tl.constexpr):
-    """Put an entry into the list of dead ones, which has room for it. Barriers must stand around it."""
-    listed = words + fields[DEAD_LIST]
-    lane = tl.arange(0, LANES)
-    end = fields[DEAD_COUNT]
-    place = end
-    while end > 0:
-        begin = tl.maximum(end - LANES, 0)
-        at = begin + lane
-        moves = (at < end) & (word(words, fields, DEAD_LIST, at, at < end) > entry)
-        moved = tl.load(listed + at, mask=moves, other=0)
-        tl.debug_barrier()  # each thread's entry goes where the next one's was
-        tl.store(listed + at + 1, moved, mask=moves)
-        count = tl.sum(moves.to(tl.int64), 0)
-        place -= count
-        end = tl.where(count == end - begin, begin, 0)
-    tl.store(listed + place, entry.to(tl.int32))
 
 
 @triton.jit

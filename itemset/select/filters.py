@@ -118,9 +118,7 @@ def check_size(query: Any) -> None:
             what = f"{_MAX_PARTS:,} objects and lists"
         else:
             continue
-        raise ItemSetError(
-            f"the filter has more than {what}, the limit of all its conditions together: shorten it, or register a view"
-        )
+        raise ItemSetError(f"the filter has more than {what}, the limit of all its conditions together: shorten it")
 
 
 def _each(test: Test, attributes: pa.Table) -> list[Rows]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
-from itemset.serving.config import ModelLimits, StaticConfig, Words, opening, seconds
+from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import Chosen, InlineTexts
 from itemset.serving.request import ItemRequest
 from itemset.serving.warm_up import compile_all
@@ -39,29 +39,26 @@ class Checks:
         """
         compile_all()
         self._config, self.words, self._limits, self._added_tokens = config, words, limits, added_tokens
-        with opening():
-            self.catalogue = Catalogue(config)
+        self.catalogue = Catalogue(config)
         # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""
-        with opening():
-            for opened in self.catalogue.serving:
-                self._check(opened)
+        for opened in self.catalogue.serving:
+            self._check(opened)
 
-    def open(self, name: str, version: str, path: Path, on_opened: Callable[[], object] = lambda: None) -> Opened:
+    def open(self, name: str, version: str, path: Path) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.
 
-        on_opened: called before it is checked for this model. Raises ItemSetError as the start does.
+        Raises ItemSetError as the start does.
         """
         opened = self.catalogue.open(name, version, path)
-        on_opened()
         self._check(opened)
         return opened
 
     def _check(self, opened: Opened) -> None:
-        item_set, limits = opened.sets[opened.name], self._limits
+        item_set, limits = opened.item_set, self._limits
         called = f"the item set {opened.name!r} ({self._config.where(opened.name)})"
         if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != self.fingerprint():
             model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
@@ -94,9 +91,9 @@ class Checks:
         return self._model_print
 
     def summary(self) -> str:
-        """The registered sets, for the log, and how long the start has taken for them."""
+        """The registered sets, for the log."""
         sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
-        return f"{', '.join(sets)}; copied, checked and opened in {seconds():.1f} s" if sets else "none"
+        return ", ".join(sets) or "none"
 
     def made(self, asked: ItemRequest) -> InlineSet:
         """The set of a request; of a registered one the version that is served now.
@@ -152,28 +149,4 @@ class Checks:
                 f"the stop token {inside[0]} occurs inside an item of {called}, which could never be finished: "
                 "choose another stop token, or build the set without it",
                 "stop_token_ids",
-            )
-
-    def slate(self, least: int, *, prompt_tokens: int, min_tokens: int, max_tokens: int | None) -> None:
-        """Raises RefusedError for a slate that cannot be complete, or that could not end. least: its fewest tokens."""
-        room, words = self._limits.context - self._limits.reserved - prompt_tokens, self.words
-        called = f"a slate of so many items has at least {least:,} tokens"
-        if least > room:
-            raise RefusedError(
-                "no room in the context",
-                f"{called}, but {words.context}={self._limits.context} leaves {room:,} after a prompt of "
-                f"{prompt_tokens}: ask for fewer items, shorten the prompt, or raise {words.context_flag}",
-            )
-        if max_tokens is not None and least > max_tokens:
-            raise RefusedError(
-                words.max_tokens,
-                f"{called}, but {words.max_tokens}={max_tokens}: raise {words.max_tokens}, or ask for fewer items",
-                words.max_tokens,
-            )
-        if min_tokens > least:
-            raise RefusedError(
-                words.min_tokens,
-                f"{words.min_tokens}={min_tokens} could forbid the end of the slate, which may have {least:,} tokens: "
-                f"leave it out, or set it to at most {least:,}",
-                words.min_tokens,
             )

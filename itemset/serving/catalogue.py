@@ -20,10 +20,9 @@ from weakref import WeakValueDictionary
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.opening import from_bytes
-from itemset.select.filters import passing
-from itemset.select.views import view, view_from_bytes
-from itemset.serving.config import StaticConfig, opening
-from itemset.serving.private_copies import Seal, delete_unused, open_copy
+from itemset.select.views import view_from_bytes
+from itemset.serving.config import StaticConfig
+from itemset.serving.private_copies import delete_unused, open_copy
 from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
@@ -41,21 +40,21 @@ class RefusedError(ItemSetError):
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A version of a registered set that this process has open. sets: it and the views of it, by name."""
+    """A version of a registered set that this process has open."""
 
     name: str
     version: str
-    sets: Mapping[str, ItemSet]
+    item_set: ItemSet
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in an arena, at most."""
-        own = [array.nbytes + ROUNDING for item_set in self.sets.values() for array in item_set.resident.values()]
-        return sum(own) + ROUNDING * len(self.sets)
+        return sum(array.nbytes + ROUNDING for array in self.item_set.resident.values()) + ROUNDING
 
-    def reference(self, name: str) -> str:
-        """How a request carries this version of the set, or of a view of it."""
-        return version_reference(self.version, name)
+    @property
+    def reference(self) -> str:
+        """How a request carries this version of the set."""
+        return version_reference(self.version, self.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,22 +100,18 @@ class Catalogue:
 
     What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
 
-    serving: the current version of each registered set. registered: the current sets and views by name. Both are new
-    objects whenever that changes. inline_bytes: of what came with requests and is cached.
+    serving: the current version of each registered set. registered: the current sets by name. Both are new objects
+    whenever that changes. inline_bytes: of what came with requests and is cached.
     """
 
-    def __init__(self, config: StaticConfig, *, make_views: bool = True) -> None:
-        """Open every registered set from its private copy.
-
-        make_views: else only judge their queries, and let a set stand for its views. Raises ItemSetError as `open` and
-        `StaticConfig.at_start` do, and for a view of no set, unless that may come.
-        """
-        self._config, self._make_views = config, make_views
-        self._bases = {name: base for name, (base, _) in config.views.items()}
+    def __init__(self, config: StaticConfig) -> None:
+        """Open every registered set from its private copy. Raises ItemSetError as `open` and `StaticConfig.at_start`
+        do."""
+        self._config = config
         self._files = {name for name in config.item_sets if not os.path.isdir(config.where(name))}
         self.serving: tuple[Opened, ...] = ()
         self.registered: Mapping[str, ItemSet] = {}
-        self._current: Mapping[str, Opened] = {}  # by the names of sets and views
+        self._current: Mapping[str, Opened] = {}  # by name
         self._open: dict[str, list[Opened]] = {}  # by set: those that stay open, the current one last
         self._opening: dict[tuple[str, str], Future[Opened]] = {}  # by set and version: begun, and not served yet
         self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # registered ones, by reference
@@ -127,49 +122,32 @@ class Catalogue:
         self._lock = threading.RLock()
         for name, (version, path) in config.at_start().items():
             self.serve(self.open(name, version, path))
-        for name, base in self._bases.items():
-            if name not in self.registered and config.item_set_dir is None:
-                raise ItemSetError(f"the item view {name!r} is of {base!r}, and no item set is called so: register it")
 
     # Versions of registered sets
 
-    def open(self, name: str, version: str | None, path: str | Path | None, seal: Seal | None = None) -> Opened:
-        """Open a version of a set and make its views, which may take seconds.
-
-        version, path, seal: as for `open_copy`. Raises ItemSetError as that does, and for a view that cannot be made.
-        """
+    def open(self, name: str, version: str | None, path: str | Path | None) -> Opened:
+        """Open a version of a set, which may take seconds. version, path: as for `open_copy`. Raises as that does."""
         try:
             item_set = self._known.get(version_reference(version or "", name))
             if item_set is None or version is None:
-                item_set, version = open_copy(path, self._config.item_set_cache, version, seal)
+                item_set, version = open_copy(path, self._config.item_set_cache, version)
         except ItemSetError as error:
             raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
-        sets = {name: item_set}
-        for view_name, (base, query) in self._config.views.items():
-            if base not in sets:
-                continue
-            try:
-                sets[view_name] = view(sets[base], query) if self._make_views else sets[base]
-                if not self._make_views:
-                    passing(query, sets[base].attributes.slice(0, 0))
-            except ItemSetError as error:
-                raise ItemSetError(f"the item view {view_name!r} cannot be made: {error}") from error
-        opened = Opened(name, version, sets)
+        opened = Opened(name, version, item_set)
         with self._lock:
-            self._known |= {opened.reference(name): item_set for name, item_set in sets.items()}
+            self._known[opened.reference] = item_set
         return opened
 
     def begin(self, message: Prepare, check: Callable[[ItemSet], object]) -> Opened | None:
-        """Return the version once it is open, and until then None: a thread opens it, and checks the set and each view.
+        """Return the version once it is open, and until then None: a thread opens it, and checks the set.
 
         Raises ItemSetError as `open` and `check` do, once.
         """
         key = name, version = message.name, message.version
 
         def work() -> Opened:
-            opened = self.open(name, version, message.path, message.seal)
-            for item_set in opened.sets.values():
-                check(item_set)
+            opened = self.open(name, version, message.path)
+            check(opened.item_set)
             return opened
 
         with self._lock:
@@ -194,7 +172,7 @@ class Catalogue:
             return future.result() if future and future.done() and not future.exception() else None
 
     def serve(self, opened: Opened) -> list[str]:
-        """Make this the current version of its set and its views. Return the versions of it that are forgotten."""
+        """Make this the current version of its set. Return the versions of it that are forgotten."""
         with self._lock:
             before = [one for one in self._open.get(opened.name, ()) if one.version != opened.version]
             self._open[opened.name] = [*before[1 - _KEPT :], opened]
@@ -214,24 +192,18 @@ class Catalogue:
         for reference in [one for one in self._inline if version_of(one)[0] in versions]:
             self.inline_bytes -= self._inline.pop(reference).nbytes
         self.serving = tuple(opened[-1] for opened in self._open.values())
-        self._current = {name: opened for opened in self.serving for name in opened.sets}
-        self.registered = {name: opened.sets[name] for name, opened in self._current.items()}
+        self._current = {opened.name: opened for opened in self.serving}
+        self.registered = {opened.name: opened.item_set for opened in self.serving}
         return versions
 
     def open_sets(self) -> set[str]:
-        """Return the digests of the sets, not of views, whose versions stay open."""
+        """Return the digests of the sets whose versions stay open."""
         with self._lock:
-            return {one.sets[one.name].digest for opened in self._open.values() for one in opened}
+            return {one.item_set.digest for opened in self._open.values() for one in opened}
 
     def current(self, name: str) -> Opened | None:
-        """Return the version that requests for this set, or view, get; None if there is no such name."""
+        """Return the version that requests for this set get; None if there is no such name."""
         return self._current.get(name)
-
-    def of(self, name: str) -> str:
-        """Return the set that this is, or is a view of."""
-        while name in self._bases:
-            name = self._bases[name]
-        return name
 
     def follows(self, name: str) -> bool:
         """Return whether this is a published set, which may change, and no file."""
@@ -250,7 +222,7 @@ class Catalogue:
         item_set, (version, name) = self.known(reference), version_of(reference)
         if item_set is None and reference.startswith(VERSION):
             with suppress(ItemSetError):  # closed here, while a request elsewhere has held it: there is a copy then
-                item_set = self.open(self.of(name), version, None).sets.get(name)
+                item_set = self.open(name, version, None).item_set
         if item_set is None:
             raise self.unknown(reference)
         return item_set
@@ -263,17 +235,17 @@ class Catalogue:
         return self.registered.get(reference) if item_set is None else item_set
 
     def reference(self, name: str) -> str:
-        """Return the reference of what a request for this set or view gets. Raises RefusedError if there is none."""
+        """Return the reference of what a request for this set gets. Raises RefusedError if there is none."""
         # To look a name up takes its time, of a name of megabytes too long.
         known = len(name) <= max(map(len, self.registered), default=0)
         if (opened := self.current(name) if known else None) is None:
             raise self.unknown(name)
-        return opened.reference(name)
+        return opened.reference
 
     def version_fields(self, reference: str) -> dict[str, str]:
         """Return what an answer says of its set: of one that is followed, its version."""
         version, name = version_of(reference)
-        return {"item_set_version": version} if version and self.follows(self.of(name)) else {}
+        return {"item_set_version": version} if version and self.follows(name) else {}
 
     def unknown(self, reference: str) -> RefusedError:
         """Return the error for a name that no set has, or a version. Its work does not grow with the name."""
@@ -315,7 +287,7 @@ class Catalogue:
                 return self._inline[inline_set.reference]
             self._held[inline_set.reference] = inline_set
             version, name = version_of(inline_set.reference)
-            if version and all(one.version != version for one in self._open.get(self.of(name), ())):
+            if version and all(one.version != version for one in self._open.get(name, ())):
                 return inline_set
             self._inline[inline_set.reference] = inline_set
             self.inline_bytes += inline_set.nbytes
@@ -345,13 +317,12 @@ class Catalogue:
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plugin's options with the versions of their sets: the process that starts an engine decides them.
 
-    Views are judged, not made. Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
+    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
     """
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)
-    with opening():
-        opened = Catalogue(config, make_views=False).serving
+    opened = Catalogue(config).serving
     if opened:
         delete_unused(config.item_set_cache)
     return {**options, "item_set_versions": {one.name: one.version for one in opened}}

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,10 +24,7 @@ _Bytes = Annotated[int, Meta(ge=0)]
 _Beams = Annotated[int, Meta(ge=0)]
 FLAGS = ("item_set_path", "item_set_dir")
 """The flags that are options by the same name."""
-NAMING_FLAGS = {"item_set": "item_sets", "item_view": "item_views"}
-"""The flags that register something by name, and the options that they add to."""
 _SET = "--item-set films=films.itemset"
-_VIEW = """--item-view fresh='films: {"year": {"$gte": 2020}}'"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,6 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     item_sets: dict[str, str] = {}
-    item_views: dict[str, str] = {}
     item_set_dir: Annotated[_Path | None, Meta(description="the path of a folder")] = None
     item_set_refresh_seconds: Annotated[float, Meta(ge=0.01, description="a number of seconds from 0.01")] = 1.0
     item_set_headroom: Annotated[_Bytes | None, Meta(description="a number of bytes")] = None
@@ -102,34 +97,14 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
             if str(key).startswith(("item_", "inline_", "ranked_", "forced_")) and key not in ours:
                 raise ItemSetError(f"there is no option {key!r}: the plugin's options are {', '.join(ours)}")
         values = {key: options[key] for key in ours if key in options}
-        for key, what, example in (("item_sets", "FILE", _SET), ("item_views", "SET: {...}", _VIEW)):
-            values[key] = _by_name(values.get(key, {}), key, what, example)
+        values["item_sets"] = _by_name(values.get("item_sets", {}))
         for key, value in values.items():
             try:
                 msgspec.convert(value, ours[key])
             except msgspec.ValidationError as error:
                 what = get_args(ours[key])[1].description
                 raise ItemSetError(f"{key} must be {what}, not {value!r:.200}") from error
-        config = cls(**values)
-        if twice := config.item_sets.keys() & config.item_views.keys():
-            raise ItemSetError(f"{min(twice)!r} is the name of an item set and of an item view: rename one")
-        _ = config.views  # raises
-        return config
-
-    @property
-    def views(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """The set and the query of each item view, by its name. Raises ItemSetError for one that is malformed."""
-        views = {}
-        for name, given in self.item_views.items():
-            base, _, query = given.partition(":")
-            try:
-                views[name] = base.strip(), msgspec.json.decode(query, type=dict[str, Any])
-            except msgspec.MsgspecError as error:
-                raise ItemSetError(
-                    f"the item view {name!r} must be the name of a set, a colon and a filter in JSON, such as {_VIEW}; "
-                    f"got {given!r:.200} ({error})"
-                ) from error
-        return views
+        return cls(**values)
 
     def where(self, name: str) -> Path | str:
         """The file of a set or its URI, or the folder of a published one."""
@@ -147,7 +122,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
         elif self.item_set_dir is not None:
             in_folder = published.sets_in(self.item_set_dir)
         sets: dict[str, tuple[str | None, Path | str]] = {}
-        for name in (*self.item_sets, *sorted(in_folder - self.item_sets.keys() - self.item_views.keys())):
+        for name in (*self.item_sets, *sorted(in_folder - self.item_sets.keys())):
             path, version = self.where(name), versions[name] if versions is not None else None
             if os.path.isdir(path) or (version is not None and name not in self.item_sets):
                 try:
@@ -159,7 +134,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sets
 
 
-def _by_name(given: Any, option: str, what: str, example: str) -> dict[str, str]:
+def _by_name(given: Any) -> dict[str, str]:
     pairs: list[tuple[Any, ...]] = [()]
     if isinstance(given, Mapping):
         pairs = list(given.items())
@@ -169,7 +144,7 @@ def _by_name(given: Any, option: str, what: str, example: str) -> dict[str, str]
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
             raise ItemSetError(
-                f'{option} must be {{"NAME": "{what}"}} or ["NAME={what}"], such as {example}; got {given!r:.200}'
+                f'item_sets must be {{"NAME": "FILE"}} or ["NAME=FILE"], such as {_SET}; got {given!r:.200}'
             )
         name, value = pair
         if name in named:
@@ -202,14 +177,6 @@ def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: s
         help="Register every published set in this folder under the name of its own folder, those to come too.",
     )
     group.add_argument(
-        "--item-view",
-        nargs="+",
-        action="extend",
-        metavar="NAME=SET:FILTER",
-        help="Register what a filter leaves of a registered set, such as "
-        """fresh='films: {"year": {"$gte": 2020}}', for the request field item_set.""",
-    )
-    group.add_argument(
         "--item-set-path",
         choices=get_args(Paths),
         help="Where the masks of item sets are computed: on the device, inside the sampler, or on the host. Default: "
@@ -220,15 +187,14 @@ def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: s
     )
 
 
-def with_named(options: Mapping[str, Any], option: str, named: Sequence[str]) -> dict[str, Any]:
-    """The options with more sets in `item_sets`, each "NAME=FILE", or more views in `item_views`."""
-    given = options.get(option, [])
+def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, Any]:
+    """The options with more sets in `item_sets`, each "NAME=FILE"."""
+    given = options.get("item_sets", [])
     listed = [f"{name}={value}" for name, value in given.items()] if isinstance(given, Mapping) else list(given)
-    return {**options, option: [*listed, *named]}
+    return {**options, "item_sets": [*listed, *named]}
 
 
 _from_flags: list[bool] = []
-_opening: list[float] = []
 
 
 def on_command_line() -> None:
@@ -246,18 +212,3 @@ def start_up() -> Iterator[None]:
         if not _from_flags:
             raise
         raise SystemExit(f"static-backend: {error}") from None
-
-
-@contextmanager
-def opening() -> Iterator[None]:
-    """Time a part of the start that copies, checks or opens item sets."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        _opening.append(time.perf_counter() - start)
-
-
-def seconds() -> float:
-    """Return how long these parts have taken in this process."""
-    return sum(_opening)

@@ -45,16 +45,12 @@ class Constraint:
     """A request's constraint with holes. In the request it stands in place of what it was made of.
 
     kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
-    slate: of a slate that a device can make, how many items come after the first, and the token between two, or
-        NO_TOKEN. least: of a slate, tokens that none has fewer of.
     """
 
     kind: str
     grammar: str
     holes: Sequence[SetHole]
     compiled: xgrammar.CompiledGrammar = field(repr=False)
-    slate: tuple[int, int] | None = None
-    least: int = 0
 
     def __deepcopy__(self, memo: Any) -> Constraint:
         """Engines copy a request's parameters; this is immutable."""

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,8 +25,7 @@ from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
 from itemset.serving.lost_fields import is_small, may_hold
 from itemset.serving.request import ItemRequest
-from itemset.text import Escape, continues, encode
-from itemset.trie.walk import NO_TOKEN
+from itemset.text import Escape, continues
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _THREADS = 2
@@ -152,56 +151,12 @@ class Constraints:
             compiled = vocabulary.compile(grammar)
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
-        return Constraint(kind, grammar, holes, compiled, self._slate(marked, holes), self._least(marked, holes))
+        return Constraint(kind, grammar, holes, compiled)
 
-    def _least(self, marked: Marked, holes: Sequence[SetHole]) -> int:
-        """Return `Constraint.least`: a separator adds a token, unless one may be an item's end and the separator."""
-        if marked.slate is None:
-            return 0
-        (n, separator), item_set = marked.slate, holes[0].made.item_set
-        closing = self.vocabulary.get().bridges(holes[0].closers).by_token.values() if n > 1 and separator else ()
-        bridged = {last for pairs in closing for last, rest in pairs if rest == separator.encode()}
-        adds = bool(separator) and not item_set.occurring(bridged)
-        return n * item_set.shortest + (n - 1) * adds
-
-    def _slate(self, marked: Marked, holes: Sequence[SetHole]) -> tuple[int, int] | None:
-        """Return `Constraint.slate`: a separator must be one token of its own, which no item holds."""
-        if marked.slate is None:
-            return None
-        (n, separator), token = marked.slate, NO_TOKEN
-        if separator and n > 1:
-            try:
-                tokens = encode([separator], self._tokenizer, escape="text")[0].tolist()
-            except ItemSetError:
-                return None
-            token = tokens[0]
-            alone = len(tokens) == 1 and self.vocabulary.get().bytes[token] == separator.encode()
-            if not alone or holes[0].made.item_set.occurring([token]):
-                return None
-        return n - 1, token
-
-    def check(self, constraint: Constraint, *, prompt_tokens: int, stop_tokens: Collection[int], **limits: Any) -> None:
-        """Raises RefusedError where a constraint and the rest of the request leave no way to its end.
-
-        limits: as of `Checks.slate`.
-        """
+    def check(self, constraint: Constraint, *, prompt_tokens: int, stop_tokens: Collection[int]) -> None:
+        """Raises RefusedError where a set and the rest of the request leave no way to end an item."""
         for made in constraint.sets:
             self._checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
-        if constraint.kind == SLATE:
-            self._check_stops(constraint, stop_tokens)
-            self._checks.slate(constraint.least, prompt_tokens=prompt_tokens, **limits)
-
-    def _check_stops(self, constraint: Constraint, stop_tokens: Iterable[int]) -> None:
-        """Raises RefusedError for a stop token at which a slate would end after its first item."""
-        texts, begins = self.vocabulary.get().bytes, tuple(hole.closers for hole in constraint.holes if hole.closers)
-        for token in stop_tokens:
-            if begins and 0 <= token < len(texts) and texts[token].startswith(begins):
-                raise RefusedError(
-                    "stop token inside",
-                    f"the stop token {token} begins as the slate's separator does, so the slate would end after an "
-                    "item: leave it out, or give another separator",
-                    "stop_token_ids",
-                )
 
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
         """Raises RefusedError for a set whose texts must be escaped otherwise where it stands."""

@@ -114,21 +114,20 @@ class FrontEndBase:
         raise NotImplementedError
 
     def engine_request(
-        self, asked: ItemRequest, *, stop_tokens: set[int], max_tokens: int | None, **least: int
+        self, asked: ItemRequest, *, stop_tokens: set[int], prompt_tokens: int, min_tokens: int
     ) -> EngineRequest:
         """Return what a request that is `pinned` carries to the engine. Counts it.
 
-        least: `prompt_tokens` and `min_tokens`. Raises RefusedError where its grammar and the other parameters leave no
-        way to end an item.
+        Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
         grammar = asked.made
         if isinstance(grammar, Constraint):
             sets = grammar.sets
-            self.constraints.check(grammar, stop_tokens=stop_tokens, max_tokens=max_tokens, **least)
-            carried = EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets], grammar.slate))
+            self.constraints.check(grammar, prompt_tokens=prompt_tokens, stop_tokens=stop_tokens)
+            carried = EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
         else:
             (made,) = sets = [self.checks.made(asked)]
-            self.checks.request(made, stop_tokens=stop_tokens, **least)
+            self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=min_tokens, stop_tokens=stop_tokens)
             carried = EngineRequest(made.ref, weighed=asked.weighed)
         for one in sets:
             metrics.REQUESTS.labels(metrics.label(one.reference)).inc()

@@ -314,8 +314,8 @@ class Chosen:
         if found > limit:
             raise RefusedError(
                 "filter",
-                f"{word} has {found:,} {what}, the limit is {limit:,}: send fewer, register an item view, "
-                f"or raise {self._words.option('item_key_limit')}",
+                f"{word} has {found:,} {what}, the limit is {limit:,}: send fewer, or raise "
+                f"{self._words.option('item_key_limit')}",
                 word,
             )
 

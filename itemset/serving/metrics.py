@@ -20,9 +20,7 @@ ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were enco
 LISTS = Counter("item_set:ranked_lists", "Ranked lists: in one request, or why by rounds of requests.", ["way"])
 DRAWS = Counter("item_set:draw_requests", "Requests for draws: in one request, or why rounds ended them.", ["way"])
 LIST_PASSES = Counter(
-    "item_set:list_passes",
-    "Passes of lists and draws inside a step, by CUDA graph: full, piecewise or none.",
-    ["graph"],
+    "item_set:list_passes", "Passes of lists and draws inside a step, by CUDA graph: piecewise or none.", ["graph"]
 )
 ONE_REQUEST, UNDECIDED = "one request", "more might ring before than there are beams"
 """Ways of lists and draws: made whole, and draws that a step has not decided, which rounds then ended."""

@@ -27,32 +27,26 @@ from itemset.trie import file as index_file
 KEPT_SECONDS = 3600  # that an unused copy stays after it was last opened: a restart finds it
 _OPTION = "name another folder with the option item_set_cache"
 _VERSION = re.compile("[0-9a-f]{32}")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # which machine this is, and since when it runs
 _INCOMPLETE = "incomplete"  # the copy being made; there is one at a time
 
-Seal = list[str | int]
 
-
-def open_copy(
-    path: PathLike | None, folder: str | None = None, version: str | None = None, sealed: Seal | None = None
-) -> tuple[ItemSet, str]:
+def open_copy(path: PathLike | None, folder: str | None = None, version: str | None = None) -> tuple[ItemSet, str]:
     """Return the set of the index file at `path`, mapped from a private copy, and its version (`index_file.version`).
 
     path: of the file, or its URI; None if there is a copy already. folder: of the copies; None for the user's cache
     folder, or one for temporary files. version: to open; None for that of the file. Its copy is taken, whatever stands
-    at `path`, else the file there must be of it. sealed: of a process that checked the copy (`seal`), which then is not
-    read again. Raises ItemSetError: a bad file (as `itemset.load`), one of another version, a folder that cannot be
-    used, or a disk that is full.
+    at `path`, else the file there must be of it. Raises ItemSetError: a bad file (as `itemset.load`), one of another
+    version, a folder that cannot be used, or a disk that is full.
     """
     copies, name = folder_of(folder), version
     if name is None:  # a file under a URI is checked when it has been fetched, and that only if there is no copy
         name = index_file.version(path or "", checked=not is_uri(path or ""))
     try:
         with locked(copies / "lock", fcntl.LOCK_SH, 0o600):
-            item_set = _open(copies / name, sealed)
+            item_set = _open(copies / name)
         if item_set is None:
             with locked(copies / "lock", fcntl.LOCK_EX, 0o600):
-                item_set = _open(copies / name, sealed)  # another process may have been faster
+                item_set = _open(copies / name)  # another process may have been faster
                 if item_set is None and path is None:
                     raise ItemSetError(f"{copies} has no copy of version {name}")
                 if item_set is None:
@@ -81,18 +75,7 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
     return gone
 
 
-def seal(version: str, folder: str | None = None) -> Seal | None:
-    """Return what proves to a process of this machine that this copy has not changed since; None if nothing does."""
-    with suppress(OSError):
-        return _seal(os.stat(folder_of(folder) / version))
-    return None
-
-
-def _seal(state: os.stat_result) -> Seal:
-    return [_BOOT.read_text(), state.st_dev, state.st_ino, state.st_size, state.st_ctime_ns]
-
-
-def _open(copy: Path, sealed: Seal | None) -> ItemSet | None:
+def _open(copy: Path) -> ItemSet | None:
     """Open, lock and check a copy. Return None if there is none, or it is damaged."""
     try:
         descriptor = os.open(copy, os.O_RDONLY)
@@ -101,19 +84,15 @@ def _open(copy: Path, sealed: Seal | None) -> ItemSet | None:
     except OSError as error:
         raise ItemSetError(f"cannot read {copy}: {error.strerror}: delete it, or {_OPTION}") from error
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    unchanged = False
-    with suppress(OSError):
-        unchanged = sealed is not None and sealed == _seal(os.fstat(descriptor))
     try:
-        if index_file.version(copy, checked=not unchanged) != copy.name:
+        if index_file.version(copy) != copy.name:
             raise ItemSetError(f"{copy} is another file")
         item_set = from_index(*index_file.read(copy), name=str(copy), check=False)
     except ItemSetError:
         os.close(descriptor)
         return None
-    if not unchanged:  # or the seal would break
-        with suppress(OSError):  # of another owner's copy
-            os.utime(descriptor)
+    with suppress(OSError):  # of another owner's copy
+        os.utime(descriptor)
     weakref.finalize(item_set, os.close, descriptor)
     return item_set
 

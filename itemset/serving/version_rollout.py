@@ -22,7 +22,7 @@ import msgspec
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, Opened
-from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
+from itemset.serving.wire import Answer, Message, Prepare, Stage
 
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ class Devices:
     """
 
     def check(self, item_set: ItemSet) -> None:
-        """Check a set or a view, on the thread that has opened it. Raises ItemSetError."""
+        """Check a set, on the thread that has opened it. Raises ItemSetError."""
 
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         """Bring a version to the devices, or a piece of it. Return the stage of each process, or why it cannot be had.
@@ -54,7 +54,6 @@ class Preparer:
 
     def __init__(self, catalogue: Catalogue, log: logging.Logger, devices: Devices | None = None) -> None:
         self._catalogue, self._log, self._devices = catalogue, log, devices or Devices()
-        self._sequences: dict[str, dict[int, int]] = {}  # by set: what each front end serves
 
     def answer(self, message: Any, engine: Any = None) -> Any:
         """Answer a message; both are plain values. What fails is refused and raises nothing: the engine goes on."""
@@ -64,21 +63,13 @@ class Preparer:
     def _answer(self, message: Message, engine: Any) -> Answer:
         if isinstance(message, Prepare):
             return self._prepare(message, engine)
-        if isinstance(message, Drop):
-            self._sequences.pop(message.name, None)
-            self._catalogue.drop(message.name)
-            self._devices.close(engine, message.name, None, self._catalogue.open_sets())
-            return Answer()
-        sequences = self._sequences.setdefault(message.name, {})
-        sequences[message.front] = message.sequence
-        everywhere = len(sequences) >= message.fronts and min(sequences.values()) >= message.sequence
-        return Answer(everywhere=everywhere)
+        self._catalogue.drop(message.name)
+        self._devices.close(engine, message.name, None, self._catalogue.open_sets())
+        return Answer()
 
     def _prepare(self, message: Prepare, engine: Any) -> Answer:
         catalogue, devices = self._catalogue, self._devices
         opened = or_reason(lambda: catalogue.begin(message, devices.check), self._log)
-        if message.ahead and not isinstance(opened, str):
-            opened = None
         stages = devices.advance(engine, message, opened)
         if refused := [stage for stage in stages if isinstance(stage, str)]:
             return Answer(refused=refused[0])

@@ -23,11 +23,10 @@ from itemset.serving import metrics
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
-from itemset.serving.private_copies import delete_unused, seal
-from itemset.serving.wire import Answer, Drop, Message, Prepare, Serves, Stage
+from itemset.serving.private_copies import delete_unused
+from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 
 AGAIN = 0.01  # seconds between two messages to engines that are not ready
-PATIENCE = 60.0  # seconds that `refresh` waits for the other front ends
 
 Send = Callable[[Any], list[Any]]
 """Sends a message, as plain values, to every engine of this front end, and returns their answers. For any thread."""
@@ -57,13 +56,10 @@ class Follower:
     Looks are made on a thread of its own once `start` was called, and by `look` and `refresh`.
     """
 
-    def __init__(
-        self, checks: Checks, config: StaticConfig, send: Send, *, path: str, front: int = 0, fronts: int = 1,
-        logger: logging.Logger,
-    ) -> None:  # fmt: skip
-        """path: where masks are made. front, fronts: the number of this front end of its engines, of how many."""
+    def __init__(self, checks: Checks, config: StaticConfig, send: Send, *, path: str, logger: logging.Logger) -> None:
+        """path: where masks are made."""
         self._checks, self._config, self._send = checks, config, send
-        self._path, self._front, self._fronts, self._log = path, front, fronts, logger
+        self._path, self._log = path, logger
         self._sets: dict[str, Followed] = {}
         self._superseded: set[str] = set()
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
@@ -100,35 +96,19 @@ class Follower:
                 self._look_at(name)
 
     def refresh(self, name: str) -> dict[str, Any]:
-        """Look at one set, and return its entry of `listed` when what is current serves in every front end.
+        """Look at one set, and return its entry of `listed` when what is current serves here.
 
-        Raises RefusedError: no such set, a version that is not served, or front ends that have not followed.
+        Raises RefusedError: no such set, or a version that is not served.
         """
         with self._lock:
             self._look_at_folder()
             if (followed := self._sets.get(name)) is None:
-                raise self._unfollowed(name)
+                raise self._checks.catalogue.unknown(name)
             followed.refused = None  # what was wrong may have been mended
             self._look_at(name)
             if followed.missed or followed.refused:
                 raise RefusedError("refused version", followed.missed or followed.why)
-            sequence, entry = followed.sequence, self._entry(name, followed)
-        until = time.monotonic() + PATIENCE
-        while not self._serves_everywhere(name, sequence):
-            if time.monotonic() > until:
-                raise RefusedError(
-                    "refused version",
-                    f"another API server of this engine has not taken up version {entry['version']} of {name!r} in "
-                    f"{PATIENCE:.0f} s: see its log",
-                )
-            time.sleep(AGAIN)
-        return entry
-
-    def _unfollowed(self, name: str) -> RefusedError:
-        if (opened := self._checks.catalogue.current(name)) is None:
-            return self._checks.catalogue.unknown(name)
-        what = f"{name!r} is a view of {opened.name!r}, and refreshed with it: name {opened.name!r}"
-        return RefusedError("unknown set", what)
+            return self._entry(name, followed)
 
     def refreshed(self, name: str | None) -> list[dict[str, Any]]:
         """Do `refresh` for one set, or for all."""
@@ -150,11 +130,10 @@ class Follower:
             kept = []
         return entry | {
             "version": opened.version,
-            "items": len(opened.sets[name]),
-            "bytes": opened.sets[name].nbytes,
+            "items": len(opened.item_set),
+            "bytes": opened.item_set.nbytes,
             "serving_since": followed.since.isoformat(timespec="milliseconds"),
             "path": followed.path,
-            "views": [called for called in opened.sets if called != name],
             "previous_versions": [one.name for one in kept if one.name != opened.version],
         }
 
@@ -169,7 +148,7 @@ class Follower:
                 self._missed = str(error)
                 self._log.warning("Item sets stay as they are: %s", error)
             return
-        for name in names - self._sets.keys() - self._config.item_views.keys():
+        for name in names - self._sets.keys():
             self._sets[name] = Followed(Path(self._config.where(name)), self._path)
         for name in self._sets.keys() - names - self._config.item_sets.keys():
             del self._sets[name]
@@ -207,7 +186,6 @@ class Follower:
                 failed, followed.why = version, str(error)
                 continue
             followed.sequence, followed.refused = version.sequence, None
-            self._serves_everywhere(name, version.sequence)
             return
 
     def _take_up(self, name: str, version: published.Version) -> None:
@@ -221,12 +199,7 @@ class Follower:
         if current is not None and current.version == version.name:
             return
         message = Prepare(name, version.name, str(version.path))
-
-        def prepare_ahead() -> None:  # the engines open it while it is checked here
-            message.seal = seal(version.name, self._config.item_set_cache)
-            self._ask(msgspec.structs.replace(message, ahead=True))
-
-        opened = self._checks.open(name, version.name, version.path, prepare_ahead)
+        opened = self._checks.open(name, version.name, version.path)
         while True:
             answers = self._ask(message)
             if refused := next((answer.refused for answer in answers if answer.refused), None):
@@ -246,7 +219,7 @@ class Follower:
         self._delete_copies(catalogue.serve(opened))
         followed.since, followed.path = datetime.now(UTC), "host" if Stage.HOST in stages else "device"
         metrics.served(name, version.name)
-        items, seconds = f"{len(opened.sets[name]):,}", time.monotonic() - began
+        items, seconds = f"{len(opened.item_set):,}", time.monotonic() - began
         text = "Version %s of the item set %r is served: %s items, %.2f s after it was noticed"
         self._log.info(text, version.name, name, items, seconds)
 
@@ -254,7 +227,3 @@ class Follower:
         """Delete this machine's copies of these versions, and of earlier ones, once nobody has them open."""
         self._superseded.update(versions)
         self._superseded -= delete_unused(self._config.item_set_cache, self._superseded)
-
-    def _serves_everywhere(self, name: str, sequence: int) -> bool:
-        """Say which version this front end serves; return whether all serve it, or a later one."""
-        return all(one.everywhere for one in self._ask(Serves(name, sequence, self._front, self._fronts)))

@@ -21,7 +21,7 @@ from itemset.ranking.search import widest
 WIRE = "item_set_wire"
 """The key of an EngineRequest. Clients may not send it."""
 INLINE, VIEW, VERSION = "inline:", "view:", "version:"
-"""How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set or view; VIEW +
+"""How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set; VIEW +
 digest + "@" + reference, of what a filter or keys leave of another."""
 
 Tokens = tuple[int, ...]
@@ -69,11 +69,10 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The sets of a constraint. grammar: `Constraint.spec()`. slate: `Constraint.slate`."""
+    """The sets of a constraint. grammar: `Constraint.spec()`."""
 
     grammar: str
     sets: list[SetRef]
-    slate: tuple[int, int] | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -81,7 +80,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     weighed: the field by which its answer says log-probabilities, if any. after: of a thought before a list, the tokens
     that end it, and those that stand between both. place: where the set lies in vLLM's workers, the fields of
-    `masking.arena.Place`, from the engine core. slate: there, `HolesSpec.slate` of the set.
+    `masking.arena.Place`, from the engine core.
     """
 
     item_set: SetRef | None = None
@@ -90,7 +89,6 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     weighed: str = ""
     after: tuple[Tokens, Tokens] | None = None
     place: tuple[int, int, str, int, tuple[Tokens, ...]] | None = None
-    slate: tuple[int, int] | None = None
 
     @property
     def reference(self) -> str:
@@ -120,8 +118,8 @@ class NoList(Enum):
 
     scope: Literal["engine", "set", "request"]
 
-    NO_BLOCKS = "the KV cache has no blocks for beams", "engine"
-    NO_ROOM = "the beams do not fit their blocks", "request"
+    NO_BLOCKS = "no room is kept for beams", "engine"
+    NO_ROOM = "the beams do not fit in the room that is kept for them", "request"
     TOO_DEEP = "the set has too many levels", "set"
     TOO_LONG = "a list has too many tokens", "set"
     TOO_LARGE = "the set has too many tokens for the logits of a pass", "set"
@@ -138,8 +136,8 @@ class NoList(Enum):
 
 REASONS = tuple(NoList)
 """In vLLM a worker's table is of one number, the place of its reason here."""
-GRAPHS = ("FULL", "PIECEWISE", "NONE")
-"""vLLM's names of how a pass runs; the third is without a CUDA graph."""
+GRAPHS = ("PIECEWISE", "NONE")
+"""vLLM's names of how a pass runs; the second is without a CUDA graph."""
 HEAD = 3 + len(GRAPHS) + 1
 """Numbers of a table's first row: see `ListResult.of_table`."""
 
@@ -189,23 +187,12 @@ def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
 class Prepare(msgspec.Struct, tag=True):
     """Open a version of a set and bring it to the devices; it is served once it is there. Sent until it is.
 
-    path: of its file. seal: of the copy that the front end has checked. ahead: only open it, it is still being checked.
+    path: of its file.
     """
 
     name: str
     version: str
     path: str
-    seal: list[str | int] | None = None
-    ahead: bool = False
-
-
-class Serves(msgspec.Struct, frozen=True, tag=True):
-    """A front end serves the version with this sequence number. front, fronts: its number, and how many there are."""
-
-    name: str
-    sequence: int
-    front: int
-    fronts: int
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
@@ -214,7 +201,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-Message = Prepare | Serves | Drop
+Message = Prepare | Drop
 
 
 class Stage(IntEnum):
@@ -235,16 +222,14 @@ class Stage(IntEnum):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Of an engine. stage: of what is prepared. refused: why it cannot be had. everywhere: whether all of the engine's
-    front ends serve this sequence number or a later one."""
+    """Of an engine. stage: of what is prepared. refused: why it cannot be had."""
 
     stage: Stage = Stage.OPENING
     refused: str | None = None
-    everywhere: bool = False
 
 
 def version_reference(version: str, name: str) -> str:
-    """Return the reference of a version of a registered set or view."""
+    """Return the reference of a version of a registered set."""
     return f"{VERSION}{version}@{name}"
 
 

@@ -157,7 +157,7 @@ class Distinct(NamedTuple):
 def sort_unique(rows: Rows) -> Distinct:
     """Sort the rows by their tokens, and fold equal ones."""
     lcp = np.empty(len(rows) + 1, np.uint16)
-    verdict, _ = common_prefixes(rows.tokens, *rows.layout, lcp)
+    verdict = common_prefixes(rows.tokens, *rows.layout, lcp)
     if verdict == _ASCENDING:
         return Distinct(rows, None, None, lcp)
     if verdict == _REPEATS:
@@ -165,19 +165,13 @@ def sort_unique(rows: Rows) -> Distinct:
     else:
         order = sort_order(rows)
         rows = rows.take(order)
-        verdict, _ = common_prefixes(rows.tokens, *rows.layout, lcp)
+        verdict = common_prefixes(rows.tokens, *rows.layout, lcp)
     if verdict == _ASCENDING:
         return Distinct(rows, order, None, lcp)
     lengths = rows.layout[1] or np.diff(rows.offsets)[1:]  # a row that begins the one before equals it
     first = np.concatenate((np.ones(1, np.bool_), lcp[1:-1] != lengths))
     starts = np.append(np.flatnonzero(first), len(rows)).astype(np.uint32)
     return Distinct(rows.take(starts[:-1]), order, starts, np.append(lcp[:-1][first], np.uint16(0)))
-
-
-def out_of_order(rows: Rows) -> int | None:
-    """Return the first row that is lower than the one before it, None if there is none."""
-    verdict, row = common_prefixes(rows.tokens, *rows.layout, np.empty(len(rows) + 1, np.uint16))
-    return int(row) if verdict == _UNSORTED else None
 
 
 def sort_order(rows: Rows) -> NDArray[np.uint32]:
@@ -254,8 +248,7 @@ def grown(array, size):  # type: ignore[no-untyped-def]
 
 @compiled
 def common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def]
-    """Fill lcp up to the first row that is out of order; return whether the rows ascend, repeat, or are unsorted, and
-    that row."""
+    """Fill lcp up to the first row that is out of order; return whether the rows ascend, repeat, or are unsorted."""
     rows = len(lcp) - 1
     verdict = 0
     lcp[0] = 0
@@ -272,8 +265,8 @@ def common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def
             if k == end - b:
                 verdict = 1
         elif k == end - b or tokens[b + k] < tokens[a + k]:
-            return 2, i
-    return verdict, rows
+            return 2
+    return verdict
 
 
 @compiled

@@ -51,7 +51,6 @@ def start(engines: Pool[Any], tiny_model: Path, files: dict[str, Any], lone: Nam
             tiny_model,
             grammar_backend="static",
             item_sets=files["item_sets"] | {"lone": lone.path},
-            item_views=files["item_views"],
             item_set_path="device",
             chunked_prefill_size=32,
             env={"TESTS_SGLANG_OVERLAP": "1"},

@@ -107,6 +107,7 @@ def _update_from_output(
     thinking = {name: backend.thinking[name] for name in scheduled}
     ended = [name for name, one in thinking.items() if _stop(self.requests.get(name), one, model_runner_output)]
     outputs = original()
+    ended = [name for name in ended if name in self.requests]  # no grammar has refused its last token
     for one in (one for of_client in outputs.values() for one in of_client.outputs if one.request_id in thinking):
         if one.request_id in ended:
             one.finish_reason = one.stop_reason = None

@@ -26,7 +26,7 @@ from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPR
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import answers, compat, legal_mass
 from sglang_static.list_requests import AFTER
-from sglang_static.request import OTHERS, asked, in_place, wants_list
+from sglang_static.request import OTHERS, asked, in_place, names_sets, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,7 @@ class FrontEnd(FrontEndBase):
 
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""
+        self.refuse_inside(names_sets(request.sampling_params))
         limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "max_tokens": None, "after": AFTER}
         limits["reasons"] = {"LoRA adapter": request.lora_path is not None}
         job = self.begin_list(asked, self._tokenizer.eos_token_id, **limits)

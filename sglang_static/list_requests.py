@@ -12,7 +12,6 @@ import asyncio
 import copy
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import TokenScores
-from itemset.serving.answer_fields import Thought, item_logprobs
+from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body, while_connected
 from itemset.serving.list_runner import AbortedError
@@ -72,14 +71,13 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         yield answers[0] if single else answers
 
 
-async def after_thought(manager: Any, request: Any, thought: Thought) -> list[dict[str, Any]] | None:
+async def after_thought(manager: Any, request: Any, asked: Any) -> list[dict[str, Any]] | None:
     """What an answer says of the list after its thought, whose KV is in the prefix cache; None if that was aborted.
 
-    thought: its params are its prompt's tokens.
+    asked: `ItemRequest`, after a `Thought` whose params are its prompt's tokens.
     """
-    asked = replace(thought.asked, ended=thought)
     params = {**request.sampling_params, REFERENCE: asked, "max_new_tokens": None}
-    given, prompt = copy.copy(request), [*thought.params, *thought.tokens]
+    given, prompt = copy.copy(request), [*asked.ended.params, *asked.ended.tokens]
     given.stream = given.return_logprob = False
     answer = await _one(manager.generate_request, manager, request.lora_path, given, params, prompt)
     made = [one | one["meta_info"] for one in answer["meta_info"]["beam_results"] if "rank" in one["meta_info"]]

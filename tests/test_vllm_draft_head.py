@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_vllm_thoughts as thoughts
 import torch
 from test_vllm_wide_lists import ROOMY, beside, given, items_of, prompt_of, same, ways
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -95,6 +96,15 @@ def test_the_list_of_the_library(engine, tiny_model, head, named_sets, name, wid
         same(found, in_library(tiny_model, head, item_set, length, width, k, renormalised))
         assert (passes, rounds) == (1, 1)
         assert {tokens for tokens, _ in found} <= named_sets[name].items
+
+
+def test_the_list_after_a_thought(engine):
+    """The head reads the states after the marker in the request that has thought: placeholders follow it there."""
+    extra = thoughts.asked("fixed", thoughts.TWO, width=16)
+    made, requests, _ = engine.call(thoughts.think, extra, [3, 40], 1)
+    thoughts.same(made, engine.call(thoughts.in_two, extra, [3, 40], 1))
+    assert requests == 2
+    assert all(item["passes"] == 1 for _, _, items in made for item in items)
 
 
 def test_items_that_are_left_by_a_filter_and_exclusions(engine, tiny_model, head, named_sets):

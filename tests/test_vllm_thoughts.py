@@ -143,6 +143,30 @@ def beside(llm: Any) -> list[Any]:
     return [items and sorted(item["key"] for item in items) for items in each]
 
 
+def test_a_thought_under_a_grammar(engine):
+    """The marker ends it before its grammar does; the list knows nothing of that. What has a set inside is refused."""
+    found, ((tokens, best),) = engine.call(under_a_grammar, "(station){2,4} letter(station){5}")
+    same([found], [(tokens, best)])
+    assert tokens[-2:] == [tokens[0], tokens[-1]]
+    assert 3 <= len(tokens) <= 5
+    inside = json.dumps({"type": "object", "properties": {"film": {"type": "string", "item_set": "large"}}})
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=inside), extra_args=asked("large", ONE))
+    with pytest.raises(VLLMValidationError, match="inside the grammar of a thought would be lost"):
+        engine.generate(["p"], params)
+
+
+def under_a_grammar(llm: Any, regex: str) -> Any:
+    extra = asked("large", TWO)
+    params = words(llm, extra_args=extra, structured_outputs=StructuredOutputsParams(regex=regex))
+    (output,) = llm.generate([{"prompt_token_ids": prompt_of(9)}], params, use_tqdm=False)
+    (one,) = output.outputs
+    tokens = list(one.token_ids)
+    ranking = RankingParams(beam_width=5, max_tokens=40, extra_args={"item_set": "large"})
+    (best,) = llm.beam_search([{"prompt_token_ids": prompt_of(9) + tokens}], ranking)
+    expected = (tokens, [(item.key, item.cum_logprob) for item in best.sequences])
+    return (tokens, one.finish_reason, one.items), [expected]
+
+
 def test_a_thought_that_does_not_end(engine):
     """Its limit, another stop, and the end of the context, in which the longest item must have room."""
     for options, reason, length in (

@@ -7,7 +7,6 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -53,7 +52,7 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         tokens, stopped = self.detokenizer.output_token_ids, not cut and str(finish_reason) == "stop"
         told = expected.answer_fields(tokens, cut=cut, logs=logs)
         if THOUGHT in told:
-            told[THOUGHT] = replace(told[THOUGHT], table=self.logprobs_processor.pop_prompt_token_id_logprobs())
+            told[THOUGHT].ended.table = self.logprobs_processor.pop_prompt_token_id_logprobs()
             output.finish_reason = "stop"  # also if it had to stop by its limit
         if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)

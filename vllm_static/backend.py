@@ -115,27 +115,29 @@ class StaticBackend(StructuredOutputBackend):
             self._take_holes(request, carried.holes)
             return False
         assert carried.item_set is not None
-        if carried.after is not None and request.structured_output_request is not None:
-            request.structured_output_request.reasoning_ended = True  # as the list's prompt says
+        constraint: Any = request.structured_output_request
         made = self._catalogue.receive(carried.item_set)
         carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
         on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
         if carried.after is not None:
-            self._think(request, *carried.after, ranked=on_device and carried.ranked is not None)
-            return True
+            ranked = on_device and carried.ranked is not None
+            return self._think(request, constraint, *carried.after, ranked=ranked)
         if not on_device:
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
         self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
-    def _think(self, request: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> None:
-        """Make a thought an ordinary request. ranked: whether it goes on as one for a list, which has a place now."""
+    def _think(self, request: Any, constraint: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> bool:
+        """Make a thought a request of vLLM's own, and return whether it is under no constraint. ranked: whether it goes
+        on as one for a list, whose set has a place now."""
         extra, params = request.sampling_params.extra_args, None
         if ranked:
             params = list_params(extra[WIRE])
             params.structured_outputs = None
-        compat.make_ordinary(request, {**extra, WIRE: None})
+        is_free = constraint.params.choice is not None  # which the front end has put
+        compat.make_ordinary(request, {**extra, WIRE: None}, None if is_free else constraint)
         self.thinking[request.request_id] = Thinking(list(marker), list(then), params)
+        return is_free
 
     def _take_holes(self, request: Any, holes: HolesSpec) -> None:
         """Take over the sets of a constraint, which the request holds. No worker needs them."""

@@ -207,8 +207,9 @@ def on_device_path(vllm_config: Any) -> bool:
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
-def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
-    """Let vLLM's scheduler, which does not know it yet, see a request without structured output (v1/request.py).
+def make_ordinary(request: Any, extra_args: dict[str, Any], constraint: Any = None) -> None:
+    """Let vLLM's scheduler, which does not know it yet, see a request without structured output, or with this
+    StructuredOutputRequest (v1/request.py).
 
     Its parameters become its own first: with n > 1, requests may share one object (v1/engine/parallel_sampling.py).
     """
@@ -216,9 +217,10 @@ def make_ordinary(request: Any, extra_args: dict[str, Any]) -> None:
 
     request.sampling_params = copy.copy(request.sampling_params)
     request.sampling_params.extra_args = extra_args
-    request.sampling_params.structured_outputs = None
-    request.structured_output_request = None
-    request.status = RequestStatus.WAITING
+    request.sampling_params.structured_outputs = constraint and constraint.params
+    request.structured_output_request = constraint
+    waiting = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR if constraint else RequestStatus.WAITING
+    request.status = waiting
 
 
 def may_reason(manager: Any) -> bool:

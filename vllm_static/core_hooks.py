@@ -107,6 +107,7 @@ def _update_from_output(
     thinking = {name: backend.thinking[name] for name in scheduled}
     ended = [name for name, one in thinking.items() if _stop(self.requests.get(name), one, model_runner_output)]
     outputs = original()
+    ended = [name for name in ended if name in self.requests]  # no grammar has refused its last token
     for one in (one for of_client in outputs.values() for one in of_client.outputs if one.request_id in thinking):
         if one.request_id in ended:
             one.finish_reason = one.stop_reason = None
@@ -119,7 +120,7 @@ def _update_from_output(
         self._update_request_as_session(
             request, update
         )  # the prompt is what was said, but for its last token, and this
-        request.resumable = False
+        request.resumable, request.structured_output_request = False, None
         request.events.clear()  # it was queued before
         backend.thinking[name] = Thinking([], then, params)
     return outputs

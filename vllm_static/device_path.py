@@ -52,7 +52,8 @@ class DevicePath(Devices):
         carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
         a full arena, too many stop tokens, or an end of its reasoning of more than one token.
         """
-        params, start = request.sampling_params, compat.reasoning_end_token(manager, request)
+        params, thinks = request.sampling_params, carried.after is not None  # its list's prompt has the reasoning
+        start = -1 if thinks else compat.reasoning_end_token(manager, request)
         if start is None or len(params.all_stop_token_ids) > MAX_STOP_TOKENS:
             return False
         try:

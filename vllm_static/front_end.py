@@ -27,6 +27,7 @@ from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
 from vllm_static.draft_head_requests import drafting
 from vllm_static.metrics import ROLLOUT
+from vllm_static.request import names_sets
 from vllm_static.single_request import EngineLists
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -134,7 +135,10 @@ class FrontEnd(FrontEndBase):
         params.max_tokens = min(params.max_tokens or room, room)
         carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(after=(asked.marker, placeholders))
         params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
-        params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(choice=[carried.reference]))
+        self.refuse_inside(names_sets(params))
+        if params.structured_outputs is None:
+            own = StructuredOutputsParams(choice=[carried.reference])
+            params.structured_outputs = compat.of_our_backend(own)
         thought = Thought(asked, params, [(job, placeholders)])
         return lambda request: thought
 

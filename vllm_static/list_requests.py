@@ -9,7 +9,6 @@ be, or leaves draws undecided, each round is a batch of ordinary requests that s
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -181,11 +180,10 @@ def with_lists(llm: Any, results: list[Any]) -> list[Any]:
     """The results of `LLM`, after whose thoughts lists are made: the `items` of their outputs."""
     each = [(one, output) for one in results if isinstance(one, RequestOutput) for output in one.outputs]
     each = [(one, output) for one, output in each if hasattr(output, THOUGHT)]
-    thoughts = [vars(output).pop(THOUGHT) for _, output in each]
-    asked, params = [replace(one.asked, ended=one) for one in thoughts], [one.params for one in thoughts]
+    asked = [vars(output).pop(THOUGHT) for _, output in each]
     inputs = [{"prompt_token_ids": [*one.prompt_token_ids, *output.token_ids]} for one, output in each]
-    loras = [one.lora_request for one, _ in each]
-    made = candidates(llm, inputs, asked, params, loras=loras, priorities=None) if each else []
+    options = {"loras": [one.lora_request for one, _ in each], "priorities": None}
+    made = candidates(llm, inputs, asked, [one.ended.params for one in asked], **options) if each else []
     for (_, output), one in zip(each, made, strict=True):
         output.items = _as_items(one)
     return results
@@ -195,11 +193,10 @@ async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str
     """Make the lists after those of a result's thoughts that have ended; `told` has their items then. options: of
     requests."""
     for output in result.outputs:
-        if (thought := told.get(output.index, {}).get(THOUGHT)) is not None:
+        if (asked := told.get(output.index, {}).get(THOUGHT)) is not None:
             vars(output).pop(THOUGHT, None)
-            asked = replace(thought.asked, ended=thought)
-            prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *thought.tokens]}
-            async for made in online(asked, client, prompt, result.request_id, thought.params, **options):
+            prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *asked.ended.tokens]}
+            async for made in online(asked, client, prompt, result.request_id, asked.ended.params, **options):
                 told[output.index] = {"items": _as_items(made)}
 
 

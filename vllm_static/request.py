@@ -80,7 +80,7 @@ def put(params: Any, request: ItemRequest | None) -> Any:
         return params
     own, extra = copy.copy(params), getattr(params, "extra_args", None) or {}
     own.extra_args = {**{key: value for key, value in extra.items() if key not in _READ}, REFERENCE: request}
-    if own.structured_outputs is not None:
+    if own.structured_outputs is not None and (request.choice is not None or not request.after):
         own.structured_outputs = StructuredOutputsParams(choice=[""])  # the texts stay here
     return own
 

@@ -73,7 +73,8 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
         if self.model_config.is_diffusion:
             raise VLLMValidationError("Item sets are not supported for diffusion language models.")
         given = copy.copy(params)
-        given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
+        if not item_request.after or item_request.choice is not None:
+            given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
     request = original(params=given)
     if item_request is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)

@@ -71,10 +71,10 @@ class Expected:
 
 
 THOUGHT = "thought"
-"""What an answer says of the `Thought` that it is, until the list after it is made."""
+"""What an answer says that is a thought: the `ItemRequest` for the list after it, until that is made."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Thought:
     """One request's sampled answer before a list. params: the engine's own, of the answer. jobs: a list that has begun.
     tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
@@ -87,10 +87,10 @@ class Thought:
     weighed: ClassVar[str] = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
-        """What an answer says: its thought, or that there are no items, because it has ended elsewhere."""
-        marker = self.asked.marker
-        ended = not cut and tuple(tokens[-len(marker) :]) == marker
-        return {THOUGHT: replace(self, tokens=tokens)} if ended else {"items": None}
+        """What an answer says: that its list is to be made, or that there is none, because it has ended elsewhere."""
+        if cut or tuple(tokens[-len(self.asked.marker) :]) != self.asked.marker:
+            return {"items": None}
+        return {THOUGHT: replace(self.asked, ended=replace(self, tokens=tokens))}
 
 
 def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, list[float]] | None:

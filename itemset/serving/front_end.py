@@ -102,6 +102,13 @@ class FrontEndBase:
         except ItemSetError as error:
             raise wrong_type(str(error), LIST_AFTER) from error
 
+    @staticmethod
+    def refuse_inside(holds_sets: bool) -> None:
+        """Raises RefusedError if sets stand in the grammar of a thought."""
+        if holds_sets:
+            message = f"an item set inside the grammar of a thought would be lost: leave {LIST_AFTER} or that set out"
+            raise RefusedError("two constraints", message, LIST_AFTER)
+
     def reasoning_end(self) -> Tokens:
         """Return the tokens at which the model's reasoning ends, none if that is not known."""
         raise NotImplementedError

@@ -121,7 +121,7 @@ class ItemRequest:
                 if key != REFERENCE and fields.nearest(key, (REFERENCE,)):
                     raise wrong_type(f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE)
             return None
-        _check_one_set(named, choices, constraints, other)
+        _check_one_set(named, choices, constraints, other and not after)  # a thought may have a grammar
         if drawn and not draws:
             raise RefusedError(
                 "draws",

@@ -315,6 +315,7 @@ THOUGHTS: list[tuple[str, dict[str, Any]]] = [
     ("large", {"width": 24}),
     ("prefixes", {"renormalised": True, "item_logprobs": True}),
     ("ragged", {"exact": True, "max_passes": 400}),
+    ("large", {"regex": "(station|letter)*", "logit_bias": {"474": 100.0}}),
 ]
 
 
@@ -323,7 +324,9 @@ def test_a_list_after_a_thought_is_that_of_two_requests(wide, name, options):
     """Of what was said before it, the list's own request computes the last token: the rest is in the prefix cache."""
     prompt, end = [*range(100, 140)], 474
     wide.call(_note_cached)
-    thought = named(name, max_new_tokens=150, n=3, list=4, list_after="station", logit_bias={str(end): 6.0}, **options)
+    thought = named(
+        name, max_new_tokens=150, n=3, list=4, list_after="station", **{"logit_bias": {str(end): 6.0}} | options
+    )
     outputs = wide.generate(input_ids=prompt, sampling_params=thought)
     lengths = sorted(len(prompt) + len(output["output_ids"]) - 1 for output in outputs)
     assert wide.call(_cached) == ([] if "exact" in options else lengths)

@@ -31,7 +31,6 @@ def add_to(command: Command) -> None:
     sub.add_argument("--tokens", metavar="1,2,3", type=token_list, help="the item of these tokens", **many)
     sub.add_argument("--key", metavar="K", help="the item with this key", **many)
     sub.add_argument("--text", metavar="T", help="the item of this text", **many)
-    sub.add_argument("--children", metavar="1,2", type=token_list, help="tokens that may come next", **many)
     sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
 
 
@@ -65,8 +64,8 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _lookup(args: argparse.Namespace) -> None:
-    if not (args.tokens or args.key or args.text or args.children):
-        args.error("lookup needs at least one of --tokens, --key, --text, --children")
+    if not (args.tokens or args.key or args.text):
+        args.error("lookup needs at least one of --tokens, --key, --text")
     s = itemset.load(args.file)
     tokenizer = tokenizer_of(args, s)
     if args.text and tokenizer is None:
@@ -82,15 +81,11 @@ def _lookup(args: argparse.Namespace) -> None:
     for key in args.key:
         wanted = _integer_key(key) if integers else key
         _print_item([wanted], s.tokens([wanted])[0], tokenizer)
-    for prefix in args.children:
-        labels, terminal = s.children(prefix)
-        print(f"{_joined(prefix)}\t{'an item ends here' if terminal else 'no item ends here'}", end="\t")
-        print(f"{len(labels):,} next: {_joined(labels.tolist())}" if len(labels) else "nothing next")
 
 
 def _print_item(keys: Sequence[int | str], tokens: list[int], tokenizer: Any) -> None:
     for key in keys:
-        print(key, _joined(tokens), *([] if tokenizer is None else [repr(tokenizer.decode(tokens))]), sep="\t")
+        print(key, ",".join(map(str, tokens)), *([] if tokenizer is None else [repr(tokenizer.decode(tokens))]), sep="\t")
 
 
 def _integer_key(key: str) -> int:
@@ -98,7 +93,3 @@ def _integer_key(key: str) -> int:
         return int(key)
     except ValueError:
         raise ItemSetError(f"the keys of this set are integers, not {key!r}: give an integer") from None
-
-
-def _joined(tokens: Sequence[int]) -> str:
-    return ",".join(map(str, tokens))

@@ -84,8 +84,9 @@ def _lookup(args: argparse.Namespace) -> None:
 
 
 def _print_item(keys: Sequence[int | str], tokens: list[int], tokenizer: Any) -> None:
+    text = [] if tokenizer is None else [repr(tokenizer.decode(tokens))]
     for key in keys:
-        print(key, ",".join(map(str, tokens)), *([] if tokenizer is None else [repr(tokenizer.decode(tokens))]), sep="\t")
+        print(key, ",".join(map(str, tokens)), *text, sep="\t")
 
 
 def _integer_key(key: str) -> int:

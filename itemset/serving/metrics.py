@@ -24,15 +24,8 @@ ONE_REQUEST, UNDECIDED = "one request", "more might ring before than there are b
 INSIDE = Counter("item_set:items_inside", "Items in slates, JSON and other answers that hold items.", ["item_set"])
 ILLEGAL = Counter("item_set:illegal_answers", "Answers that ended, and are no item: a fault of the engine or plugin.")
 
-VERSIONS = Gauge(
-    "item_set:version", "1 for the version that is served.", ["item_set", "version"], multiprocess_mode="livemax"
-)
-SINCE = Gauge(
-    "item_set:version_since_seconds",
-    "When the served version was taken up, Unix time.",
-    ["item_set"],
-    multiprocess_mode="max",
-)
+_SINCE = "When the version that is served was taken up, Unix time."
+VERSIONS = Gauge("item_set:version", _SINCE, ["item_set", "version"], multiprocess_mode="livemax")
 REFRESHES = Counter("item_set:refreshes", "New versions that were taken up.", ["item_set"])
 REFUSED_VERSIONS = Counter("item_set:refused_versions", "Versions that could not be served.", ["item_set"])
 
@@ -59,8 +52,7 @@ def served(name: str, version: str) -> None:
         VERSIONS.remove(name, before)
         REFRESHES.labels(name).inc()
     _versions[name] = version
-    VERSIONS.labels(name, version).set(1)
-    SINCE.labels(name).set_to_current_time()
+    VERSIONS.labels(name, version).set_to_current_time()
 
 
 def label(reference: str) -> str:

@@ -27,7 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from itemset.serving.list_runner import best_of
-from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListResult, ListSpec, NoList, SetRef
+from itemset.serving.wire import REASONS, EngineRequest, ListResult, ListSpec, NoList, SetRef
 from vllm_static.list_requests import RankingParams
 from vllm_static.single_request import EngineLists, list_params
 
@@ -250,7 +250,7 @@ def churn(llm: Any, lists: int) -> tuple[int, int, int, int]:
             added.append(str(i))
         engine.abort_request([name for name in added[-3:] if int(name) % 3 == 2])
         for output in engine.step():
-            assert output.prompt_token_id_logprobs.shape == (2, HEAD)
+            assert ListResult.of_table(output.prompt_token_id_logprobs).reason is None
             answered += 1
         if len(added) % 24 == 0 and len(added) < lists and scheduler.running:
             preempted += len(scheduler.running)

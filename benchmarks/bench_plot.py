@@ -1,4 +1,4 @@
-"""Lists a second over latency, from what `benchmarks/bench.py --json FILE` has written. Needs matplotlib.
+"""Lists a second over latency, from what `itemset bench --json FILE` has written. Needs matplotlib.
 
 python benchmarks/bench_plot.py bench.json -o bench.png
 """

@@ -1,4 +1,4 @@
-"""Ranked lists of one trained model from several servers, one after the other: `bench.py` asks each for the same
+"""Ranked lists of one trained model from several servers, one after the other: `itemset bench` asks each for the same
 users and judges the texts of the answers.
 
 python benchmarks/side_by_side.py --sglang .venv-sglang/bin/python --json docs/benchmarks/side_by_side.json
@@ -97,8 +97,7 @@ def main() -> None:
                 continue
             with running_server(launch) as url:
                 for label, path, body in ways:
-                    command = [sys.executable, str(ROOT / "benchmarks" / "bench.py")]
-                    command += ["--url", url.removesuffix("/v1") + path]
+                    command = [sys.executable, "-m", "itemset", "bench", "--url", url.removesuffix("/v1") + path]
                     command += ["--set", str(index), "--tokenizer", str(model), "--users", str(folder / "users.jsonl")]
                     command += ["-k", str(arguments.k), "--body", f"{label}={json.dumps(body)}"]
                     command += ["--concurrency", *arguments.concurrency, "--json", str(folder / "bench.json")]
@@ -108,7 +107,7 @@ def main() -> None:
 
 
 def in_one(server: str, rows: list[Row]) -> Row:
-    """What `bench.py` says of one way of asking."""
+    """What `itemset bench` says of one way of asking."""
     plain, filtered = ([row for row in rows if row["filter"] is one] for one in (False, True))
     few, many = plain[0], plain[-1]
     one: Row = {"server": server, "lists of": few["body"], "illegal": 1 - many["legal"]}

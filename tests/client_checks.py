@@ -17,14 +17,11 @@ from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, Field, ValidationError
 
 import itemset
+from itemset import cli
 from itemset.cli.serve import requests_of
 from itemset.client import Item, Of, choose, draw, fill, rank
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
-import bench  # noqa: E402
-
 LATE = {"year": {"$gt": 1968}}
 Film = Item["films"]
 Colour = Item[["red", "blue"]]
@@ -133,9 +130,9 @@ def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.Captu
     itemset.build_text([*TITLE_OF.values()], loaded, keys=[*TITLE_OF], attributes={"year": years}).save(index)
     asked = [{"prompt": "A film: ", "truth": [9, 10, 11, 12], "filter": LATE}, {"prompt": [5, 6], "truth": [99]}]
     users.write_text("".join(json.dumps(one) + "\n" for one in asked))
-    words = ["--url", f"{server.url}/v1", "--set", str(index), "--tokenizer", str(tokenizer), "-k", "4"]
+    words = ["bench", "--url", f"{server.url}/v1", "--set", str(index), "--tokenizer", str(tokenizer), "-k", "4"]
     bodies = ["--body", 'set={"item_set": "films", "use_beam_search": true}', "--body", "open={}"]
-    assert bench.main([*words, *bodies, "--users", str(users), "--concurrency", "1", "2", "--json", str(report)]) == 0
+    assert cli.main([*words, *bodies, "--users", str(users), "--concurrency", "1", "2", "--json", str(report)]) == 0
     rows = json.loads(report.read_text())["rows"]
     assert [(row["body"], row["filter"], row["concurrency"]) for row in rows] == [
         (body, filtered, count) for body in ("set", "open") for filtered in (False, True) for count in (1, 2)
@@ -144,14 +141,14 @@ def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.Captu
     assert [(row["recall"], row["hit"]) for row in rows if row["body"] == "set" and row["filter"]] == [(0.5, 0.5)] * 2
     assert {row["legal"] for row in rows if row["body"] == "open"} == {0.0}
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) == 9
-    assert bench.main([*words, "--body", 'bad={"item_set": "flims"}']) == 1
+    assert cli.main([*words, "--body", 'bad={"item_set": "flims"}']) == 1
     assert "did you mean 'films'" in capsys.readouterr().err
 
 
 def check_bench_of_generate(server: Any, tokenizer: Path, folder: Path) -> None:
     """SGLang's own form, after `check_bench`: a set's beams are items, its own are none."""
     report, url = folder / "bench.json", f"{server.url}/generate"
-    words = ["--url", url, "--set", str(folder / "films.itemset"), "--tokenizer", str(tokenizer), "-k", "4"]
+    words = ["bench", "--url", url, "--set", str(folder / "films.itemset"), "--tokenizer", str(tokenizer), "-k", "4"]
     bodies = ["--body", 'set={"item_set": "films"}', "--body", "open={}", "--concurrency", "2", "--requests", "2"]
-    assert bench.main([*words, *bodies, "--json", str(report)]) == 0
+    assert cli.main([*words, *bodies, "--json", str(report)]) == 0
     assert [row["legal"] for row in json.loads(report.read_text())["rows"]] == [1.0, 0.0]

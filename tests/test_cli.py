@@ -354,16 +354,12 @@ def test_serve_composes_the_engines_command(engine, monkeypatch):
         serve.command_of(cli.parse(["serve", "a.csv", "--model", "m", "--engine", other]), [])
 
 
-def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    import bench
-
+def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys):
     (tmp_path / "users.jsonl").write_text('{"prompt": "p"}\n\n{"prompts": 7}\n')
-    words = ["--url", "http://localhost:9/v1", "--set", sids, "--tokenizer", tokenizers[0]]
-    assert bench.main([*words, "--users", str(tmp_path / "users.jsonl")]) == 1
-    assert 'users.jsonl, line 2: write {"prompt": "...", "truth": [keys]}' in capsys.readouterr().err
-    assert bench.main(words) == 1
-    assert "localhost:9/v1 does not answer" in capsys.readouterr().err
+    words = ["bench", "--url", "http://localhost:9/v1", "--set", sids, "--tokenizer", tokenizers[0]]
+    message = refused(capsys, *words, "--users", str(tmp_path / "users.jsonl"))
+    assert 'users.jsonl, line 2: write {"prompt": "...", "truth": [keys]}' in message
+    assert "localhost:9/v1 does not answer" in refused(capsys, *words)
     with pytest.raises(SystemExit):
-        bench.main([*words, "--body", "open"])
+        cli.main([*words, "--body", "open"])
     assert "is not LABEL=JSON" in capsys.readouterr().err

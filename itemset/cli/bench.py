@@ -1,19 +1,10 @@
-"""Lists of a running server with OpenAI's API, held against a set and the truth: how many answers are in the set, how
-good they are and how fast.
-
-python benchmarks/bench.py --url http://localhost:8000/v1 --set films.itemset --tokenizer DIR --users users.jsonl
-python benchmarks/bench.py --url URL --set films.itemset --tokenizer DIR --body 'open={"use_beam_search": true}'
-"""
-
-from __future__ import annotations
+"""The subcommand `bench`: lists of a running server with OpenAI's API, held against a set and the truth."""
 
 import argparse
 import json
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import cycle, islice, product
@@ -23,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import itemset
-from itemset.cli.options import positive, tokenizer_of
+from itemset.cli.options import Command, positive, tokenizer_of
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.text import encode
@@ -31,29 +22,29 @@ from itemset.text import encode
 Row = dict[str, Any]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run it. Return 0, or 1 for bad input or a server that refuses, which one line on stderr names."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument(
+def add_to(command: Command) -> None:
+    """Add the subcommand."""
+    sub = command(
+        "bench",
+        bench,
+        "ask a server for lists: how many of its answers are in the set, how good and how fast they are",
+        "itemset bench --url http://localhost:8000/v1 --set films.itemset --tokenizer DIR --users users.jsonl\n"
+        """  itemset bench --url URL --set films.itemset --tokenizer DIR --body 'open={"use_beam_search": true}'""",
+    )
+    sub.add_argument(
         "--url", required=True, help="of the API, to /v1; to /generate: SGLang's own form, beams of its own"
     )
-    options.add_argument("--set", metavar="FILE", required=True, help="the index of the set")
-    options.add_argument("--tokenizer", metavar="DIR", required=True, help="the set's tokenizer, which reads answers")
+    sub.add_argument("--set", metavar="FILE", required=True, help="the index of the set")
+    sub.add_argument("--tokenizer", metavar="DIR", required=True, help="the set's tokenizer, which reads the answers")
     users = 'lines of {"prompt": text or token ids, "truth": [keys], "filter": {...}}; the last two may be missing'
-    options.add_argument("--users", metavar="FILE", help=users)
-    options.add_argument("-k", metavar="K", type=positive, default=10, help="items in a list (default: 10)")
+    sub.add_argument("--users", metavar="FILE", help=users)
+    sub.add_argument("-k", metavar="K", type=positive, default=10, help="items in a list (default: 10)")
     body = "what a request says beside prompt, n and max_tokens; may be repeated (default: a ranked list of the set)"
-    options.add_argument("--body", metavar="LABEL=JSON", action="append", type=_labelled, help=body)
-    options.add_argument("--model", default="", help="as the server calls it, if it has several")
-    options.add_argument("--concurrency", metavar="N", type=positive, nargs="+", default=[1, 8], help="default: 1 8")
-    options.add_argument("--requests", metavar="N", type=positive, help="of each kind (default: one a user, or 32)")
-    options.add_argument("--json", metavar="FILE", help="write the rows there, too: bench_plot.py draws them")
-    try:
-        bench(options.parse_args(argv))
-    except ItemSetError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    return 0
+    sub.add_argument("--body", metavar="LABEL=JSON", action="append", type=_labelled, help=body)
+    sub.add_argument("--model", default="", help="as the server calls it, if it has several")
+    sub.add_argument("--concurrency", metavar="N", type=positive, nargs="+", default=[1, 8], help="default: 1 8")
+    sub.add_argument("--requests", metavar="N", type=positive, help="of each kind (default: one a user, or 32)")
+    sub.add_argument("--json", metavar="FILE", help="write the rows there, too; benchmarks/bench_plot.py draws them")
 
 
 def _labelled(text: str) -> tuple[str, Row]:
@@ -155,7 +146,3 @@ def shares(item_set: ItemSet, tokenizer: Any, users: list[Row], lists: tuple[lis
         row["recall"] = float(np.mean([len(truth & keys) / len(truth) for truth, keys in true]))
         row["hit"] = float(np.mean([bool(truth & keys) for truth, keys in true]))
     return row
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """The SGLang plugin: `--grammar-backend static`, whose grammar is a finite item set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

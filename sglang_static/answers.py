@@ -4,8 +4,6 @@ An output's item is `meta_info["item"]`: {"key": ...}, or None if the answer did
 stand in its constraint, `meta_info["items"]` is a list of them. Other outputs have no such entry.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing

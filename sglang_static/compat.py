@@ -1,7 +1,5 @@
 """Every name of SGLang's that is no official interface, but for the functions that hooks run around."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

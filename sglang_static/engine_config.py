@@ -1,7 +1,5 @@
 """The engine's configuration: the flags of its command line, our backend's name, the path, and the sets' versions."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The front end: a request's item set is found, checked and attached to it before a scheduler sees it."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

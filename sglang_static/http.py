@@ -1,7 +1,5 @@
 """The HTTP surface: the request fields `item_set` and `choice`, and refusals where SGLang would drop them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from types import SimpleNamespace

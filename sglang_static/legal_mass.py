@@ -6,8 +6,6 @@ they take part in all that SGLang does with these: asynchronous copies, accepted
 an end. The front end asks for log-probabilities where a request asks for these, and takes them out of its answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ request, whose candidates come from the set (`step_lists`). For the others, and 
 round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import uuid

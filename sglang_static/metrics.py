@@ -3,8 +3,6 @@
 Import it where an engine has started: see `itemset.serving.metrics`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The entry point of the plugin."""
 
-from __future__ import annotations
-
 import os
 
 from sglang_static import (  # noqa: F401 - modules with hooks

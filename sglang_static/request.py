@@ -1,7 +1,5 @@
 """Where SGLang keeps what a request asks of item sets: an ItemRequest at `sampling_params["item_set"]`, once judged."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

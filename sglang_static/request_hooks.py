@@ -1,7 +1,5 @@
 """The hooks by which a request with an item set passes SGLang's front end, of a server or offline."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The hooks into SGLang's schedulers, which share their processes with the workers: grammars, memory and masks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

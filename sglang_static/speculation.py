@@ -4,8 +4,6 @@ All of it reads the same cells, and walks from there: a draft has no state of it
 has to be rolled back. What drafts may be recorded in SGLang's CUDA graphs, so it never looks at values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -6,8 +6,6 @@ step with lists the other requests have steps of their own, until these have had
 by rows, never by time. A group of beams that belongs to a list is known by its `num_candidates`.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The vLLM plugin: a structured-output backend called `static` whose grammar is a finite item set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

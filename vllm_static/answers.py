@@ -4,8 +4,6 @@ An output's item is `CompletionOutput.item`: {"key": ...}, or None if the answer
 sets stand in its constraint, `CompletionOutput.items` is a list of them. Other outputs have no such attribute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ the buffers that they fill any more: those of tokens, positions and slots. All s
 is read back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ Beams that share tokens share the entries of these. A row knows its ancestors by
 when beams fork, and nothing is left when a list ends (trie-based beam search, section 3.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

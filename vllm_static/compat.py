@@ -1,7 +1,5 @@
 """Every name of vLLM's that is no official interface, but for the functions that hooks run around."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Ranked lists by a draft head, in the front end and the engine core: which requests get one, and what they carry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, NamedTuple

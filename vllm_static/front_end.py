@@ -1,7 +1,5 @@
 """The front end of vLLM: attaches a request's item set to it before the engine sees it; follows published sets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial

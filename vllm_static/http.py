@@ -1,7 +1,5 @@
 """The HTTP surface: the request field `item_set`, and refusals where vLLM would drop a constraint in silence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from itemset.embedded.rewrite import mentions

@@ -9,8 +9,6 @@ part in all that vLLM does with these: asynchronous copies, accepted and rejecte
 front end asks for no columns but these two, and reads them there (`answers`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ Here a list or draws are one request, whose beams run inside a step of model run
 be, or leaves draws undecided, each round is a batch of ordinary requests that score chosen tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from itertools import islice

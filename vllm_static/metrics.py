@@ -1,7 +1,5 @@
 """Metrics of vLLM's engine core, which its front end adds to vLLM's own /metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter as Tally

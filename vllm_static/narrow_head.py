@@ -4,8 +4,6 @@ Model and `LogitsProcessor` run as ever, but for the product of hidden states an
 rows only. What follows, such as scale and soft cap, is the same for every logit: a trial finds models that do more.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The hooks by which a step computes logits of some tokens only; `narrow_head` says which."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

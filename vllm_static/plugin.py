@@ -1,7 +1,5 @@
 """The entry points of the plugin."""
 
-from __future__ import annotations
-
 from itemset.serving.hooks import IMPORTED, START
 from vllm_static import (  # noqa: F401 - modules with hooks
     answers,

@@ -1,7 +1,5 @@
 """Where vLLM keeps what a request asks of item sets: an ItemRequest at `extra_args["item_set"]`, once it is judged."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

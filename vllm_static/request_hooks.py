@@ -1,7 +1,5 @@
 """The hooks by which a request with an item set passes vLLM's front end, of a server or offline."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import AsyncGenerator, Callable, Iterator

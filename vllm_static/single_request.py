@@ -1,7 +1,5 @@
 """A ranked list, or draws, as one request of vLLM's engine, beside its other requests."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

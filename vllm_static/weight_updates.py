@@ -1,7 +1,5 @@
 """Sleep mode and updates of the weights: what lies on a device for item sets survives the one and follows the other."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

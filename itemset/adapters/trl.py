@@ -5,8 +5,6 @@ class Trainer(LegalLogProbs, GRPOTrainer): ...
 Trainer(item_set=films, rollout_func=item_rollout(films), model=..., reward_funcs=..., args=..., ...)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Beam search, its proof, draws and DISC are orders in which to score its leaves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Constraints with item sets in them, in one front end: sets are found, looked up and checked, grammars compiled."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,8 +1,6 @@
 """What the front ends of both engines have in common: from a judged request to what the engine gets of it, and to what
 its answers are read with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple

@@ -3,8 +3,6 @@
 Rounds make the lists, and end the draws, that the engine does not: offline, or beside a server's other requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """What a body would lose: item sets where its endpoint does not read them, rightly written or nearly, and those in its
 constraints that do not reach the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The fields of a request that this plugin reads, and which misspelled ones mean them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args

@@ -3,8 +3,6 @@
 Read from logits, or made from hidden states and the head's matrix. Either way there is one gradient, written once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

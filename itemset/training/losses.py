@@ -4,8 +4,6 @@
 batch is walked once, however often it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 

@@ -8,7 +8,8 @@ turns in one engine, with the same prompts, which are not cached; ms are the lea
 items or tokens are equal, "apart" is the largest difference of scores.
 
 lists: two layers; ms of one list of renormalised scores. memory: how far the process's memory rises while a second list
-is made. answers: 28 layers; ms of five greedy steps of all rows, forward pass and head: the sampler, which Triton's
+is made. raw: lists of raw scores, whose logits are of all tokens, all rows' at once and in parts, as a CPU makes them.
+answers: 28 layers; ms of five greedy steps of all rows, forward pass and head: the sampler, which Triton's
 interpreter runs on a CPU, is not counted. "no set" are the same requests without a set. On a GPU: ms of 64 steps after
 512 tokens, all of them and sampled; items are repeated.
 """
@@ -92,10 +93,10 @@ class Switched:
     def turn(self, on: bool) -> None:
         self._head.why_not = None if on else "turned off"
 
-    def list(self, alphabet: int, width: int, seed: int = 0) -> Any:
+    def list(self, alphabet: int, width: int, seed: int = 0, *, renormalised: bool = True) -> Any:
         from vllm_static.list_requests import RankingParams
 
-        options = {"item_set": f"of {alphabet}", "width": width, "renormalised": True}
+        options = {"item_set": f"of {alphabet}", "width": width, "renormalised": renormalised}
         params = RankingParams(beam_width=20, max_tokens=CODES + 1, extra_args=options)
         (found,) = self.llm.beam_search(_prompts(seed, 1, PROMPT), params)
         assert found.rounds <= CODES + 1, "the list took rounds of requests"
@@ -157,6 +158,30 @@ def lists(folder: str, timed: bool, widest: bool) -> dict[str, list[Row]]:
     return ({"lists": rows} if timed else {}) | ({"memory": memory} if widest else {})
 
 
+def raw(folder: str) -> list[Row]:
+    from vllm_static import step_lists
+
+    engine, made = Switched(folder, 2, 1, max_num_seqs=256, kv_cache_memory_bytes=3 << 30), list[Row]()
+    whole = {"whole": step_lists.MOST_LOGITS, "in parts": step_lists.CPU_LOGITS}
+
+    def list_of(alphabet: int, way: str) -> Any:
+        step_lists.CPU_LOGITS = whole[way]
+        return engine.list(alphabet, WIDEST, renormalised=False)
+
+    for alphabet in ALPHABETS:
+        (tokens, scores), (others, other_scores) = (list_of(alphabet, way) for way in whole)
+        ms = in_turns({way: partial(list_of, alphabet, way) for way in whole}, REPEATS, min)
+        row: Row = {"alphabet": alphabet, "width": WIDEST} | {f"ms {way}": took for way, took in ms.items()}
+        for way in whole:
+            with Memory() as peak:
+                list_of(alphabet, way)
+            row[f"MiB {way}"] = peak.peak / 2**20
+        apart = float(np.abs(np.subtract(scores, other_scores)).max())
+        made.append(row | {"same": tokens == others, "apart": apart})
+        print(made[-1], file=sys.stderr, flush=True)
+    return made
+
+
 def answers(folder: str) -> list[Row]:
     length = 1_024 if GPU else 64
     more: Row = {"max_num_seqs": max(ROWS), "max_model_len": length, "kv_cache_memory_bytes": (40 if GPU else 1) << 30}
@@ -196,14 +221,16 @@ def answers(folder: str) -> list[Row]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--only", choices=["lists", "memory", "answers"])
+    options.add_argument("--only", choices=["lists", "memory", "raw", "answers"])
     arguments = options.parse_args()
     report, env = Report(arguments), environment_of("vllm-v2") | {"OMP_NUM_THREADS": "2"}
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.only != "answers":
+        if arguments.only in (None, "lists", "memory"):
             timed, widest = (arguments.only in (None, name) for name in ("lists", "memory"))
             for name, rows in isolated(lists, folder, timed, widest, env=env).items():
                 report.add(name, rows)
+        if arguments.only in (None, "raw") and not GPU:
+            report.add("raw", isolated(raw, folder, env=env))
         if arguments.only in (None, "answers"):
             report.add("answers", isolated(answers, folder, env=env))
 

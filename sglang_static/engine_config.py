@@ -6,15 +6,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import (
-    BACKEND,
-    FLAGS,
-    StaticConfig,
-    add_flags,
-    on_command_line,
-    start_up,
-    with_named,
-)
+from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, on_command_line, start_up, with_named
 from sglang_static import compat
 from sglang_static.compat import hook
 

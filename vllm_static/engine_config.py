@@ -13,15 +13,7 @@ import wrapt
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import (
-    BACKEND,
-    FLAGS,
-    StaticConfig,
-    add_flags,
-    on_command_line,
-    start_up,
-    with_named,
-)
+from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, on_command_line, start_up, with_named
 from vllm_static import compat
 from vllm_static.compat import hook
 

@@ -176,9 +176,6 @@ class FrontEnd(FrontEndBase):
         return self._lists
 
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
-
-
 def follow(client: Any) -> None:
     """Let the front end of an AsyncLLM follow published sets, if it has item sets and its event loop runs."""
     front = client.input_processor.static_front_end

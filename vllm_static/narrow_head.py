@@ -151,12 +151,7 @@ class NarrowHead:
         spans = np.split(own_np, starts[1:]) if len(own_np) else []
         runs = tuple(slice(int(span[0]), int(span[-1]) + 1) for span in spans) if len(spans) <= MOST_RUNS else ()
         each, weight = max(len(one) for one in of_ranks), head.weight
-        counts = (
-            len(tokens) * 8,
-            len(own_np) * 8,
-            size * 4,
-            0 if runs else len(own_np) * weight[0].nbytes,
-        )
+        counts = (len(tokens) * 8, len(own_np) * 8, size * 4, 0 if runs else len(own_np) * weight[0].nbytes)
         piece = self._piece(sum(-(-count // 16) * 16 for count in counts))
         if piece is None:
             return None

@@ -10,11 +10,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.sample.logits_processor.interface import (
-    LogitsContext,
-    LogitsProcessor,
-    LogitsProcRequestState,
-)
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, arena_bytes, check_tables

@@ -13,16 +13,7 @@ from itemset.building import sources
 from itemset.building.external import build_external
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
-from itemset.cli.options import (
-    Command,
-    facts,
-    output_file,
-    positive,
-    print_table,
-    size,
-    tokenizer_of,
-    unwritable,
-)
+from itemset.cli.options import Command, facts, output_file, positive, print_table, size, tokenizer_of, unwritable
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 

@@ -165,10 +165,7 @@ class FrontEndBase:
         return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried)
 
     def expected(
-        self,
-        asked: ItemRequest,
-        stop_tokens: frozenset[int],
-        content: Callable[[Sequence[int]], Sequence[int]] | None,
+        self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None
     ) -> Expected | ExpectedItems:
         """Return what names the items of the answers to a `pinned` request. content: takes off reasoning, see
         `Expected`."""

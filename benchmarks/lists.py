@@ -15,8 +15,8 @@ counts, because other work only ever adds to it. The engine's own search knows n
 items do not. `--peak` is how far the process's memory rises, or a GPU's, while a list is made that is not the first.
 
 `--recall`: what width buys. The retrieval example's model, after what so many of its users watched: the share of the
-exact ten best that a beam finds, among its films and among 10^6 IDs of the same codes, and the passes that a list
-takes.
+exact ten and hundred best that a beam finds, among its films and among 10^6 IDs of the same codes, and the passes that
+a list of so many items as it has beams, but of a hundred at most, takes.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from runner import (
 CODES, MOST = 4, 5_000  # tokens of an ID; beams at a time
 PLACEHOLDERS = range(2_000, 2_000 + CODES)
 WAYS = ("in a step", "rounds", "own", "draft head", "generate()")
+DEEP = 100  # the most items whose recall is measured
 WIDTHS: list[Any] = [10, 64, 256, 1_000, 5_000, [64, 512, 5_000], [64, 256, 1_000], [10, 64, 256]]
 
 
@@ -112,8 +113,8 @@ class DeviceMemory(Memory):
 
 
 def recall(engine: str, users: int, items: int, folder: str) -> list[Row]:
-    """A row for each width: passes and time of a list, and the share of the exact ten best that it has. items: 0 for
-    the films alone."""
+    """A row for each width: passes and time of a list, and the share of the exact ten and hundred best that it has.
+    items: 0 for the films alone."""
     import films_data
     import retrieval
     import retrieval_data
@@ -136,24 +137,26 @@ def recall(engine: str, users: int, items: int, folder: str) -> list[Row]:
     options = {"ranked_list_beams": MOST, "ranked_list_limit": MOST, "ranked_list_passes": 10**6}
     llm = Engine(engine, file, model=str(model), options=options).llm
 
-    def best(**words: Any) -> list[Any]:
-        params = RankingParams(beam_width=10, max_tokens=CODES + 1, extra_args={"item_set": "ids", **words})
-        return llm.beam_search(prompts, params)
+    def best(width: Any, **words: Any) -> tuple[list[Any], list[list[Any]]]:
+        k = min(DEEP, np.atleast_1d(width)[-1].item())
+        words |= {"item_set": "ids", "width": width}
+        found = llm.beam_search(prompts, RankingParams(beam_width=k, max_tokens=CODES + 1, extra_args=words))
+        return found, [[tuple(item.tokens) for item in one.sequences] for one in found]
 
-    exact = [{tuple(item.tokens) for item in one.sequences} for one in best(exact=True, width=64)]
+    _, exact = best(256, exact=True)
     rows = []
     for width in WIDTHS:
         if not items and max(np.atleast_1d(width)) > len(films):
             continue
-        best(width=width)
+        best(width)
         started = time.perf_counter()
-        found = best(width=width)
+        found, lists = best(width)
         row: Row = {"items": items or len(films), "width": str(width).replace("000", ",000")}
-        row["passes"] = float(np.mean([one.passes for one in found]))
-        shared = [{tuple(i.tokens) for i in one.sequences} & own for one, own in zip(found, exact, strict=True)]
-        row["recall@10"] = float(np.mean([len(one) / 10 for one in shared]))
-        row["proven"] = float(np.mean([one.proven for one in found]))
         row["ms a list"] = 1e3 * (time.perf_counter() - started) / len(prompts)
+        row["passes"] = float(np.mean([one.passes for one in found]))
+        for k in (10, DEEP):
+            shared = [len({*one[:k]} & {*own[:k]}) / k for one, own in zip(lists, exact, strict=True)]
+            row[f"recall@{k}"] = float(np.mean(shared)) if len(lists[0]) >= k else None
         rows.append(row)
     return rows
 

@@ -78,12 +78,14 @@ class ItemSetSampler:
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
 
     drafts: logits rows of a request in verification, or 1: set by `allocate`. runner: SGLang's, if there is one.
-    list_rows: rows of a pass of ranked lists for which there is memory: set by `turns`.
+    list_rows: rows of a pass of ranked lists for which there is memory. rows_a_step: that those which share a step may
+    have together. Both are set by `turns`.
     """
 
     drafts: int
     runner: Any = None
     list_rows: int
+    rows_a_step: int
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""

@@ -1,9 +1,10 @@
 """Ranked lists in SGLang's beam search, beside other requests: which wait to be admitted, and which steps they sit out.
 
 A step with a list, of hundreds of rows, may take many times as long as one without. Lists together have at most half of
-the rows and KV slots, or one list has more alone: others wait outside the queue. And steps are taken in turns: after a
-step with lists the other requests have steps of their own, until these have had as many rows. All ranks decide alike:
-by rows, never by time. A group of beams that belongs to a list is known by its `num_candidates`.
+the rows and KV slots, and `max_list_rows_per_step` rows, or one list has more alone: others wait outside the queue. And
+steps are taken in turns: after a step with lists the other requests have steps of their own, until these have had as
+many rows. All ranks decide alike: by rows, never by time. A group of beams that belongs to a list is known by its
+`num_candidates`.
 """
 
 import copy
@@ -15,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 
+from itemset.serving.config import StaticConfig
 from sglang_static import compat, processor
 from sglang_static.compat import hook
 
@@ -79,7 +81,6 @@ def free_member_rows(original: Callable[..., Any], group: Any, req_to_token_pool
 SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
 LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over
 SHARE = 2  # lists have this part of the rows and KV slots: one half
-MOST_ROWS = 1024  # of lists in a step: more make it longer, and no list sooner
 SMALL_STEP = 256  # rows of a step that takes no longer with fewer, because it waits for the weights
 SMALL_STEP_ON_CPU = 64
 
@@ -99,6 +100,8 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
     most = self.req_to_token_pool.size
     rows = rows_in_memory(most, 4 * LOGITS * sampler.vocab_size, partial(reserve, sampler.arena.device))
     sampler.list_rows = rows = min(compat.of_all_ranks(self, rows))
+    asked = StaticConfig.of(compat.options()).max_list_rows_per_step
+    sampler.rows_a_step = min(rows, asked or self.chunked_prefill_size or self.max_prefill_tokens)
     if rows < most:
         logger.warning("Ranked lists: passes have memory for %s rows of %s (--mem-fraction-static)", rows, most)
 
@@ -194,7 +197,7 @@ def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch
     if not self.beam_coordinator._num_live_groups and not hasattr(self, _TURNS):
         return original()
     running_batch = _turns(self).rejoin(running_batch)
-    rows = min(self.req_to_token_pool.size // SHARE, getattr(processor.current(), "list_rows", MOST_ROWS), MOST_ROWS)
+    rows = min(self.req_to_token_pool.size // SHARE, getattr(processor.current(), "rows_a_step", 0))
     late = waiting(self.waiting_queue, rows, self.token_to_kv_pool_allocator.size // SHARE)
     if not late:
         return original(running_batch=running_batch)

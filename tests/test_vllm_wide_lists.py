@@ -173,7 +173,7 @@ def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
 
     own, shapes = step_lists.states_after, list[list[tuple[int, int]]]()
 
-    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> Any:
         shapes[-1].append(tuple(tokens.shape))
         return own(runner, kv, tokens)
 
@@ -298,7 +298,7 @@ def rounds(llm: Any, length: int) -> tuple[int, Counter[str], list[str]]:
 
     def make(*args: Any) -> Any:
         with watch:
-            return own(*args)
+            return (yield from own(*args))
 
     def run_apart(*args: Any) -> torch.Tensor:
         nonlocal passes_run
@@ -359,7 +359,7 @@ def entries(llm: Any) -> tuple[list[int], int, list[int]]:
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free = [pool.get_num_free_blocks()]
 
-    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def run(runner: Any, kv: Any, tokens: torch.Tensor) -> Any:
         made.append(kv)
         rows.append(len(tokens))
         return own(runner, kv, tokens)

@@ -6,6 +6,7 @@ is read back.
 """
 
 import dataclasses
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,16 +35,19 @@ def try_out(runner: Any, first_block: int) -> str | None:
         if reason := beam_attention.install(runner):
             return reason
         with torch.inference_mode():
-            kv = BeamKV(runner, [Prompt("", 0, 1)], first_block)
-            tokens = torch.zeros(2, 2, dtype=torch.int64, device=runner.device)
-            for known in (0, 1):
-                kv.fork(tokens[None, :, 0], known)
-                states = states_after(runner, kv, tokens)
-                runner.model.compute_logits(states.flatten(0, 1))
+            list(_two_passes(runner, BeamKV(runner, [Prompt("", 0, 1)], first_block)))
     except Exception as error:
         logger.warning("Passes for ranked lists do not run here.", exc_info=True)
         return f"a first pass failed: {error!r}"
     return None
+
+
+def _two_passes(runner: Any, kv: BeamKV) -> Iterator[int]:
+    tokens = torch.zeros(2, 2, dtype=torch.int64, device=runner.device)
+    for known in (0, 1):
+        kv.fork(tokens[None, :, 0], known)
+        states = yield from states_after(runner, kv, tokens)
+        runner.model.compute_logits(states.flatten(0, 1))
 
 
 SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of children and what sorts them
@@ -87,8 +91,9 @@ def run_logits(runner: Any, tokens: int) -> Tensor:
     return logits
 
 
-def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Tensor:
-    """Run the model over the next tokens of all rows: hidden states, [rows, more, hidden size].
+def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None, Tensor]:
+    """Run the model over the next tokens of all rows: hidden states, [rows, more, hidden size]. Before each pass it
+    says how many rows that has, so that the rest may wait for a later step.
 
     kv: forked as the rows are. tokens: [rows, more] integers, prompt by prompt. As many rows go into one pass as the
     runner's buffers hold.
@@ -99,6 +104,7 @@ def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Tensor:
     outputs = []
     for start in range(0, rows, most):
         part = slice(start, min(start + most, rows))
+        yield part.stop - part.start
         use_adapters(runner, requests, adapters[part].repeat(more))
         output = _run(runner, tokens[part], kv.metadata(part, more), requests)
         outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
@@ -108,11 +114,12 @@ def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Tensor:
 
 
 def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
-    """Set the LoRA adapters of the tokens of the next pass, each by its request's slot."""
+    """Set the LoRA adapters of the tokens of the next pass, each by its request's slot. A request that has ended has
+    none: its slot may be another's by now."""
     if runner.lora_config:
-        state = runner.lora_state
-        each = tuple(state.lora_ids[slots])
-        runner._set_active_loras(each, each, state.get_activate_loras(requests))
+        active, ids = runner.lora_state.get_activate_loras(requests), runner.lora_state.lora_ids[slots]
+        each = tuple(np.where(np.isin(ids, [one.lora_int_id for one in active]), ids, 0))
+        runner._set_active_loras(each, each, active)
 
 
 def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str]) -> Tensor:

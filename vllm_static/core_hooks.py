@@ -96,8 +96,11 @@ def _update_from_output(
     original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
     """A thought ends with its marker, and its request goes on as one for a list, over the KV that is there: vLLM keeps
-    that of a request whose input is streamed. The front end sees one request, without the token of the list's."""
+    that of a request whose input is streamed. The front end sees one request, without the tokens of the list's. A list
+    that is not complete takes another step."""
     backend = _backend_of(self.structured_output_manager)
+    if backend is not None:
+        _let_lists_go_on(self, model_runner_output)
     if backend is None or not backend.thinking:
         return original()
     from vllm.v1.engine import FinishReason
@@ -111,8 +114,9 @@ def _update_from_output(
     for one in (one for of_client in outputs.values() for one in of_client.outputs if one.request_id in thinking):
         if one.request_id in ended:
             one.finish_reason = one.stop_reason = None
-        elif not thinking[one.request_id].marker and one.finish_reason == FinishReason.LENGTH:
-            one.new_token_ids, one.finish_reason = [], FinishReason.STOP
+        elif not thinking[one.request_id].marker:
+            one.new_token_ids = []
+            one.finish_reason = FinishReason.STOP if one.finish_reason == FinishReason.LENGTH else one.finish_reason
     for name in ended:
         request, (marker, then, params) = self.requests[name], thinking[name]
         request.prompt_token_ids = list(request.prompt_token_ids)  # in one process others may share it
@@ -124,6 +128,16 @@ def _update_from_output(
         request.events.clear()  # it was queued before
         backend.thinking[name] = Thinking([], then, params)
     return outputs
+
+
+def _let_lists_go_on(scheduler: Any, output: Any) -> None:
+    """A request whose table is empty takes another step, in which its list goes on; its token is read by nobody."""
+    tables = output.prompt_token_id_logprobs_dict
+    for name in [name for name, table in tables.items() if not table.numel()]:
+        del tables[name]
+        request = scheduler.requests.get(name)
+        if request is not None and not (request.num_stale_output_tokens and request.drop_stale_output):
+            request.max_tokens += 1
 
 
 def _stop(request: Any, thinking: Thinking, output: Any) -> bool:

@@ -85,7 +85,7 @@ def longest_item(worker: Any) -> int:
 def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, input_batch: Any) -> dict[str, Tensor]:
     """A list's passes run where a step has its hidden states, after its sampling."""
     scores: dict[str, Tensor] = original()
-    if (lists := getattr(self, _LISTS, None)) and lists.asked:
+    if (lists := getattr(self, _LISTS, None)) and (lists.asked or lists.begun):
         scores |= lists.answer(hidden_states, input_batch)
     return scores
 

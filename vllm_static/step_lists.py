@@ -1,13 +1,15 @@
 """Ranked lists in the worker: a request for one is answered in the step that completes its prompt.
 
-All rounds of a list run there, after the step's sampling, so that nothing of it is left when the step ends: neither
-blocks of the KV cache nor anything that an abort would have to free. A draft head needs no rounds: the step's own pass
-gives the hidden states, also if the prompt takes several steps.
+The rounds of lists run there, after the step's sampling, and go on in later steps when one has had its rows. Meanwhile
+a list's request takes a token a step, which nobody reads. A list has neither blocks of the KV cache of its own nor
+anything else that an abort would have to free. A draft head needs no rounds: the step's own pass gives the hidden
+states, also if the prompt takes several steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import width_at
+from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static.beam_forward import CPU_LOGITS, MOST_LOGITS, run_logits, states_after, tokens_in, use_adapters
 from vllm_static.beam_kv import BeamKV, Prompt, to_device
@@ -32,7 +35,7 @@ PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part ha
 
 class Asked(NamedTuple):
     """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders; its request has no
-    name until a step has it (`of`).
+    name until a step has it (`of`). tables: of the list, or of its races so far.
 
     states: if the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as
         they have been computed: [L + 1, hidden size].
@@ -41,6 +44,7 @@ class Asked(NamedTuple):
     number: int
     prompt: Prompt
     spec: ListSpec
+    tables: list[Tensor]
     states: Tensor | None = None
 
     @property
@@ -83,10 +87,20 @@ class Passes(NamedTuple):
         return max(more for _, more in self.shapes)
 
 
+@dataclass
+class Making:
+    """Lists, or races, that are made together. passes: makes them, and before each pass says how many rows that has.
+    rows: of the pass before which it waits."""
+
+    group: list[Asked]
+    passes: Iterator[int]
+    rows: int = 0
+
+
 class WideLists:
     """The lists of a worker's steps.
 
-    asked: those whose prompts are not complete, by slot.
+    asked: those whose prompts are not complete, by slot. begun: those that are being made, by slot.
     narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU,
         where a pass reads tails whole. On an accelerator shapes stay as the set's levels bound them, and a row has one
         token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_passes`.
@@ -98,7 +112,10 @@ class WideLists:
         self._first_block = runner.kv_cache_config.num_blocks - room.blocks
         self._entries = room.blocks * runner.block_tables.block_sizes[0]
         self._sets = item_sets(runner)
-        self.asked: dict[int, Asked] = {}
+        asked = StaticConfig.of(runner.vllm_config.additional_config).max_list_rows_per_step
+        self._rows_a_step = asked or runner.max_num_tokens
+        self.asked, self.begun = dict[int, Asked](), dict[int, Asked]()
+        self._making: list[Making] = []  # in turn: the entries are the first one's
         self.narrow = runner.device.type == "cpu"
         self._warm_up()
 
@@ -111,7 +128,7 @@ class WideLists:
             number = sets.arena.acquire(item_set)
             for renormalised in (False, True):
                 spec = ListSpec(2, 2, 0, renormalised=renormalised)
-                self._draft([Asked(number, Prompt("", 0, 0), spec, self._no_states())])
+                self._draft([Asked(number, Prompt("", 0, 0), spec, [], self._no_states())])
             sets.arena.release(number)
         if not self._room.blocks:
             return
@@ -129,15 +146,19 @@ class WideLists:
     def add(self, slot: int, carried: EngineRequest | None) -> None:
         """Note whether the request in a slot asks for a list, whose prompt begins, or begins again. On the host path it
         has no place in the arena, and gets none. A list whose request has ended, or was aborted, is forgotten with the
-        slot's next request."""
+        slot's next request, or with the next step."""
         self.asked.pop(slot, None)
+        self.begun.pop(slot, None)
         if carried is not None and carried.ranked is not None and carried.place is not None:
             prompt = Prompt("", slot, int(self._runner.req_states.prompt_len.np[slot]))
             states = self._no_states() if carried.ranked.placeholders else None
-            self.asked[slot] = Asked(carried.place[0], prompt, carried.ranked, states)
+            self.asked[slot] = Asked(carried.place[0], prompt, carried.ranked, [], states)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Make the lists whose prompts this step completes: of each request a table, as `ListResult.of_table` reads."""
+        """Go on with the lists, and begin those whose prompts this step completes. Return a table of each request, as
+        `ListResult.of_table` reads; an empty one of a list that needs another step."""
+        index = self._runner.req_states.req_id_to_index
+        self.begun = {slot: one for slot, one in self.begun.items() if index.get(one.prompt.request) == slot}
         computed, tables = batch.num_computed_prefill_tokens_np, dict[str, Tensor]()
         lists, rows = list[Asked](), list[int]()
         for i, slot in enumerate(batch.idx_mapping_np.tolist()):
@@ -154,22 +175,46 @@ class WideLists:
                 continue
             del self.asked[slot]
             one = one.of(batch.req_ids[i])
-            if (reason := self._reason(one)) is None:
+            # One that was preempted after its prompt: the tokens that nobody reads now stand between it and the list.
+            resumed = batch.prefill_len_np[i] > one.prompt.tokens
+            if (reason := NoList.NO_ROOM_NOW if resumed else self._reason(one)) is None:
                 lists.append(one)
                 rows.append(i)
             else:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
-        if not lists:
-            return tables
-        self._sets.arena.use([one.number for one in lists])
-        ends = hidden_states[batch.logits_indices[to_device(rows, hidden_states.device)]]
+        ends = hidden_states[batch.logits_indices[to_device(rows, hidden_states.device)]] if lists else hidden_states
         lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
-        parts: dict[str, list[Tensor]] = {one.prompt.request: [] for one in lists}
-        for group in self._grouped([each for one in lists for each in one.apart]):
-            made = (self._draft if group[0].spec.placeholders else self._make)(group)
-            for one, table in zip(group, made, strict=True):
-                parts[one.prompt.request].append(table)
-        return tables | {request: _joined(some) for request, some in parts.items()}
+        self.begun |= {one.prompt.slot: one for one in lists}
+        groups = self._grouped([each for one in lists for each in one.apart])
+        self._making += [Making(group, self._passes_of(group)) for group in groups]
+        self._go_on(batch)
+        for slot in self.begun.keys() & batch.idx_mapping_np.tolist():
+            one = self.begun[slot]
+            if done := len(one.tables) == len(one.apart):
+                del self.begun[slot]
+            tables[one.prompt.request] = _joined(one.tables) if done else hidden_states.new_empty(0)
+        return tables
+
+    def _go_on(self, batch: Any) -> None:
+        """Run the next passes of the lists that have begun: one, and more as far as a step may have their rows. Where a
+        request's next token would be its last in the context, all that are left."""
+        alive, slots, runner = {id(one.tables) for one in self.begun.values()}, batch.idx_mapping_np, self._runner
+        self._making = [one for one in self._making if alive.intersection(id(each.tables) for each in one.group)]
+        self._sets.arena.use([one.group[0].number for one in self._making])
+        ends = runner.req_states.num_computed_tokens_np[slots] + batch.num_scheduled_tokens
+        full = any(end + 1 >= runner.max_model_len for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
+        run = 0
+        while self._making and (full or not run or run + self._making[0].rows <= self._rows_a_step):
+            first = self._making[0]
+            run += first.rows
+            first.rows = next(first.passes, 0)
+            if not first.rows:
+                del self._making[0]
+
+    def _passes_of(self, group: list[Asked]) -> Iterator[int]:
+        made = self._draft(group) if group[0].spec.placeholders else (yield from self._make(group))
+        for one, table in zip(group, made, strict=True):
+            one.tables.append(table)
 
     def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Lists to be made together: alike, and no more than fit."""
@@ -252,8 +297,9 @@ class WideLists:
         table[:, 0, 1:3] = 1  # one pass, in one round
         return table
 
-    def _make(self, group: list[Asked]) -> Tensor:
-        """The tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]."""
+    def _make(self, group: list[Asked]) -> Generator[int, None, Tensor]:
+        """The tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]. Before each pass
+        it says how many rows that has."""
         one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
@@ -273,7 +319,7 @@ class WideLists:
             count = beams.row_count
             kv.fork(beams.parents.view(len(group), -1)[:, :count], beams.taken - 1)
             tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count].flatten(0, 1)
-            self._round(beams, group, states_after(runner, kv, tokens))
+            self._round(beams, group, (yield from states_after(runner, kv, tokens)))
         table = _table(beams)
         table[:, 0, 3] = self._room.beams
         return table

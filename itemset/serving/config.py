@@ -22,6 +22,7 @@ Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=0)]
 _Beams = Annotated[int, Meta(ge=0)]
+_Rows = Annotated[int, Meta(ge=1)]
 FLAGS = ("item_set_path", "item_set_dir")
 """The flags that are options by the same name."""
 _SET = "--item-set films=films.itemset"
@@ -78,6 +79,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_limit: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 1_000
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
     ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
+    max_list_rows_per_step: Annotated[_Rows | None, Meta(description="a whole number of rows from 1")] = None
     item_set_narrow_head: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_head_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
@@ -94,7 +96,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
         options = given if isinstance(given, Mapping) else {}
         ours = {option.name: option.type for option in msgspec.structs.fields(cls)}
         for key in options:
-            if str(key).startswith(("item_", "inline_", "ranked_", "forced_")) and key not in ours:
+            if str(key).startswith(("item_", "inline_", "ranked_", "max_list_", "forced_")) and key not in ours:
                 raise ItemSetError(f"there is no option {key!r}: the plugin's options are {', '.join(ours)}")
         values = {key: options[key] for key in ours if key in options}
         values["item_sets"] = _by_name(values.get("item_sets", {}))

@@ -290,6 +290,21 @@ def test_lists_wait_for_room(static):
         assert [one[0] for one in items(output)] == [one[0] for one in items(expected)]
 
 
+def test_lists_share_a_step_as_far_as_its_rows_go(static):
+    """A pass of one list is never cut. What waits goes on in later steps."""
+    small = static("device", **WIDE, max_list_rows_per_step=130)
+    lists = [([7, 8, i], params) for i, params in enumerate(LISTS * 3)]
+    begin = len(small.log())
+    outputs = together(small, [*lists, ([7, 8, 9], named("fixed", beam_width=150))])
+    found = re.findall(r"a step of (\d+) lists with (\d+) rows", small.log()[begin:])
+    steps = [(int(count), int(rows)) for count, rows in found]
+    assert {count for count, _ in steps} >= {1, 2}
+    assert all(rows <= 130 for count, rows in steps if count > 1)
+    assert max(rows for _, rows in steps) > 130
+    for (ids, params), output in zip(lists, outputs[:-1], strict=True):
+        assert [one[:3] for one in items(output)] == [one[:3] for one in items(with_rounds(small, None, params, ids))]
+
+
 def test_two_ranks_choose_the_same_beams(static):
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     engine = static("device", **{**WIDE, "env": CHECKS | cores}, tp_size=2)

@@ -232,8 +232,16 @@ def report_reclaimed(module: ModuleType) -> None:
 
 
 def report_turns(module: ModuleType) -> None:
-    """Write to the log which steps lists sit out."""
-    parted = module._parted
+    """Write to the log which steps lists sit out, and how many rows lists have in the others."""
+    parted, others = module._parted, module.Turns.others
+
+    def counted(self: Any, batch: Any) -> Any:
+        groups = [one.beam_group for one in batch.reqs if module.is_list(one.beam_group)]
+        rows = [1 + group.num_member_rows for group in groups if not group.retired]
+        print(f"a step of {len(rows)} lists with {sum(rows)} rows", flush=True)
+        return others(self, batch)
+
+    module.Turns.others = counted
 
     def report(batch: Any, which: Any) -> Any:
         part = parted(batch, which)

@@ -1,0 +1,241 @@
+"""Ranked lists whose rounds take several engine steps: those of one step; others have their tokens in between."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_vllm_thoughts as thoughts
+from engines import force_asynchronous_scheduling
+from live import Films
+from msgspec.structs import replace
+from samples import CHURNED
+from test_vllm_wide_lists import (
+    PLAIN,
+    ROOMY,
+    asked,
+    beside,
+    fixed_shapes,
+    given,
+    inside,
+    prompt_of,
+    runner_of,
+    same,
+)
+
+from itemset.serving.list_runner import best_of
+from itemset.serving.wire import WIRE, ListResult, NoList
+from vllm_static.list_requests import RankingParams
+
+ROWS = 8  # of a step, if it has more than one pass
+PREPARED = [None, force_asynchronous_scheduling]
+
+
+@pytest.fixture(params=PREPARED, ids=["synchronous", "asynchronous"])
+def engine(request: Any, engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
+    options = given(static, ranked_list_beams=160, max_list_rows_per_step=ROWS)
+    return engines("v2", tiny_model, prepare=request.param, **options, **ROOMY)
+
+
+def lists_of(llm: Any) -> Any:
+    return runner_of(llm).prompt_logprobs_worker.static_lists
+
+
+def in_one_step(llm: Any) -> Any:
+    """In the engine's process, while this is entered: no step has had its rows before a list is complete."""
+    return mock.patch.object(lists_of(llm), "_rows_a_step", 10_000)
+
+
+def left(llm: Any) -> tuple[int, ...]:
+    """Of lists that have come and gone, when another step has been."""
+    llm.generate({"prompt_token_ids": [5]}, asked("one", 1, 1, False), use_tqdm=False)
+    lists, pool = lists_of(llm), llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    assert llm.reset_prefix_cache()
+    taken = runner_of(llm).kv_cache_config.num_blocks - lists._room.blocks - 1 - pool.get_num_free_blocks()
+    return len(lists.asked), len(lists.begun), len(lists._making), taken
+
+
+def made(llm: Any, names: list[tuple[str, Any, bool, int]], lengths: list[int]) -> tuple[list[Any], list[list[int]]]:
+    """In the engine's process: the tables of lists that are asked for together, and the rows of each pass of each step.
+    names: sets, widths, whether scores are renormalised, races."""
+    from vllm_static import beam_forward
+
+    lists, rows = lists_of(llm), list[list[int]]()
+    own_step, own_run = lists.answer, beam_forward._run
+
+    def step(*arguments: Any) -> Any:
+        rows.append([])
+        return own_step(*arguments)
+
+    def run(runner: Any, tokens: Any, *arguments: Any) -> Any:
+        rows[-1].append(len(tokens))
+        return own_run(runner, tokens, *arguments)
+
+    prompts, params = [], []
+    for name, width, renormalised, races in names:
+        for length in lengths:
+            one = asked(name, width, 4, renormalised)
+            carried = one.extra_args[WIRE]
+            one.extra_args[WIRE] = carried.but(ranked=replace(carried.ranked, races=tuple(range(races))))
+            prompts.append({"prompt_token_ids": prompt_of(length)})
+            params.append(one)
+    with mock.patch.object(lists, "answer", step), mock.patch.object(beam_forward, "_run", run):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [one.prompt_token_id_logprobs for one in outputs], rows
+
+
+KINDS = [
+    [("large", 24, False, 0)],
+    [("fixed", 30, True, 0), ("prefixes", 7, False, 0)],
+    [("ragged", 20, False, 0), ("large", (2, 9, 30), False, 0)],
+    [("prefixes", 9, False, 3), ("fixed", 6, False, 0), ("fixed", 6, False, 2)],
+]
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["narrow", "fixed"])
+@pytest.mark.parametrize("names", KINDS)
+def test_lists_of_several_steps_are_those_of_one(engine, names, fixed):
+    """Draws too; of both forms of passes."""
+
+    def each(llm: Any) -> Any:
+        patched = fixed_shapes(llm) if fixed else mock.patch.object(lists_of(llm), "narrow", True)
+        with patched:
+            spread = made(llm, names, [31, 40])
+            with in_one_step(llm):
+                return spread, made(llm, names, [31, 40]), left(llm)
+
+    (tables, rows), (others, at_once), remaining = engine.call(each)
+    assert all(len(passes) < 2 or sum(passes) <= ROWS for passes in rows)
+    assert len(at_once) < len(rows)
+    assert [*chain(*rows)] == [*chain(*at_once)]
+    for table, other in zip(tables, others, strict=True):
+        np.testing.assert_array_equal(table, other)
+        assert ListResult.of_table(table).reason is None
+    assert not any(remaining)
+
+
+def tokens_between(llm: Any) -> list[int]:
+    """In the engine's process: how many tokens another request has had before each step of a list."""
+    lists, had = lists_of(llm), list[int]()
+    own_step, engine = lists.answer, llm.llm_engine
+
+    def step(*arguments: Any) -> Any:
+        had.append(llm.llm_engine.engine_core.engine_core.scheduler.requests[other].num_output_tokens)
+        return own_step(*arguments)
+
+    engine.add_request("other", {"prompt_token_ids": prompt_of(9)}, PLAIN)
+    other = next(iter(engine.engine_core.engine_core.scheduler.requests))
+    engine.step()
+    engine.add_request("list", {"prompt_token_ids": prompt_of(40)}, asked("large", 120, 5, False))
+    with mock.patch.object(lists, "answer", step):
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.request_id == "list" and output.finished:
+                    assert ListResult.of_table(output.prompt_token_id_logprobs).items
+    return had
+
+
+def test_others_have_their_tokens_in_between(engine):
+    had = engine.call(tokens_between)
+    assert len(had) > 2
+    assert all(after > before for before, after in pairwise(had))
+
+
+def test_neighbours_stay_as_they_are(engine):
+    assert engine.call(beside, 5) == engine.call(beside, 0)
+
+
+def churned(llm: Any, count: int) -> tuple[list[Any], int, tuple[int, ...]]:
+    """In the engine's process: lists that come while others are made, of which every third is aborted, and all that run
+    are preempted now and then. Their tables, how many were preempted in mid-list, and what is left."""
+    engine, lists = llm.llm_engine, lists_of(llm)
+    scheduler, tables, steps, preempted = engine.engine_core.engine_core.scheduler, [], 0, 0
+    added = list[str]()
+    while len(added) < count or engine.has_unfinished_requests():
+        for i in range(len(added), min(len(added) + 2, count)):
+            params = asked(("large", "ragged", "fixed")[i % 3], (60, 20, 40)[i % 3], 4, False)
+            engine.add_request(str(i), {"prompt_token_ids": prompt_of(20 + 13 * (i % 11))}, params)
+            added.append(str(i))
+        for output in engine.step():
+            if output.finished:
+                tables.append((int(output.request_id), output.prompt_token_id_logprobs))
+        steps += 1
+        if steps % 3 == 0:
+            gone = [one.prompt.request for one in lists.begun.values()][::3]
+            engine.abort_request(gone, internal=True)
+        if steps % 11 == 0 and scheduler.running:
+            preempted += len(lists.begun)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+    return tables, preempted, left(llm)
+
+
+def test_nothing_is_left_in_mid_list(engine):
+    """Whoever stays has the list of others' absence; who was preempted has it, or takes rounds."""
+    tables, preempted, remaining = engine.call(churned, CHURNED)
+    assert not any(remaining)
+    assert preempted
+    assert CHURNED // 4 < len(tables) < CHURNED
+    whole = 0
+    for i, table in tables:
+        result = ListResult.of_table(table)
+        assert result.reason in (None, NoList.NO_ROOM_NOW)
+        if result.reason is None:
+            name, width = (("large", 60), ("ragged", 20), ("fixed", 40))[i % 3]
+            (alone,) = engine.call(inside, name, width, 4, False, [20 + 13 * (i % 11)])
+            same([one[:2] for one in best_of(result).items], alone)
+            whole += 1
+    assert 0 < whole < len(tables)
+
+
+def test_at_the_end_of_the_context(engine):
+    """A request has no more tokens than the context: its list ends in the step before."""
+
+    def each(llm: Any) -> Any:
+        return [inside(llm, "large", 60, 4, False, [length]) for length in (254, 255)], left(llm)
+
+    with mock.patch.object(engine, "timeout", 60):
+        found, remaining = engine.call(each)
+    assert [len(items) for (items,) in found] == [4, 4]
+    assert not any(remaining)
+
+
+def test_a_list_after_a_thought(engine):
+    extra, lengths, n = thoughts.asked("large", thoughts.TWO, width=40), [3, 31], 2
+    made, *_ = engine.call(thoughts.think, extra, lengths, n)
+    thoughts.same(made, engine.call(thoughts.in_two, extra, lengths, n))
+    assert not any(engine.call(left))
+
+
+def swapped(llm: Any) -> list[set[str]]:
+    """In the engine's process: the versions of two lists, during the first of which the set's next one is taken up."""
+    import vllm_static
+
+    engine, lists, found = llm.llm_engine, lists_of(llm), list[set[str]]()
+    params = RankingParams(beam_width=30, max_tokens=9, extra_args={"item_set": "films"})
+    own_step, versions = engine.step, list[str]()
+
+    def step() -> Any:
+        outputs = own_step()
+        if lists.begun and not versions:
+            versions.extend(entry["version"] for entry in vllm_static.refresh(llm, "films"))
+        return outputs
+
+    with mock.patch.object(engine, "step", step):
+        for _ in range(2):
+            (output,) = llm.beam_search([{"prompt_token_ids": prompt_of(20)}], params)
+            found.append({one.item_set_version for one in output.sequences})
+    assert found[1] == {*versions}
+    return found
+
+
+def test_a_list_keeps_its_version(engines, tiny_model, static, tmp_path):
+    films = Films(tmp_path / "sets" / "films")
+    options = {"item_sets": {"films": str(films.folder)}, "item_set_cache": str(tmp_path / "cache")}
+    options = given(static, max_list_rows_per_step=1, **options)
+    engine = engines("v2", tiny_model, **options, **ROOMY)
+    before, after = films.versions[0].name, films.publish().name
+    assert engine.call(swapped) == [{before}, {after}]

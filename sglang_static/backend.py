@@ -1,7 +1,5 @@
 """The grammar backend of a scheduler: item sets on the host path, everything else by xgrammar."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable
@@ -68,7 +66,7 @@ class StaticGrammar(BaseGrammarObject):
         """Fill one row; `fill_rows` fills those of a step."""
         self.host.fill_bitmask(vocab_mask.numpy()[idx])
 
-    def copy(self) -> StaticGrammar:
+    def copy(self) -> "StaticGrammar":
         return StaticGrammar(self._begin)
 
 

@@ -1,7 +1,5 @@
 """Item sets inside SGLang's sampler: the state of each request slot, and the mask of each logits row."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, NamedTuple
 
@@ -23,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 PADDED = 64  # columns of which SGLang's logits are a multiple (layers/vocab_parallel_embedding.py)
 
-_current: list[ItemSetSampler] = []
+_current: "list[ItemSetSampler]" = []
 
 
-def current() -> ItemSetSampler | None:
+def current() -> "ItemSetSampler | None":
     """This process's sampler of item sets; None on the host path, and where tokens are not sampled."""
     if not _current:
         return None
@@ -61,7 +59,7 @@ class Mask:
     """Of verified drafts, SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other
     grammars' bitmask."""
 
-    def __init__(self, other: Any, sampler: ItemSetSampler, numbers: list[int], batch: Batch) -> None:
+    def __init__(self, other: Any, sampler: "ItemSetSampler", numbers: list[int], batch: Batch) -> None:
         self._other, self._sampler, self._numbers, self._batch = other, sampler, numbers, batch
 
     def apply(self, logits: Tensor) -> None:

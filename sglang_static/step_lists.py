@@ -5,8 +5,6 @@ come from a set's children, and an item that stands alone gets a row of its own 
 races of all draws of a request are rows of one group.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +49,7 @@ class Chosen(NamedTuple):
 def _of_next_pass(name: str) -> Any:
     """A property of all rows but the leader's, of which it has those of the next pass; at the end all of them."""
 
-    def first(group: ItemGroup) -> Tensor | None:
+    def first(group: "ItemGroup") -> Tensor | None:
         rows: Tensor | None = getattr(group, name)
         return None if rows is None else rows[: group._active(group.num_generated - 1) - 1]
 
@@ -97,7 +95,7 @@ class ItemGroup(BeamGroup):
         self._stream: Any = None  # on which beams are chosen: the scheduler's is another one
         self._open = (-1, 1)  # the last selection that was read, and how many open beams it has left; at first the root
 
-    def fits(self, adder: Any, promised: int, others: Sequence[ItemGroup]) -> bool:
+    def fits(self, adder: Any, promised: int, others: "Sequence[ItemGroup]") -> bool:
         """Whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that others will
         take. others: lists that have begun."""
         pool = adder.tree_cache.req_to_token_pool

@@ -1,7 +1,5 @@
 """Version roll-outs in SGLang: what its front end sends to the schedulers, and what these do between their steps."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Collection
@@ -26,7 +24,7 @@ METHOD = "item_sets"
 scheduler, and others back."""
 
 
-def follower_of(manager: Any) -> Follower | None:
+def follower_of(manager: Any) -> "Follower | None":
     """Return what follows the sets of a TokenizerManager, which begins now; None if it has none. Call it on the event
     loop."""
     front = getattr(manager, "static_front_end", None)
@@ -50,7 +48,7 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
     return entries
 
 
-def _follower(manager: Any, front: Any) -> Follower:
+def _follower(manager: Any, front: Any) -> "Follower":
     from itemset.serving.version_watcher import Follower
 
     loop = manager.event_loop

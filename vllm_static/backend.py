@@ -1,7 +1,5 @@
 """The structured-output backend of the engine core: item sets on the host path, everything else by xgrammar."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading
@@ -102,7 +100,7 @@ class StaticBackend(StructuredOutputBackend):
         """Of a bitmask, those of a request without drafts, by vLLM's own count; 0 before the first step."""
         compile_all()
 
-    def admit(self, manager: Any, request: Request) -> bool:
+    def admit(self, manager: Any, request: "Request") -> bool:
         """Take over the inline set that came with the request, and return whether the device path takes the request.
 
         The index travels on to the workers only there, whose arenas may have forgotten it.
@@ -150,7 +148,7 @@ class StaticBackend(StructuredOutputBackend):
         """Return where a request's grammar is compiled; None where vLLM compiles it."""
         return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: "Request") -> None:
         """The request has ended."""
         self.thinking.pop(request.request_id, None)
         if self._device is not None:
@@ -196,7 +194,7 @@ class StaticBackend(StructuredOutputBackend):
         self,
         grammar_bitmask: Callable[..., NDArray[np.int32]],
         manager: Any,
-        requests: dict[str, Request],
+        requests: "dict[str, Request]",
         request_ids: list[str],
         drafts: dict[str, list[int]],
     ) -> NDArray[np.int32]:

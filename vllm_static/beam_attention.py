@@ -6,8 +6,6 @@ The layers know such a pass by its metadata, of a type of its own: any other ste
 untouched. Recorded full CUDA graphs hold that one, so such a pass is in none of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The hooks into vLLM's engine core: item sets in its structured outputs and its scheduler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -24,10 +22,10 @@ class Thinking(NamedTuple):
     params: Any
 
 
-_backends: WeakValueDictionary[int, StaticBackend] = WeakValueDictionary()  # by id of their engine's configuration
+_backends: "WeakValueDictionary[int, StaticBackend]" = WeakValueDictionary()  # by id of their engine's configuration
 
 
-def make_backend(vllm_config: Any) -> StaticBackend:
+def make_backend(vllm_config: Any) -> "StaticBackend":
     """Make the backend of an engine core, for whoever keeps it: at start-up, so that no request waits for files."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -53,7 +51,7 @@ def extend(core: Any) -> None:
     setattr(core, ROLLOUT, lambda message: backend.preparer.answer(message, core.model_executor))
 
 
-def _backend_of(manager: Any) -> StaticBackend | None:
+def _backend_of(manager: Any) -> "StaticBackend | None":
     return _backends.get(id(manager.vllm_config))
 
 

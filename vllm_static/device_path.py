@@ -4,8 +4,6 @@ The engine core decides, because only here one decision holds for every worker, 
 can still take the host path. Workers do what they are told and refuse nothing.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,7 +44,7 @@ class DevicePath(Devices):
             self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
 
-    def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
+    def claim(self, manager: Any, request: "Request", item_set: ItemSet, carried: EngineRequest) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
 
         carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
@@ -66,7 +64,7 @@ class DevicePath(Devices):
         compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
 
-    def release(self, request: Request) -> None:
+    def release(self, request: "Request") -> None:
         """The request has ended; its set may go when another needs the room."""
         resident = vars(request).pop(RESIDENT, None)
         if resident is not None:
@@ -92,7 +90,7 @@ class DevicePath(Devices):
         engine.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
 
 
-def send_index_once(request: Request, data: Any) -> None:
+def send_index_once(request: "Request", data: Any) -> None:
     """Take out of the NewRequestData of a request what the workers have got before: an inline set's index, a filter's
     bits.
 

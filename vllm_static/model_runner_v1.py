@@ -6,8 +6,6 @@ logits, and the error ends the engine; `Sampler` gives such columns to the whole
 their most likely tokens. Both are told of no chosen tokens here; their columns are added.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -134,7 +132,7 @@ def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
     return output
 
 
-def scoring(one: Pass, *, cached: bool) -> dict[str, Any]:
+def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
     """What the parameters of a request that scores a pass of a ranked list have on V1, which scores chosen tokens that
     may follow a prompt, and the prompt's own. cached: whether it may use the prefix cache."""
     own: dict[str, Any] = {}
@@ -145,12 +143,12 @@ def scoring(one: Pass, *, cached: bool) -> dict[str, Any]:
     return own | ({"logprob_token_ids": after} if after else {"logprobs": 0})
 
 
-def lacks_scores(one: Pass, prompt_tokens: int, output: Any) -> bool:
+def lacks_scores(one: "Pass", prompt_tokens: int, output: Any) -> bool:
     """Whether V1 has filled in only the rows that it has computed, and left what was in memory for the others."""
     return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= prompt_tokens + one.known
 
 
-def scored(one: Pass, prompt_tokens: int, output: Any) -> Answer:
+def scored(one: "Pass", prompt_tokens: int, output: Any) -> "Answer":
     """What V1 has scored of a pass."""
     own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
     first = prompt_tokens + one.known

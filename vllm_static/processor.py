@@ -1,7 +1,5 @@
 """The device path in the worker: one logits processor that keeps every slot's state and masks the whole batch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -39,7 +37,7 @@ _PADDING = 64
 """Columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)."""
 
 
-def item_sets(runner: Any) -> ItemSetProcessor:
+def item_sets(runner: Any) -> "ItemSetProcessor":
     """Return the processor of a model runner on the device path."""
     return next(one for one in runner.sampler.logits_processors if isinstance(one, ItemSetProcessor))
 
@@ -56,9 +54,9 @@ class ItemSetProcessor(LogitsProcessor):
     lists: what makes ranked lists in this worker's steps, if they are made there.
     """
 
-    lists: WideLists | None = None
+    lists: "WideLists | None" = None
 
-    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+    def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
         compat.is_ours(vllm_config)  # as this process has not known yet
         self._req_states = req_states
         # [max_num_reqs] the set of the slot's request, the temperature at which its answer's tokens have
@@ -75,7 +73,7 @@ class ItemSetProcessor(LogitsProcessor):
             with kept_through_sleep(vllm_config):
                 self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
-    def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
+    def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
         self._catalogue = catalogue = Catalogue(config)
         spare = config.inline_set_memory + catalogue.headroom()
         self.kernels = config.item_set_kernels
@@ -145,7 +143,7 @@ class ItemSetProcessor(LogitsProcessor):
             self._catalogue.serve(opened)
         self.arena.forget_views(open_sets)
 
-    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
 
         Returns False: `legal_mass.apply_sampling_params` masks without a copy of the batch's logits.
@@ -172,7 +170,7 @@ class ItemSetProcessor(LogitsProcessor):
         self._numbers[req_idx] = place.number
         return False
 
-    def _alphabet(self, carried: EngineRequest, sampling_params: SamplingParams) -> bytes | str:
+    def _alphabet(self, carried: EngineRequest, sampling_params: "SamplingParams") -> bytes | str:
         if carried.place is None or carried.ranked is not None:
             return _NO_SET
         if self.narrow.why_not is not None:

@@ -4,8 +4,6 @@ Both look at the same cells as verification does, and walk a request's drafts so
 its own that could go wrong. What runs here may be recorded in vLLM's CUDA graphs, so it reads fixed buffers only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -35,10 +33,10 @@ LACKED = -100.0
 finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
 
 
-_processors: WeakValueDictionary[int, ItemSetProcessor] = WeakValueDictionary()  # by id of their speculative config
+_processors: "WeakValueDictionary[int, ItemSetProcessor]" = WeakValueDictionary()  # by id of their speculative config
 
 
-def install(processor: ItemSetProcessor, speculative: Any, *, forced: bool) -> None:
+def install(processor: "ItemSetProcessor", speculative: Any, *, forced: bool) -> None:
     """Let this processor mask the drafts that are proposed under this speculative configuration. Raises RuntimeError if
     vLLM lacks a hook. forced: let forced tokens take the place of what an n-gram drafter proposes."""
     compat.install(SPECULATION)

@@ -3,8 +3,6 @@
 The engine core keeps these from its scheduler; the hooks in the workers import `step_lists` once they are installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,7 +80,7 @@ def longest_item(worker: Any) -> int:
 
 
 @hook(f"{_PROMPTS}.compute_prompt_token_id_logprobs", when=LISTS)
-def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, input_batch: Any) -> dict[str, Tensor]:
+def _compute(original: Callable[..., Any], self: Any, hidden_states: "Tensor", input_batch: Any) -> "dict[str, Tensor]":
     """A list's passes run where a step has its hidden states, after its sampling."""
     scores: dict[str, Tensor] = original()
     if (lists := getattr(self, _LISTS, None)) and (lists.asked or lists.begun):
@@ -121,7 +119,7 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
     return cache
 
 
-def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config: Any) -> tuple[Room, str | None]:
+def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_config: Any) -> tuple[Room, str | None]:
     """What room lists get, and why none are made; None if they are. All workers have tried it."""
     config = StaticConfig.of(vllm_config.additional_config)
     if not _one_full_attention(cache):
@@ -138,7 +136,7 @@ def _tried(workers: Callable[..., list[Any]], cache: KVCacheConfig, vllm_config:
     return Room(blocks, beams, tokens), None
 
 
-def beam_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_config: Any) -> tuple[int, int]:
+def beam_blocks(config: StaticConfig, longest: int, cache: "KVCacheConfig", vllm_config: Any) -> tuple[int, int]:
     """Return how many blocks lists get, for `ranked_list_beams` or for what may be missed of the cache, and how many
     beams have room in them.
 
@@ -155,7 +153,7 @@ def beam_blocks(config: StaticConfig, longest: int, cache: KVCacheConfig, vllm_c
     return -(-each * beams // block), beams
 
 
-def _one_full_attention(cache: KVCacheConfig) -> bool:
+def _one_full_attention(cache: "KVCacheConfig") -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]

@@ -6,8 +6,6 @@ anything else that an abort would have to free. A draft head needs no rounds: th
 states, also if the prompt takes several steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,11 +53,11 @@ class Asked(NamedTuple):
         widths = (spec.width,) if isinstance(spec.width, int) else spec.width
         return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature)
 
-    def of(self, request: str) -> Asked:
+    def of(self, request: str) -> "Asked":
         return self._replace(prompt=self.prompt._replace(request=request))
 
     @property
-    def apart(self) -> list[Asked]:
+    def apart(self) -> "list[Asked]":
         """Each race by itself; a list as it is."""
         return [self._replace(spec=replace(self.spec, races=(key,))) for key in self.spec.races] or [self]
 

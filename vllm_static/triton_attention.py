@@ -1,7 +1,5 @@
 """Attention over beams' own tokens, added to that over their prompts: Triton's kernel of `beam_attention`."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

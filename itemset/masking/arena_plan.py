@@ -1,7 +1,5 @@
 """Which set has which piece of an arena's memory, and which are held for requests to come."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class Resident:
     nbytes: int
     users: int = 0
     sent: bool = False
-    base: Resident | None = None
+    base: "Resident | None" = None
 
     @property
     def below(self) -> list[tuple[int, int]]:

@@ -4,8 +4,6 @@ Numba takes microseconds to unpack even the tables' pointers in each call. So a 
 which it finds them and the stop tokens', and one call serves rows of different sets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,7 +33,7 @@ class Walk:
         self._kept = item_set, stops, item_set.trie.tables.dead, row  # as long as compiled code may read there
         self._address: int = row.ctypes.data
 
-    def _begin_without(self, other: Walk, tokens: Sequence[int]) -> None:
+    def _begin_without(self, other: "Walk", tokens: Sequence[int]) -> None:
         """Begin as the other one without one of its items: in a fraction of the time."""
         item_set, stops, *_ = other._kept
         dead, row, self._address = _without(other._address, np.array(tokens, np.int64))

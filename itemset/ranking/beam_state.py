@@ -15,8 +15,6 @@ L lists have W beams each, of which the first R have logits, at q query tokens. 
 last item: what goes on must beat it. Scores are compared in float64; children are ordered by a key of 64 bits.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -67,13 +65,13 @@ class Rows(NamedTuple):
     tokens: Tensor
 
     @classmethod
-    def empty(cls, lists: int, width: int, longest: int, device: torch.device) -> Rows:
+    def empty(cls, lists: int, width: int, longest: int, device: torch.device) -> "Rows":
         """Return room for beams."""
         options = {"dtype": torch.int64, "device": device}
         return cls(torch.empty(COLUMNS, lists, width, **options), torch.empty(lists, width, longest, **options))
 
     @classmethod
-    def roots(cls, arena: Arena, numbers: Tensor, width: int, longest: int) -> Rows:
+    def roots(cls, arena: Arena, numbers: Tensor, width: int, longest: int) -> "Rows":
         """Return the beams that a search begins with: of each list one, at the root of its set. numbers: [L] int64."""
         rows = cls.empty(len(numbers), width, longest, arena.device)
         rows.table.zero_()
@@ -102,7 +100,7 @@ class Items(NamedTuple):
     logs: Tensor
 
     @classmethod
-    def empty(cls, lists: int, k: int, longest: int, device: torch.device) -> Items:
+    def empty(cls, lists: int, k: int, longest: int, device: torch.device) -> "Items":
         """Return room for items."""
         tokens = torch.empty(lists, k, longest, dtype=torch.int64, device=device)
         return cls(tokens, *torch.empty(2, lists, k, dtype=torch.float64, device=device))

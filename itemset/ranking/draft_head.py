@@ -9,8 +9,6 @@ where e_l is the head's own embedding of the token chosen at level l. Its beams 
 is an item of the set.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -196,7 +194,7 @@ class DraftHead(nn.Module):
             unfinished.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> DraftHead:
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> "DraftHead":
         """Open a file that `save` has written. The head is on `device`, without gradients.
 
         Raises ItemSetError that names the file: it is missing, damaged, no draft head, or one of another version.

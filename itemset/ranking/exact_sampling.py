@@ -5,8 +5,6 @@ in which items ring: docs/internals/ranking.md has why it is exact. A draw depen
 alone: not on the rounds, nor on other draws, nor on who runs the race. `beams.Beams` runs it over beams.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,7 +111,7 @@ class Drawing(Rounds):
         left = self.tree.unknown_share() if cut else 0.0
         return Found(items, passes + self._taken, rounds + self._rounds, open=left)
 
-    def _ended(self, race: Race) -> Race:
+    def _ended(self, race: "Race") -> "Race":
         """Return a race at its end, among the scored items alone if it was cut off."""
         if not race.over:
             race = race.copy()
@@ -150,7 +148,7 @@ class Race:
     items: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, key: np.uint64, k: int) -> Race:
+    def of(cls, key: np.uint64, k: int) -> "Race":
         """Return the race at its beginning."""
         heap = np.zeros(64, ENTRY)
         heap[0] = (log_exponential(key), key, 0.0, ROOT, 0)
@@ -178,7 +176,7 @@ class Race:
                 return False
         return True
 
-    def copy(self) -> Race:
+    def copy(self) -> "Race":
         """Return another race at the same point."""
         return replace(self, heap=self.heap.copy(), items=self.items.copy())
 

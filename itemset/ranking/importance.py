@@ -7,8 +7,6 @@ many new ones are sampled, and one of these is taken in proportion to their weig
 that is to the model's distribution. `exact_sampling.Drawing` is always exact.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,7 +66,7 @@ class Importance(Rounds):
     def _next_nodes(self) -> list[int]:
         return list(dict.fromkeys(node for draw in self._draws for node in draw.run(self._walk)))
 
-    def _walk(self, one: _Candidate) -> int:
+    def _walk(self, one: "_Candidate") -> int:
         """Sample on inside the set, to an item, an unscored prefix, or a scored one without children; return the
         node's expansion: ITEM, UNSCORED or PENDING, or that of the last."""
         nodes, expansions, _ = self.tree.arrays

@@ -1,7 +1,5 @@
 """Which item an answer is: what a front end keeps of a request with a set, and reads the answer's tokens with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,7 +77,7 @@ class Thought:
     """One request's sampled answer before a list. params: the engine's own, of the answer. jobs: a list that has begun.
     tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
 
-    asked: ItemRequest
+    asked: "ItemRequest"
     params: Any
     jobs: list[Any] = field(default_factory=list)
     tokens: Sequence[int] = ()

@@ -1,8 +1,6 @@
 """A request's constraint with item sets in it: made in the front end, carried to the engine, its grammar there, and the
 items that its answers have."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -52,7 +50,7 @@ class Constraint:
     holes: Sequence[SetHole]
     compiled: xgrammar.CompiledGrammar = field(repr=False)
 
-    def __deepcopy__(self, memo: Any) -> Constraint:
+    def __deepcopy__(self, memo: Any) -> "Constraint":
         """Engines copy a request's parameters; this is immutable."""
         return self
 

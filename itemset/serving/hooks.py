@@ -10,8 +10,6 @@ A hook that runs although another backend is chosen may refuse a request, by Ite
 is logged once, and the engine's own function counts.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys
@@ -143,14 +141,14 @@ class Hooks:
             return own.results[0] if own.results else original()
         return self._awaited(hook, own, result) if inspect.iscoroutine(result) else result
 
-    async def _awaited(self, hook: Hook, own: _Own, result: Awaitable[Any]) -> Any:
+    async def _awaited(self, hook: Hook, own: "_Own", result: Awaitable[Any]) -> Any:
         try:
             return await result
         except Exception as error:
             self._pass_over(hook, own, error)
             return await own()  # of a coroutine there is one more
 
-    def _pass_over(self, hook: Hook, own: _Own, error: Exception) -> None:
+    def _pass_over(self, hook: Hook, own: "_Own", error: Exception) -> None:
         """Log that a hook has failed, once. Raises what is no failure of ours: the engine's error, or our refusal."""
         refused = isinstance(error, ItemSetError) or isinstance(error.__cause__, ItemSetError)
         if refused or self.chosen or error in own.errors:

@@ -5,8 +5,6 @@ Content types, encodings, escapes and depth are the server's own parser's, and n
 with items, the server's JSON is read again on its way out: no function of an engine makes the choices of all endpoints.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -204,7 +202,7 @@ def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) 
     return msgspec.json.encode(said)
 
 
-def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
+def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> None:
     """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application.
 
     follower_of: its state's follower, None if its engine has no item sets.
@@ -218,7 +216,7 @@ def add_routes(app: Any, follower_of: Callable[[Any], Follower | None]) -> None:
     refreshes = ThreadPoolExecutor(4, "item-set-refresh")
 
     async def respond(
-        request: Request, work: Callable[[Follower], Any], executor: ThreadPoolExecutor | None = None
+        request: Request, work: "Callable[[Follower], Any]", executor: ThreadPoolExecutor | None = None
     ) -> JSONResponse:
         message, status = "this server has no item sets: start it with --item-set NAME=FILE", 404
         if (follower := follower_of(request.app.state)) is not None:

@@ -1,7 +1,5 @@
 """What a request asks of item sets, judged once: which set, which of its items, and what list or draws of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -62,12 +60,12 @@ class ItemRequest:
     escape: Escape | None = None
     weighed: str = ""
     constraint: tuple[str, Any] | None = field(default=None, repr=False)
-    made: InlineSet | Constraint | None = field(default=None, repr=False)
+    made: "InlineSet | Constraint | None" = field(default=None, repr=False)
     after: str | bool = False
     marker: tuple[int, ...] = ()
-    ended: Thought | None = field(default=None, repr=False)
+    ended: "Thought | None" = field(default=None, repr=False)
 
-    def __deepcopy__(self, memo: Any) -> ItemRequest:
+    def __deepcopy__(self, memo: Any) -> "ItemRequest":
         """Engines copy a request's parameters; this is immutable."""
         return self
 
@@ -94,7 +92,7 @@ class ItemRequest:
         where: str,
         constraints: Sequence[str],
         other: bool = False,
-    ) -> ItemRequest | None:
+    ) -> "ItemRequest | None":
         """Judge a request; None if it has no set.
 
         named, choices: each name and each inline list that it gives, None for none. given: all fields among which

@@ -6,8 +6,6 @@ pickle take the struct as it is; SGLang in `custom_params`, as JSON. Messages tr
 `msgspec.to_builtins` makes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from enum import Enum, IntEnum
 from typing import Any, Literal
@@ -36,7 +34,7 @@ class SetRef(msgspec.Struct, frozen=True, omit_defaults=True):
 
     reference: str
     index: bytes | None = None
-    base: SetRef | None = None
+    base: "SetRef | None" = None
 
 
 class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,7 +93,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         """Of its set; empty if it has a constraint."""
         return self.item_set.reference if self.item_set else ""
 
-    def but(self, **changes: Any) -> EngineRequest:
+    def but(self, **changes: Any) -> "EngineRequest":
         """Return the same with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
@@ -128,7 +126,7 @@ class NoList(Enum):
     TOO_MANY_ROWS = "too large for one request", "set"
     NO_ROOM_NOW = "no room for one request", "request"
 
-    def __new__(cls, label: str, scope: Literal["engine", "set", "request"]) -> NoList:
+    def __new__(cls, label: str, scope: Literal["engine", "set", "request"]) -> "NoList":
         self = object.__new__(cls)
         self._value_, self.scope = label, scope
         return self
@@ -157,7 +155,7 @@ class ListResult(msgspec.Struct, omit_defaults=True):
     beams: int | None = None
 
     @classmethod
-    def of_table(cls, table: NDArray[np.float64] | None, races: int = 1) -> ListResult:
+    def of_table(cls, table: NDArray[np.float64] | None, races: int = 1) -> "ListResult":
         """Read a vLLM worker's table, [1 + items, 2 + longest or HEAD] float64; None if the request took the host path.
 
         Its first row: 1 if proven, passes, rounds, beams that have room. Then a row an item, race after race: its

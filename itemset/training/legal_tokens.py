@@ -3,8 +3,6 @@
 So nothing but the token ids has to come from the rollout: the trainer walks the same trie.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +49,7 @@ class LegalTokens:
         return int(self.tokens.max()) if len(self.tokens) else -1
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> "list[Block]":
         """The places in blocks of one depth each, where they share most of their tokens."""
         blocks, firsts = [], self.counts.cumsum(0) - self.counts
         by_depth = torch.argsort(self.depths, stable=True)

@@ -4,8 +4,6 @@ A rollout inside a set draws token t with q(t) = p(t) / m: p is the model's prob
 So log p = log q + log m.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,7 @@ class LegalPolicy:
     @classmethod
     def of_logits(
         cls, logits: Tensor, legal: LegalTokens, *, temperature: float = 1.0, mass: bool = True
-    ) -> LegalPolicy:
+    ) -> "LegalPolicy":
         """logits: [B, T, V]; those at [b, t] predict token t. mass: if False, no other logits are read."""
         _check(logits.shape[:2], legal, logits.shape[-1], temperature)
         return cls(legal, *OfLogits.apply(logits, legal, temperature, mass))
@@ -42,7 +40,7 @@ class LegalPolicy:
     @classmethod
     def of_hidden(
         cls, hidden: Tensor, head_weight: Tensor, legal: LegalTokens, *, temperature: float = 1.0, mass: bool = True
-    ) -> LegalPolicy:
+    ) -> "LegalPolicy":
         """hidden: [B, T, d], the states that the head reads. head_weight: [V, d]; a head with a bias needs its logits.
 
         Only the legal tokens' rows of the head are used. With `mass` all of them are, a part at a time, twice.
@@ -67,7 +65,7 @@ class LegalPolicy:
         """The entropy of q."""
         return self._spread(-self._sum(self._log_q.exp() * self._log_q))
 
-    def kl(self, reference: LegalPolicy) -> Tensor:
+    def kl(self, reference: "LegalPolicy") -> Tensor:
         """Return KL(q || reference's q), exact. Both must be of the same `LegalTokens`."""
         if reference._legal is not self._legal:
             raise ItemSetError("the reference has other legal tokens: make both policies of the same LegalTokens")

@@ -137,20 +137,22 @@ def recall(engine: str, users: int, items: int, folder: str) -> list[Row]:
     options = {"ranked_list_beams": MOST, "ranked_list_limit": MOST, "ranked_list_passes": 10**6}
     llm = Engine(engine, file, model=str(model), options=options).llm
 
-    def best(width: Any, **words: Any) -> tuple[list[Any], list[list[Any]]]:
+    def best(width: Any, prompts: list[Any], **words: Any) -> tuple[list[Any], list[list[Any]]]:
         k = min(DEEP, np.atleast_1d(width)[-1].item())
         words |= {"item_set": "ids", "width": width}
         found = llm.beam_search(prompts, RankingParams(beam_width=k, max_tokens=CODES + 1, extra_args=words))
         return found, [[tuple(item.tokens) for item in one.sequences] for one in found]
 
-    _, exact = best(256, exact=True)
+    widths = [one for one in WIDTHS if items or max(np.atleast_1d(one)) <= len(films)]
+    found, exact = best(max(one for one in widths if isinstance(one, int)), prompts)
+    for i, one in enumerate(found):
+        if not one.proven:  # the widest beam has not seen all that could be better
+            exact[i] = best(DEEP, prompts[i : i + 1], exact=True)[1][0]
     rows = []
-    for width in WIDTHS:
-        if not items and max(np.atleast_1d(width)) > len(films):
-            continue
-        best(width)
+    for width in widths:
+        best(width, prompts)
         started = time.perf_counter()
-        found, lists = best(width)
+        found, lists = best(width, prompts)
         row: Row = {"items": items or len(films), "width": str(width).replace("000", ",000")}
         row["ms a list"] = 1e3 * (time.perf_counter() - started) / len(prompts)
         row["passes"] = float(np.mean([one.passes for one in found]))

@@ -274,16 +274,21 @@ def server(engine: str, sets: Mapping[str, Any], *, options: Mapping[str, Any] |
     """A running HTTP server of the tiny model, a context manager. sets: names and files; options: the plugin's."""
     model, named = tiny_model(), {name: str(path) for name, path in sets.items()}
     given = {"item_sets": named, **(options or {})} if named else dict(options or {})
+    import servers
+
+    port = servers.free_port()
     if engine == "sglang":
-        from sglang_servers import Server
+        import sglang_servers
 
-        env = {"SGLANG_STATIC": json.dumps(given), "TESTS_SGLANG_REPORTS": "0"}
-        return Server(model, forked=False, env=env, timeout=600, grammar_backend="static", **flags)
-    from servers import Server as VllmServer
-
-    configs: Row = {"structured_outputs_config": {"backend": "static", "disable_any_whitespace": True}}
-    configs |= {"additional_config": given, **flags}
-    return VllmServer(engine.partition("-")[2], model, forked=False, timeout=600, **configs)
+        arguments = sglang_servers._flags(model, port, {"grammar_backend": "static", **flags})
+        env = sglang_servers._HEALTH | {"SGLANG_STATIC": json.dumps(given), "TESTS_SGLANG_REPORTS": "0"}
+        env, module = sglang_servers.environment() | env, "sglang.launch_server"
+    else:
+        configs: Row = {"structured_outputs_config": {"backend": "static", "disable_any_whitespace": True}}
+        arguments = servers._flags(model, port, (), configs | {"additional_config": given, **flags})
+        env, module = servers.environment(engine.partition("-")[2]), "vllm.entrypoints.openai.api_server"
+    command = [sys.executable, "-m", module, *arguments]
+    return servers.HttpServer(servers.ServerProcess(command, port, env), 600)
 
 
 class Engine:

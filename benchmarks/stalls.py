@@ -1,9 +1,13 @@
 """What ranked lists do to a server's other requests: /health and small requests, idle and beside 20 clients of lists.
 
 python benchmarks/stalls.py --engine vllm-v2 --seconds 8 --json docs/benchmarks/stalls.json
+python benchmarks/stalls.py --engine vllm-v2 --seconds 30 --rows 1e6 2048 512
 
 A real server of the tiny model. The clients ask for lists of 300 over 10^6 semantic IDs of 8 tokens without pause,
 while /health and small requests (one of four labels) are asked for again and again. Both rows come from one server.
+
+`--rows`: what `max_list_rows_per_step` does for small requests, of one token each, beside a client of lists of 5,000
+over IDs of 4 tokens. A server for each bound, whose steps have 512 tokens; the first row of each is idle.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from typing import Any
 
 import numpy as np
 from runner import ENGINES, Report, Row, held, ms_of, parser, random_ids, saved, server, whole
+
+WIDE, STEP = 5_000, 512  # beams of a list; tokens of a step
 
 
 def stalls(engine: str, seconds: float, items: int, lists: int) -> list[Row]:
@@ -65,13 +71,54 @@ def stalls(engine: str, seconds: float, items: int, lists: int) -> list[Row]:
     return rows
 
 
+def bounded(engine: str, seconds: float, items: int, bound: int) -> list[Row]:
+    """ms of small requests, idle and beside lists of 5,000, whose rows in a step are bounded."""
+    small: Row = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
+    large: Row = {"model": "tiny", "prompt": list(range(100, 140)), "item_set": "ids", "use_beam_search": True}
+    large |= {"n": 10, "width": WIDE, "max_tokens": 5}
+    options: Row = {"max_list_rows_per_step": bound, "ranked_list_limit": WIDE}
+    flags: Row = {"max_running_requests": 2 * WIDE + 100, "max_total_tokens": 100_000, "chunked_prefill_size": STEP}
+    if engine != "sglang":
+        options["ranked_list_beams"] = WIDE
+        flags = {"max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 30, "block_size": 32, "max_num_batched_tokens": STEP}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        sets = {"ids": saved(random_ids(items, 4), Path(name, "ids.itemset"))}
+        with server(engine, sets, options=options, **flags) as running, ThreadPoolExecutor(1) as pool:
+
+            def asked(body: Row) -> float:
+                return ms_of(lambda: running.post("/v1/completions", body, timeout=300))
+
+            asked(small)
+            for lists in (0, 1):
+                made, taken, until = list[float](), list[float](), time.time() + seconds
+                alone = asked(large)
+                while time.time() < until:
+                    one = pool.submit(asked, large) if lists else None
+                    while not one or not one.done():
+                        taken.append(asked(small))
+                        if time.time() > until and not one:
+                            break
+                    made += [one.result()] if one else []
+                row: Row = {"rows a step": bound, "clients of lists": lists, "requests": len(taken)}
+                row |= {"small, ms": median(taken), "99 %": float(np.percentile(taken, 99)), "worst": max(taken)}
+                rows.append(row | {"list alone, ms": alone} | ({"list, ms": median(made)} if made else {}))
+    return rows
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--engine", choices=ENGINES, default="vllm-v1")
     options.add_argument("--seconds", type=float, default=20.0, help="of each row")
     options.add_argument("--items", type=whole, default=10**6)
     options.add_argument("--lists", type=int, default=20, help="clients")
+    options.add_argument("--rows", type=whole, nargs="+", help="bounds of lists' rows in a step")
     arguments = options.parse_args()
+    if arguments.rows:
+        common = (arguments.engine, arguments.seconds, arguments.items)
+        found = [row for bound in arguments.rows for row in bounded(*common, bound)]
+        Report(arguments).add(f"{arguments.engine} rows", found)
+        return
     given = (arguments.engine, arguments.seconds, arguments.items, arguments.lists)
     Report(arguments).add(arguments.engine, stalls(*given))
 

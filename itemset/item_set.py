@@ -253,15 +253,9 @@ class ItemSet:
         return index_file.to_bytes(self._header(), self._arrays())
 
     def updated(
-        self,
-        add: Any = None,
-        *,
-        keys: KeyList | None = None,
-        attributes: Any = None,
-        tokenizer: Any = None,
-        remove: KeyList = (),
-        missing_ok: bool = False,
-    ) -> "ItemSet":
+        self, add: Any = None, *, keys: KeyList | None = None, attributes: Any = None, tokenizer: Any = None,
+        remove: KeyList = (), missing_ok: bool = False,
+    ) -> "ItemSet":  # fmt: skip
         """Return a new set: without the keys `remove` and the items that have no other, and with the items `add`.
 
         It is byte for byte the set that `build` makes of the items that stay, in their order, and then the new ones.
@@ -311,15 +305,9 @@ class ItemSet:
 
 
 def build(
-    items: Any,
-    *,
-    keys: KeyList | None = None,
-    vocab_size: int | None = None,
-    tokenizer: Any = None,
-    prefix: str = "",
-    escape: Escape | None = None,
-    attributes: Any = None,
-) -> ItemSet:
+    items: Any, *, keys: KeyList | None = None, vocab_size: int | None = None, tokenizer: Any = None, prefix: str = "",
+    escape: Escape | None = None, attributes: Any = None,
+) -> ItemSet:  # fmt: skip
     """Build the set of these items, in any order. Equal ones become one item, with the keys of all in their order.
 
     items: an integer matrix [N, L], `Rows`, or an iterable of token-id lists of any lengths >= 1.
@@ -357,14 +345,9 @@ def built(distinct: Distinct, keys: pa.Array | None, attributes: pa.Table | None
 
 
 def build_text(
-    texts: Iterable[str],
-    tokenizer: Any,
-    *,
-    keys: KeyList | None = None,
-    prefix: str = "",
-    escape: Escape | None = None,
-    attributes: Any = None,
-) -> ItemSet:
+    texts: Iterable[str], tokenizer: Any, *, keys: KeyList | None = None, prefix: str = "",
+    escape: Escape | None = None, attributes: Any = None,
+) -> ItemSet:  # fmt: skip
     """Build the set of these texts, each as the one token sequence that `tokenizer` gives for `prefix` and the text.
 
     tokenizer: the model's own Hugging Face tokenizer. attributes: as for `build`.

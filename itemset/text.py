@@ -50,14 +50,9 @@ class TokenizerId:
 
 
 def encode(
-    texts: Iterable[str],
-    tokenizer: Any,
-    *,
-    prefix: str = "",
-    escape: Escape | None = None,
-    before: int = 0,
+    texts: Iterable[str], tokenizer: Any, *, prefix: str = "", escape: Escape | None = None, before: int = 0,
     name: str = ITEM,
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:  # fmt: skip
     """Encode each of N texts as the one token sequence that the tokenizer gives for `prefix` and the text.
 
     tokenizer: a Hugging Face tokenizer. No special tokens are added, nothing is padded or cut.

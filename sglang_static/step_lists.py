@@ -67,14 +67,9 @@ class ItemGroup(BeamGroup):
     member_rows, member_rows_cpu = _of_next_pass("_members"), _of_next_pass("_members_cpu")
 
     def __init__(
-        self,
-        sampler: ItemSetSampler,
-        item_set: ItemSet,
-        resident: Resident,
-        spec: ListSpec,
-        counts: tuple[int, ...],
+        self, sampler: ItemSetSampler, item_set: ItemSet, resident: Resident, spec: ListSpec, counts: tuple[int, ...],
         group: BeamGroup,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """counts: the most rows of each pass after the prompt's. group: SGLang's own, which this one replaces."""
         self._counts, self._most_slots, self._released = list(counts), sum(counts), False
         self._members: Tensor | None = None

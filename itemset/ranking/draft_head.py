@@ -44,15 +44,9 @@ class DraftHead(nn.Module):
     """
 
     def __init__(
-        self,
-        codes: Sequence[Any],
-        placeholders: Sequence[int],
-        *,
-        hidden_size: int,
-        vocab_size: int,
-        tokenizer: TokenizerId | None = None,
-        name: str = "the draft head",
-    ) -> None:
+        self, codes: Sequence[Any], placeholders: Sequence[int], *, hidden_size: int, vocab_size: int,
+        tokenizer: TokenizerId | None = None, name: str = "the draft head",
+    ) -> None:  # fmt: skip
         """codes: per level, token ids in any order. Raises ItemSetError for ids outside the vocabulary, or if there are
         not as many placeholders as levels."""
         super().__init__()
@@ -134,17 +128,9 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def beams(
-        self,
-        arena: Arena,
-        numbers: Sequence[int],
-        plan: LevelPlan,
-        hidden: Tensor,
-        *,
-        width: Width,
-        k: int,
-        renormalised: bool = False,
-        kernels: Kernels = "auto",
-    ) -> Beams:
+        self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, hidden: Tensor, *, width: Width, k: int,
+        renormalised: bool = False, kernels: Kernels = "auto",
+    ) -> Beams:  # fmt: skip
         """Return the beams of some lists at their end: `Beams.result` has the items, each one of its list's set.
 
         A score is the sum of an item's log-probabilities by the head, whose own codes alone share each level's; the

@@ -25,15 +25,9 @@ class Importance(Rounds):
     `result`. All draws share the passes; a round scores what each waits for."""
 
     def __init__(
-        self,
-        item_set: ItemSet,
-        n: int,
-        *,
-        end_token: int,
-        candidates: int,
-        seed: int | None = None,
+        self, item_set: ItemSet, n: int, *, end_token: int, candidates: int, seed: int | None = None,
         max_passes: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises ValueError if n, candidates or max_passes is less than 1.
 
         candidates: how many are sampled at most before a pool of as many is. max_passes: after these, `result` raises

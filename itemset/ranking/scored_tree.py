@@ -74,14 +74,9 @@ class ScoredTree:
     """
 
     def __init__(
-        self,
-        item_set: ItemSet,
-        *,
-        end_token: int | None,
-        power: float = 1.0,
-        renormalised: bool = False,
+        self, item_set: ItemSet, *, end_token: int | None, power: float = 1.0, renormalised: bool = False,
         forced: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """power: at least 1, or masses would be no bounds. end_token: None if the end of an item is not scored.
         renormalised: a token's probability is its share among those that may stand there, so that tails cost nothing.
         forced: tokens without an alternative in the set are certain, too.

@@ -147,17 +147,9 @@ class Search(Rounds):
     """
 
     def __init__(
-        self,
-        item_set: ItemSet,
-        k: int,
-        *,
-        width: Width | None = None,
-        end_token: int | None = None,
-        exact: bool = False,
-        renormalised: bool = False,
-        max_passes: int | None = None,
-        proof_passes: int | None = None,
-    ) -> None:
+        self, item_set: ItemSet, k: int, *, width: Width | None = None, end_token: int | None = None,
+        exact: bool = False, renormalised: bool = False, max_passes: int | None = None, proof_passes: int | None = None,
+    ) -> None:  # fmt: skip
         """Raises ValueError if k, width, max_passes or proof_passes is less than 1.
 
         width: prefixes in a round of the beam, or in each, k if None. By default, a beam: of a round's children the

@@ -30,14 +30,9 @@ class View(ItemSet):
     """
 
     def __init__(
-        self,
-        base: ItemSet,
-        own: Mapping[str, NDArray[np.uint32]],
-        items: int,
-        *,
-        keys: Keys | None = None,
+        self, base: ItemSet, own: Mapping[str, NDArray[np.uint32]], items: int, *, keys: Keys | None = None,
         digest: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """keys: those that pass; the base's if nobody asks this object for keys."""
         super().__init__(
             replace(base.trie, tables=replace(base.trie.tables, **own), items=items),  # type: ignore[arg-type]

@@ -19,15 +19,9 @@ class Checks:
     """The item sets of one front end, and what they and its requests must satisfy. Safe for threads."""
 
     def __init__(
-        self,
-        config: StaticConfig,
-        tokenizer: Any,
-        words: Words,
-        limits: ModelLimits,
-        *,
-        added_tokens: Collection[str] = (),
-        on_encoded: Callable[[int], object] = lambda texts: None,
-    ) -> None:
+        self, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits, *,
+        added_tokens: Collection[str] = (), on_encoded: Callable[[int], object] = lambda texts: None,
+    ) -> None:  # fmt: skip
         """Open and check the registered sets.
 
         added_tokens: what the engine has added to the tokenizer. on_encoded: told of the texts of inline sets as they

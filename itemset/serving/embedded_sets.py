@@ -44,14 +44,9 @@ class Constraints:
     """Those of one front end. Safe for threads."""
 
     def __init__(
-        self,
-        checks: Checks,
-        tokenizer: Any,
-        vocabulary: Callable[[], Vocabulary],
-        *,
-        options: Mapping[str, Any],
+        self, checks: Checks, tokenizer: Any, vocabulary: Callable[[], Vocabulary], *, options: Mapping[str, Any],
         validate: Callable[[str, str], None] = lambda kind, spec: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """vocabulary: makes the model's, once it is asked for. options: of `xgrammar.Grammar.from_json_schema`.
         validate: raises what it likes for the kind and text, with constants for sets, that the engine itself refuses.
         """

@@ -47,16 +47,9 @@ class FrontEndBase:
     words: ClassVar[Words]
 
     def __init__(
-        self,
-        config: StaticConfig,
-        tokenizer: Any,
-        limits: ModelLimits,
-        vocabulary: Callable[[], Vocabulary],
-        one_request: OneRequest,
-        *,
-        json_options: Mapping[str, Any],
-        added_tokens: Collection[str] = (),
-    ) -> None:
+        self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
+        one_request: OneRequest, *, json_options: Mapping[str, Any], added_tokens: Collection[str] = (),
+    ) -> None:  # fmt: skip
         """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
         self.config, self.one_request, self._tokenizer = config, one_request, tokenizer
         options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc}
@@ -132,15 +125,9 @@ class FrontEndBase:
         return carried
 
     def begin_list(
-        self,
-        asked: ItemRequest,
-        end_token: int,
-        *,
-        prompt_tokens: int,
-        max_tokens: int | None,
-        after: int,
+        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, max_tokens: int | None, after: int,
         **options: Any,
-    ) -> ListJob:
+    ) -> ListJob:  # fmt: skip
         """Begin a request's ranked list or draws. Counts it.
 
         after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if

@@ -124,14 +124,9 @@ class InlineTexts:
     """Makes the inline sets of one front end, and finds those it has made. Safe for threads."""
 
     def __init__(
-        self,
-        catalogue: Catalogue,
-        config: StaticConfig,
-        tokenizer: Any,
-        words: Words,
-        limits: ModelLimits,
+        self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits,
         on_encoded: Callable[[int], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """tokenizer: used by no other thread. on_encoded: as for `Checks`."""
         self._config, self._tokenizer, self._words = config, tokenizer, words
         self._vocab_size, self._end_tokens = limits.vocab_size, np.array(sorted(limits.end_tokens), np.int64)

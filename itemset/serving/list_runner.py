@@ -133,14 +133,9 @@ class OneRequest:
         self._warn("A ranked list takes rounds of requests: %s", detail or reason)
 
     def spec(
-        self,
-        asked: ItemRequest,
-        reference: str,
-        search: Any,
-        end_token: int,
-        *,
+        self, asked: ItemRequest, reference: str, search: Any, end_token: int, *,
         reasons: Mapping[str, bool] = MappingProxyType({}),
-    ) -> ListSpec | None:
+    ) -> ListSpec | None:  # fmt: skip
         """Return the list, or the draws, that the engine may try to make; None if rounds must.
 
         reference: of its set. search: what `Checks.ranked` gave. reasons: why the engine may not, if they hold.

@@ -82,17 +82,9 @@ class ItemRequest:
 
     @classmethod
     def of(
-        cls,
-        named: Sequence[Any],
-        choices: Sequence[Any],
-        given: Mapping[str, Any],
-        *,
-        k: int | None = None,
-        draws: bool = False,
-        where: str,
-        constraints: Sequence[str],
-        other: bool = False,
-    ) -> "ItemRequest | None":
+        cls, named: Sequence[Any], choices: Sequence[Any], given: Mapping[str, Any], *, k: int | None = None,
+        draws: bool = False, where: str, constraints: Sequence[str], other: bool = False,
+    ) -> "ItemRequest | None":  # fmt: skip
         """Judge a request; None if it has no set.
 
         named, choices: each name and each inline list that it gives, None for none. given: all fields among which

@@ -26,14 +26,9 @@ class Walked(TypedDict, total=False):
 
 
 def legal_log_probs(
-    logits: Tensor,
-    ids: Tensor | LegalTokens,
-    item_set: Sets = None,
-    *,
-    temperature: float = 1.0,
-    mass: bool = True,
+    logits: Tensor, ids: Tensor | LegalTokens, item_set: Sets = None, *, temperature: float = 1.0, mass: bool = True,
     **walked: Unpack[Walked],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return log q and log m of the ids, [B, T] each; 0 where there is no constraint. Their sum is log p.
 
     logits: [B, T, V]; those at [b, t] predict id t. temperature: the rollout's.
@@ -44,15 +39,9 @@ def legal_log_probs(
 
 
 def legal_log_probs_of_hidden(
-    hidden: Tensor,
-    head_weight: Tensor,
-    ids: Tensor | LegalTokens,
-    item_set: Sets = None,
-    *,
-    temperature: float = 1.0,
-    mass: bool = True,
-    **walked: Unpack[Walked],
-) -> tuple[Tensor, Tensor | None]:
+    hidden: Tensor, head_weight: Tensor, ids: Tensor | LegalTokens, item_set: Sets = None, *, temperature: float = 1.0,
+    mass: bool = True, **walked: Unpack[Walked],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Do `legal_log_probs` from hidden states [B, T, d] and the head's matrix [V, d], without any [B, T, V].
 
     mass: if False, the other tokens' rows of the head are not used at all.

@@ -8,8 +8,7 @@ turns in one engine, with the same prompts, which are not cached; ms are the lea
 items or tokens are equal, "apart" is the largest difference of scores.
 
 lists: two layers; ms of one list of renormalised scores. memory: how far the process's memory rises while a second list
-is made. raw: lists of raw scores, whose logits are of all tokens, all rows' at once and in parts, as a
-CPU makes them: the second list of each.
+is made. raw: lists of raw scores, whose logits are of all tokens, all rows' at once and a tenth at a time.
 answers: 28 layers; ms of five greedy steps of all rows, forward pass and head: the sampler, which Triton's
 interpreter runs on a CPU, is not counted. "no set" are the same requests without a set. On a GPU: ms of 64 steps after
 512 tokens, all of them and sampled; items are repeated.
@@ -163,13 +162,13 @@ def raw(folder: str) -> list[Row]:
     from vllm_static import step_lists
 
     engine, made = Switched(folder, 2, 1, max_num_seqs=256, kv_cache_memory_bytes=3 << 30), list[Row]()
-    whole = {"whole": step_lists.MOST_LOGITS, "in parts": step_lists.CPU_LOGITS}
+    rows = {"whole": 4 * WIDEST, "in parts": step_lists.PARTS * WIDEST // 10}  # that go into one product, or into PARTS
 
     for alphabet in ALPHABETS:
         row: Row = {"alphabet": alphabet, "width": WIDEST}
         found: dict[str, Any] = {}
-        for way in [*whole, *whole]:
-            step_lists.CPU_LOGITS = whole[way]
+        for way in [*rows, *rows]:
+            step_lists.WideLists._most_logits = property(lambda _, most=rows[way]: most)
             with Memory() as peak:
                 started = time.perf_counter()
                 found[way] = engine.list(alphabet, WIDEST, renormalised=False)

@@ -25,7 +25,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 
 MOST_LOGITS = 1 << 30  # bytes that stand in memory at once
-CPU_LOGITS = 224 << 20  # on a CPU, where the set's own tokens' are enough: new pages cost it more than parts
 
 
 def try_out(runner: Any, first_block: int) -> str | None:
@@ -53,17 +52,11 @@ def _two_passes(runner: Any, kv: BeamKV) -> Iterator[int]:
 SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of children and what sorts them
 
 
-def tokens_in(runner: Any, nbytes: int) -> int:
-    """Return of how many tokens logits are this large."""
-    tokens: int = nbytes // (runner.vocab_size * runner.model_config.head_dtype.itemsize)
-    return tokens
-
-
 def logits_room(runner: Any) -> int:
     """Return of how many tokens logits may stand in memory: those of MOST_LOGITS, or what half of an accelerator's free
     memory has room for. Tensor parallelism gathers them, and copies what it has gathered: what that takes is measured.
     """
-    most = tokens_in(runner, MOST_LOGITS)
+    most: int = MOST_LOGITS // (runner.vocab_size * runner.model_config.head_dtype.itemsize)
     if runner.device.type == "cpu":
         return most
     memory = torch.get_device_module(runner.device)

@@ -21,7 +21,7 @@ from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import width_at
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListSpec, NoList
-from vllm_static.beam_forward import CPU_LOGITS, MOST_LOGITS, run_logits, states_after, tokens_in, use_adapters
+from vllm_static.beam_forward import MOST_LOGITS, run_logits, states_after, use_adapters
 from vllm_static.beam_kv import BeamKV, Prompt, to_device
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
@@ -338,12 +338,11 @@ class WideLists:
             logits: Tensor = runner.model.compute_logits(some.flatten(0, 2))
             return logits.unflatten(0, (-1, queries))
 
-        most = min(self._most_logits, tokens_in(runner, CPU_LOGITS)) if self.narrow else self._most_logits
-        if lists * rows * queries <= most:
+        if lists * rows * queries <= self._most_logits:
             beams.round(logits_of(by_list))
             return
         tokens, columns = _columns(self._key(one), beams.span, runner.vocab_size, states.device)
-        own, sums, count = list[Tensor](), list[Tensor](), max(1, most // (PARTS * lists * queries))
+        own, sums, count = list[Tensor](), list[Tensor](), self._most_logits // (PARTS * lists * queries)
         for first in range(0, rows, count):
             logits = logits_of(by_list[:, first : first + count])
             sums.append(beams.log_sums(logits, first))

@@ -288,7 +288,7 @@ def server(engine: str, sets: Mapping[str, Any], *, options: Mapping[str, Any] |
         arguments = servers._flags(model, port, (), configs | {"additional_config": given, **flags})
         env, module = servers.environment(engine.partition("-")[2]), "vllm.entrypoints.openai.api_server"
     command = [sys.executable, "-m", module, *arguments]
-    return servers.HttpServer(servers.ServerProcess(command, port, env), 600)
+    return contextlib.closing(servers.HttpServer(servers.ServerProcess(command, port, env), 600))
 
 
 class Engine:

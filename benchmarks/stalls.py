@@ -1,14 +1,14 @@
 """What ranked lists do to a server's other requests: /health and small requests, idle and beside 20 clients of lists.
 
 python benchmarks/stalls.py --engine vllm-v2 --seconds 8 --json docs/benchmarks/stalls.json
-python benchmarks/stalls.py --engine vllm-v2 --seconds 30 --rows 1e6 2048 512
+python benchmarks/stalls.py --engine vllm-v2 --seconds 20 --rows 1e6 2048 512 --widths 256 5000
 
 A real server of the tiny model. The clients ask for lists of 300 over 10^6 semantic IDs of 8 tokens without pause,
 while /health and small requests (one of four labels) are asked for again and again. Both rows come from one server.
 
-`--rows`: what `max_list_rows_per_step` does for small requests, of one token each, beside a client of lists of 5,000
-over IDs of 4 tokens. A server for each bound, whose steps have 512 tokens. The first row of each has no clients of
-lists: its list was made alone.
+`--rows`: what `max_list_rows_per_step` does for small requests, of one token each, beside a client of lists of some
+beams (5,000) over IDs of 4 tokens. A server for each bound, whose steps have 512 tokens. The first row of each has no
+clients of lists: its list was made alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,11 +73,11 @@ def stalls(engine: str, seconds: float, items: int, lists: int) -> list[Row]:
     return rows
 
 
-def bounded(engine: str, seconds: float, items: int, bound: int) -> list[Row]:
-    """ms of small requests, idle and beside lists of 5,000, whose rows in a step are bounded."""
+def bounded(engine: str, seconds: float, items: int, width: int, bound: int) -> list[Row]:
+    """ms of small requests, idle and beside lists of some beams, whose rows in a step are bounded."""
     small: Row = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
     large: Row = {"model": "tiny", "prompt": list(range(100, 140)), "item_set": "ids", "use_beam_search": True}
-    large |= {"n": 10, "width": WIDE, "max_tokens": 5}
+    large |= {"n": 10, "width": width, "max_tokens": 5}
     options: Row = {"max_list_rows_per_step": bound, "ranked_list_limit": WIDE}
     flags: Row = {"max_running_requests": 2 * WIDE + 100, "max_total_tokens": 100_000, "chunked_prefill_size": STEP}
     if engine != "sglang":
@@ -101,7 +102,7 @@ def bounded(engine: str, seconds: float, items: int, bound: int) -> list[Row]:
                 until = time.time() + seconds
                 made = pool.submit(lists, until if clients else 0.0)
                 taken = [asked(small) for _ in iter(lambda: time.time() < until, False)]  # noqa: B023
-                row: Row = {"rows a step": bound, "clients of lists": clients, "requests": len(taken)}
+                row: Row = {"width": width, "rows a step": bound, "clients of lists": clients, "requests": len(taken)}
                 row |= {"small, ms": median(taken), "99 %": float(np.percentile(taken, 99)), "worst": max(taken)}
                 row["list, ms"] = median(made.result()) if clients else alone
                 rows.append(row)
@@ -115,10 +116,12 @@ def main() -> None:
     options.add_argument("--items", type=whole, default=10**6)
     options.add_argument("--lists", type=int, default=20, help="clients")
     options.add_argument("--rows", type=whole, nargs="+", help="bounds of lists' rows in a step")
+    options.add_argument("--widths", type=whole, nargs="+", default=[WIDE], help="with --rows: beams of a list")
     arguments = options.parse_args()
     if arguments.rows:
         common = (arguments.engine, arguments.seconds, arguments.items)
-        found = [row for bound in arguments.rows for row in bounded(*common, bound)]
+        cells = product(arguments.widths, arguments.rows)
+        found = [row for width, bound in cells for row in bounded(*common, width, bound)]
         Report(arguments).add(f"{arguments.engine} rows", found)
         return
     given = (arguments.engine, arguments.seconds, arguments.items, arguments.lists)

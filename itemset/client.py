@@ -73,7 +73,8 @@ def rank(
     client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any
 ) -> Awaitable[list[Item]]: ...
 def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Any:
-    """Return the n best items of a set by the model's own probabilities, best first: `list[Item]`.
+    """Return the n best items of a set that a beam finds, by the model's own probabilities, best first: `list[Item]`.
+    A beam of n misses some: give a `width` of 64, or `exact=True`.
 
     item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
     a ranked list (`width`, `exact`, `renormalised`, ...), what chooses among the items (`item_filter`, `exclude_keys`,

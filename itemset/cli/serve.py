@@ -37,7 +37,7 @@ from itemset.client import rank
 from openai import OpenAI
 
 client = OpenAI(base_url="{url}", api_key="none")
-for item in rank(client, "{name}", {prompt}, n=10):
+for item in rank(client, "{name}", {prompt}, n=10, width=64):
     print(item.key, item.text, item.score)
 '
 
@@ -65,7 +65,8 @@ def add_to(command: Command) -> None:
 def serve(args: argparse.Namespace) -> None:
     """Start the engine, tell what to ask it when it is ready, and wait for its end. Raises ItemSetError if it fails."""
     command, environment, url, name = command_of(args, args.more)
-    print(f"$ {shlex.join(command)}", file=sys.stderr, flush=True)
+    added = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
+    print(f"$ {shlex.join([*added, *command])}", file=sys.stderr, flush=True)
     with subprocess.Popen(command, env=environment) as server:
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         threading.Thread(target=_tell, args=(server, url, name), daemon=True).start()

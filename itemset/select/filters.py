@@ -235,7 +235,7 @@ class _Reader:
     def _known(self) -> str:
         each = [self._named(index) for index in range(len(self._schema))]
         if not each:
-            return "the set has none"
+            return "the set has none: build it with --attribute NAME, or serve FILE?attribute=NAME"
         more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
         return f"the set has {', '.join(each[:_NAMED])}{more}"
 

@@ -163,9 +163,8 @@ class Constraints:
             why = "has items as the model's tokenizer encodes them at the beginning of a text, after a space"
         else:
             return
-        raise RefusedError(
-            "item set inside", f"{place.path}: the item set {place.named!r} {why}: build it with --escape {how}"
-        )
+        mend = f"build a set of its own for this place with --escape {how}, or serve FILE?escape={how}"
+        raise RefusedError("item set inside", f"{place.path}: the item set {place.named!r} {why}: {mend}")
 
     def _to_be_escaped(self, item_set: ItemSet) -> bool:
         if self._unsafe is None:

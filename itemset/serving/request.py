@@ -204,7 +204,7 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
 def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False) -> None:
     """Raises RefusedError for a misspelled option of a ranked list or of draws, and for one without them."""
     if given.get(LIST) and not given.get(LIST_AFTER):
-        message = f"{LIST} is for sampling_params of generate, offline: ask for {BEAMS} and n here, or leave it out"
+        message = f"{LIST} is of the list after a thought, whose end {LIST_AFTER} says: else ask for {BEAMS} and n"
         raise RefusedError("beam search", message, LIST)
     for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
         meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)

@@ -15,8 +15,8 @@ counts, because other work only ever adds to it. The engine's own search knows n
 items do not. `--peak` is how far the process's memory rises, or a GPU's, while a list is made that is not the first.
 
 `--recall`: what width buys. The retrieval example's model, after what so many of its users watched: the share of the
-exact ten and hundred best that a beam finds, among its films and among 10^6 IDs of the same codes, and the passes that
-a list of so many items as it has beams, but of a hundred at most, takes.
+exact ten and hundred best that a beam finds, among its films and among 10^6 IDs of the same codes, and the passes of
+a list of `width` items, at most a hundred.
 """
 
 from __future__ import annotations

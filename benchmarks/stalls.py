@@ -28,6 +28,20 @@ from runner import ENGINES, Report, Row, held, ms_of, parser, random_ids, saved,
 WIDE, STEP = 5_000, 512  # beams of a list; tokens of a step
 
 
+def again(work: Callable[[], Any], until: float, pause: float = 0.1) -> list[float]:
+    """Milliseconds of each call until this time."""
+    times = []
+    while time.time() < until:
+        times.append(ms_of(work))
+        time.sleep(pause)
+    return times
+
+
+def completion(running: Any, body: Row) -> None:
+    status, answer = running.post("/v1/completions", body, timeout=300)
+    assert status == 200, answer
+
+
 def stalls(engine: str, seconds: float, items: int, lists: int) -> list[Row]:
     """ms of /health and small requests, idle and beside lists."""
     small: Row = {"model": "tiny", "prompt": [5, 6, 7], "item_set": "few", "max_tokens": 4, "temperature": 0}
@@ -40,27 +54,15 @@ def stalls(engine: str, seconds: float, items: int, lists: int) -> list[Row]:
         sets = {"ids": saved(random_ids(items), Path(name, "ids.itemset"))}
         sets["few"] = saved([[200, 201], [202, 203], [204, 205], [206, 207]], Path(name, "few.itemset"))
         with server(engine, sets, **flags) as running:
-
-            def again(work: Callable[[], Any], until: float, pause: float = 0.1) -> list[float]:
-                times = []
-                while time.time() < until:
-                    times.append(ms_of(work))
-                    time.sleep(pause)
-                return times
-
-            def completion(body: Row) -> None:
-                status, answer = running.post("/v1/completions", body, timeout=300)
-                assert status == 200, answer
-
             rows: list[Row] = []
             for body in (small, large | {"n": 10}):
-                completion(body)  # compiles what is to be compiled
+                completion(running, body)  # compiles what is to be compiled
             for clients in (0, lists):
                 until = time.time() + seconds
                 with ThreadPoolExecutor(clients + 2) as pool:
-                    made = [pool.submit(again, lambda: completion(large), until, 0) for _ in range(clients)]
+                    made = [pool.submit(again, lambda: completion(running, large), until, 0) for _ in range(clients)]
                     health = pool.submit(again, lambda: running.get("/health"), until)
-                    taken = again(lambda: completion(small), until)
+                    taken = again(lambda: completion(running, small), until)
                     done = sum(len(one.result()) for one in made)
                 row: Row = {"engine": engine, "clients of lists": clients, "small, ms": median(taken)}
                 row |= {
@@ -87,21 +89,11 @@ def bounded(engine: str, seconds: float, items: int, width: int, bound: int) -> 
     with tempfile.TemporaryDirectory() as name:
         sets = {"ids": saved(random_ids(items, 4), Path(name, "ids.itemset"))}
         with server(engine, sets, options=options, **flags) as running, ThreadPoolExecutor(1) as pool:
-
-            def asked(body: Row) -> float:
-                started = time.perf_counter()
-                status, answer = running.post("/v1/completions", body, timeout=300)
-                assert status == 200, answer
-                return 1e3 * (time.perf_counter() - started)
-
-            def lists(until: float) -> list[float]:
-                return [asked(large) for _ in iter(lambda: time.time() < until, False)]
-
-            alone = [asked(body) for body in (small, large, large)][-1]
+            *_, alone = (ms_of(lambda: completion(running, body)) for body in (small, large, large))  # noqa: B023
             for clients in (0, 1):
                 until = time.time() + seconds
-                made = pool.submit(lists, until if clients else 0.0)
-                taken = [asked(small) for _ in iter(lambda: time.time() < until, False)]  # noqa: B023
+                made = pool.submit(again, lambda: completion(running, large), until if clients else 0.0, 0)
+                taken = again(lambda: completion(running, small), until, 0)
                 row: Row = {"width": width, "rows a step": bound, "clients of lists": clients, "requests": len(taken)}
                 row |= {"small, ms": median(taken), "99 %": float(np.percentile(taken, 99)), "worst": max(taken)}
                 row["list, ms"] = median(made.result()) if clients else alone

@@ -97,9 +97,10 @@ def _update_from_output(
     that of a request whose input is streamed. The front end sees one request, without the tokens of the list's. A list
     that is not complete takes another step."""
     backend = _backend_of(self.structured_output_manager)
-    if backend is not None:
-        _let_lists_go_on(self, model_runner_output)
-    if backend is None or not backend.thinking:
+    if backend is None:
+        return original()
+    _let_lists_go_on(self, model_runner_output)
+    if not backend.thinking:
         return original()
     from vllm.v1.engine import FinishReason
     from vllm.v1.request import StreamingUpdate
@@ -114,7 +115,8 @@ def _update_from_output(
             one.finish_reason = one.stop_reason = None
         elif not thinking[one.request_id].marker:
             one.new_token_ids = []
-            one.finish_reason = FinishReason.STOP if one.finish_reason == FinishReason.LENGTH else one.finish_reason
+            if one.finish_reason == FinishReason.LENGTH:
+                one.finish_reason = FinishReason.STOP
     for name in ended:
         request, (marker, then, params) = self.requests[name], thinking[name]
         request.prompt_token_ids = list(request.prompt_token_ids)  # in one process others may share it

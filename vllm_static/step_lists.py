@@ -26,7 +26,7 @@ from vllm_static.beam_kv import BeamKV, Prompt, to_device
 from vllm_static.processor import item_sets
 from vllm_static.step_list_hooks import Room
 
-MOST_ROUNDS = 16  # of a list: its neighbours in the step wait for all of them
+MOST_ROUNDS = 16  # of a list that is made here
 MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
 PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part has those of some rows
 

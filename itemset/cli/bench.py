@@ -63,9 +63,11 @@ def bench(args: argparse.Namespace) -> None:
     item_set = itemset.load(args.set)
     tokenizer, users, rows = tokenizer_of(args, item_set), _users(args), list[Row]()
     bodies = args.body or [("ranked list", {"item_set": Path(args.set).stem, "use_beam_search": True})]
-    truths = {key for user in users for key in user.get("truth") or ()}
-    if strange := truths.difference(item_set.keys.to_pylist() if truths else ()):
-        print(f"{len(strange):,} keys of truths are not in the set, such as {min(strange, key=str)!r}", file=sys.stderr)
+    if truths := [key for user in users for key in user.get("truth") or ()]:
+        try:
+            item_set.tokens(truths)
+        except ItemSetError as error:
+            print(f"a truth is not in the set: {error}", file=sys.stderr)
     fixed = {"model": args.model, "n": args.k, "max_tokens": item_set.longest + 1}
     filters = [False, True] if any("filter" in user for user in users) else [False]
     for (label, body), filtered, concurrency in product(bodies, filters, args.concurrency):

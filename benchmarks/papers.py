@@ -11,7 +11,7 @@ import importlib
 
 from runner import Report, parser
 
-PARTS = {"static": "paper_static", "nezha": "paper_nezha", "tensorrt": "paper_tensorrt", "disc": "paper_disc"}
+PARTS = {part: f"paper_{part}" for part in ("static", "tridecode", "nezha", "tensorrt", "disc")}
 
 
 def main() -> None:

@@ -283,3 +283,34 @@ def test_one_pass_gives_the_states_of_each_prompt(model: Any) -> None:
         torch.testing.assert_close(together[row], alone)
     with pytest.raises(ItemSetError, match="a hidden size of 8, this one has 16"):
         draft_states(model, head_of(hidden_size=8), padded, mask)
+
+
+def test_the_command_trains_a_head_for_a_model(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture) -> None:
+    """What it saves opens together; what it cannot use is named with the mend."""
+    from transformers import AutoModelForCausalLM
+
+    from itemset import cli
+
+    items = torch.randint(100, 300, (40, 3), generator=torch.Generator().manual_seed(0))
+    itemset.build(items.numpy()).save(index := tmp_path / "ids.itemset")
+    (histories := tmp_path / "histories.jsonl").write_text(f"{list(range(9))}\n[4, 2]\n{list(range(30, 36))}\n")
+    given = ["train-head", str(index), str(tiny_model), str(tmp_path / "taught"), "--histories", str(histories)]
+    given += ["--steps", "2", "--batch", "2", "--window"]
+    assert cli.main([*given, "10"]) == 1
+    assert "no history has 10 items, the longest has 9: give a smaller window" in capsys.readouterr().err
+    assert cli.main([*given, "5"]) == 0
+    head = DraftHead.load(tmp_path / "taught" / "draft_head.safetensors")
+    head.check_set(itemset.load(index))
+    assert [codes.tolist() for codes in head.codes] == [column.unique().tolist() for column in items.T]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "taught")
+    head.check(hidden_size=model.config.hidden_size, vocab_size=model.get_input_embeddings().num_embeddings)
+    assert cli.main([*given, "5"]) == 1
+    assert "is there already: name a new folder" in capsys.readouterr().err
+    histories.write_text("[1, 2, 3]\n[1, 99]\n")
+    given[3] = str(tmp_path / "again")
+    assert cli.main([*given, "2"]) == 1
+    assert "line 2: " in (said := capsys.readouterr().err) and "write a list of the set's keys" in said
+    itemset.build([[1], [2, 3]]).save(index)
+    histories.write_text("[0, 1]\n")
+    assert cli.main([*given, "2"]) == 1
+    assert "items of 1 to 2 tokens: give one whose items have as many" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from itemset.cli import bench, build, inspect, publish, serve
+from itemset.cli import bench, build, inspect, publish, serve, train
 from itemset.errors import ItemSetError, ItemSetWarning
 
 
@@ -70,6 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run, error=parser.error)
         return sub
 
-    for group in (build, inspect, publish, serve, bench):
+    for group in (build, inspect, publish, serve, bench, train):
         group.add_to(command)
     return parser

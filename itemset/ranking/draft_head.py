@@ -29,7 +29,7 @@ from itemset.text import TokenizerId
 from itemset.trie.levels import LevelPlan
 
 FORMAT, VERSION = "itemset draft head", "1"
-TRAIN_AGAIN = "train the head with this model, as examples/nezha.py does"
+TRAIN_AGAIN = "train the head with this model, by `itemset train-head`"
 
 
 class DraftHead(nn.Module):

@@ -1,0 +1,62 @@
+"""The subcommand `train-head`: a draft head for a model, from histories of items."""
+
+import argparse
+import json
+from pathlib import Path
+
+import itemset
+from itemset.cli.options import Command, positive
+from itemset.errors import ItemSetError
+
+HEAD_FILE = "draft_head.safetensors"
+
+
+def add_to(command: Command) -> None:
+    """Add the subcommand."""
+    sub = command(
+        "train-head",
+        train,
+        "teach a model and a draft head which item follows, so that a list takes one pass of the model",
+        "itemset train-head ids.itemset path/to/model taught --histories histories.jsonl",
+    )
+    sub.add_argument("set", metavar="FILE", help="the index of the set, whose items have as many tokens each")
+    sub.add_argument("model", metavar="MODEL", help="a model of transformers; it is copied, and learns too")
+    sub.add_argument("output", metavar="FOLDER", help=f"for the model, its tokenizer and {HEAD_FILE}")
+    sub.add_argument("--histories", metavar="FILE", required=True, help="a JSON list of keys a line, the oldest first")
+    for name, default, help in (
+        ("window", 21, "items of a history that are learnt together; shorter histories are left out"),
+        ("steps", 600, "of training"),
+        ("batch", 24, "windows of a step"),
+        ("seed", 1, "of the training"),
+    ):
+        sub.add_argument(f"--{name}", metavar="N", type=positive, default=default, help=f"{help} (default: {default})")
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train, and save the model, its tokenizer and the head. Raises ItemSetError for bad input."""
+    if (folder := Path(args.output)).exists():
+        raise ItemSetError(f"{folder} is there already: name a new folder")
+    item_set, histories, number = itemset.load(args.set), list[list[list[int]]](), 0
+    try:
+        for number, line in enumerate(Path(args.histories).read_text(encoding="utf-8").splitlines(), 1):
+            histories.append(item_set.tokens(json.loads(line)))
+    except (OSError, ValueError, TypeError, ItemSetError) as error:
+        raise ItemSetError(f"{args.histories}, line {number}: {error}: write a list of the set's keys") from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from itemset.training.head_trainer import train_head
+
+    try:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        raise ItemSetError(f"{args.model} is no model that transformers can load: {error!s:.200}") from error
+    if item_set.tokenizer is not None:
+        item_set.check_tokenizer(tokenizer)
+    given = {name: getattr(args, name) for name in ("window", "steps", "batch", "seed")}
+    head = train_head(model, tokenizer, item_set, histories, **given)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    head.save(folder / HEAD_FILE)
+    print(f"serve the model {folder} with item_set_draft_head: {folder / HEAD_FILE}")
+    if item_set.tokenizer is not None:
+        print(f"build the set again with --tokenizer {folder}, whose tokenizer has the placeholders")

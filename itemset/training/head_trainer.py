@@ -1,0 +1,119 @@
+"""Training of a draft head together with its model (NEZHA, section 3.4).
+
+A training instance is a history of items, L placeholders, and the item that followed. A window of a history holds one
+instance for each of its items but the first: the placeholders of each stand after all items, see only the items before
+their own and each other, and have the positions that they will have when a list is asked for. So 21 items of four
+tokens, each with its end token, cost 185 tokens, not 20 prompts.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.ranking.draft_head import DraftHead
+from itemset.text import identify
+
+Items = Sequence[Sequence[int]]
+
+
+def train_head(
+    model: Any, tokenizer: Any, item_set: ItemSet, histories: Sequence[Items], *, window: int = 21, steps: int = 600,
+    batch: int = 24, seed: int = 0, kind: type[DraftHead] = DraftHead, log: Callable[[str], object] = print,
+) -> DraftHead:  # fmt: skip
+    """Teach a model of transformers and a new head what follows, and return the head. The tokenizer gets a token for
+    each placeholder, `<sp_1>` and so on, and the model their embeddings.
+
+    histories: tokens of items in the order in which they followed each other. A prompt is a history, with the
+        tokenizer's end token after each item. window: items of a history that a row holds, the last one's own among
+        them; shorter histories are left out. batch: rows of a step.
+    Raises ItemSetError if items differ in length, no history is long enough, or the tokenizer has no end token.
+    """
+    levels, end = item_set.longest, tokenizer.eos_token_id
+    if item_set.shortest != levels:
+        raise ItemSetError(
+            f"the set has items of {item_set.shortest} to {levels} tokens: give one whose items have as many, such as "
+            "semantic IDs"
+        )
+    if end is None:
+        raise ItemSetError("the tokenizer has no end token, which stands between items: set its eos_token")
+    long_enough = [items for items in histories if len(items) >= window]
+    if not long_enough:
+        most = max(map(len, histories), default=0)
+        raise ItemSetError(f"no history has {window} items, the longest has {most}: give a smaller window or more")
+    torch.manual_seed(seed)
+    chance, names = random.Random(seed), [f"<sp_{level + 1}>" for level in range(levels)]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    model.resize_token_embeddings(len(tokenizer))
+    head = new_head(kind, model, tokenizer, item_set.items(), tokenizer.convert_tokens_to_ids(names))
+    rows = Rows(levels, window)
+    parameters = [{"params": model.parameters(), "lr": 1e-3}, {"params": head.parameters(), "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.1)
+    most_rates = [group["lr"] for group in parameters]
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, most_rates, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        windows = []
+        for items in chance.choices(long_enough, weights=list(map(len, long_enough)), k=batch):
+            first = chance.randrange(len(items) - window + 1)
+            windows.append([token for item in items[first : first + window] for token in (*item, end)])
+        drafts, following = rows.losses(model, head, torch.tensor(windows, device=model.device))
+        optimizer.zero_grad()
+        (drafts + levels * following).backward()
+        optimizer.step()
+        rate.step()
+        if step % 100 == 99:
+            losses = f"loss of the head {drafts.item() / levels:.2f} a token, of the model {following.item():.2f}"
+            log(f"  step {step + 1} of {steps}: {losses}")
+    return head
+
+
+def new_head(kind: type[DraftHead], model: Any, tokenizer: Any, items: Items, placeholders: Sequence[int]) -> DraftHead:
+    """Return a head whose logits begin as the model's own: half a logit from each of the two states that it adds.
+
+    Its embeddings begin at random. The model's are so small beside its states that the head would see them late.
+    """
+    embeddings = model.get_input_embeddings().weight.detach()
+    shape = {"hidden_size": model.config.hidden_size, "vocab_size": len(embeddings)}
+    head = kind(list(torch.tensor(items).T), placeholders, **shape, tokenizer=identify(tokenizer))
+    with torch.no_grad():
+        for level, row in enumerate(head.codes):
+            head.logits[level].weight.copy_(embeddings[row] / 2)
+    return head.to(model.device)
+
+
+class Rows:
+    """Rows of items with the placeholders of all their instances after them."""
+
+    def __init__(self, levels: int, window: int) -> None:
+        self._levels, self._each = levels, levels + 1
+        self._length = length = window * self._each
+        # [instances]: where each one's item begins
+        self._begins = begins = torch.arange(1, window) * self._each
+        self._positions = torch.cat((torch.arange(length), (begins[:, None] + torch.arange(levels)).flatten()))
+        owner = torch.arange(len(begins)).repeat_interleave(levels)
+        sees = torch.ones(len(self._positions), len(self._positions), dtype=torch.bool).tril()
+        sees[length:, :length] = torch.arange(length) < begins[owner][:, None]
+        sees[length:, length:] &= owner[:, None] == owner
+        self._sees = sees[None, None]
+
+    def losses(self, model: Any, head: DraftHead, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the head's loss on all instances, and the model's own on the items. windows: [rows, tokens] int64."""
+        count, last, device = len(windows), self._begins - 1, windows.device
+        placeholders = torch.tensor(head.placeholders, device=device).repeat(len(last)).expand(count, -1)
+        hidden = model.base_model(
+            input_ids=torch.cat((windows, placeholders), 1),
+            position_ids=self._positions.to(device).expand(count, -1),
+            attention_mask=self._sees.to(device).expand(count, -1, -1, -1),
+            use_cache=False,
+        ).last_hidden_state
+        items = hidden[:, : self._length]
+        at_placeholders = hidden[:, self._length :].unflatten(1, (len(last), self._levels))
+        states = torch.cat((items[:, last, None], at_placeholders), 2).flatten(0, 1)
+        followed = windows.unflatten(1, (-1, self._each))[:, 1:, : self._levels].flatten(0, 1)
+        logits = model.lm_head(items[:, :-1]).flatten(0, 1)
+        return head.loss(states, followed), cross_entropy(logits, windows[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""Trie-based beam search, table 1 and figure 3: the peak memory of a list by its width, its prompt and its items' length.
+"""Trie-based beam search, table 1 and figure 3: peak memory of a list by its width, its prompt and its items' length.
 
 python benchmarks/papers.py tridecode --json docs/benchmarks/papers.json
 

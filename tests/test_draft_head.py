@@ -309,7 +309,8 @@ def test_the_command_trains_a_head_for_a_model(tmp_path: Path, tiny_model: Path,
     histories.write_text("[1, 2, 3]\n[1, 99]\n")
     given[3] = str(tmp_path / "again")
     assert cli.main([*given, "2"]) == 1
-    assert "line 2: " in (said := capsys.readouterr().err) and "write a list of the set's keys" in said
+    assert "line 2: " in (said := capsys.readouterr().err)
+    assert "write a list of the set's keys" in said
     itemset.build([[1], [2, 3]]).save(index)
     histories.write_text("[0, 1]\n")
     assert cli.main([*given, "2"]) == 1

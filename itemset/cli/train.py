@@ -36,12 +36,13 @@ def train(args: argparse.Namespace) -> None:
     """Train, and save the model, its tokenizer and the head. Raises ItemSetError for bad input."""
     if (folder := Path(args.output)).exists():
         raise ItemSetError(f"{folder} is there already: name a new folder")
-    item_set, histories, number = itemset.load(args.set), list[list[list[int]]](), 0
+    item_set, histories = itemset.load(args.set), list[list[list[int]]]()
     try:
-        for number, line in enumerate(Path(args.histories).read_text(encoding="utf-8").splitlines(), 1):
+        for line in Path(args.histories).read_text(encoding="utf-8").splitlines():
             histories.append(item_set.tokens(json.loads(line)))
     except (OSError, ValueError, TypeError, ItemSetError) as error:
-        raise ItemSetError(f"{args.histories}, line {number}: {error}: write a list of the set's keys") from error
+        where = f"{args.histories}, line {len(histories) + 1}"
+        raise ItemSetError(f"{where}: {error}: write a list of the set's keys") from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from itemset.training.head_trainer import train_head

@@ -1,10 +1,11 @@
-"""Table 1 of guided speculative decoding in TensorRT-LLM: accepted drafts of a trained draft model, masked and not.
+"""Table 1 of guided speculative decoding in TensorRT-LLM: accepted drafts of trained drafters, masked and not.
 
 python benchmarks/papers.py tensorrt --json docs/benchmarks/papers.json
 
-The target is the retrieval example's model, the draft a smaller one that has learnt the same histories, each user asks
-for one film. "Not masked" is the host path of vLLM's model runner V2, where verification alone knows the set. With a
-quarter of the films in stock the draft model does not know which. Tokens a step: what a verification yields, of four.
+The target is the retrieval example's model, the drafter a smaller one that has learnt the same histories, or an EAGLE-3
+head that has learnt the target (eagle3.py); each user asks for one film. "Not masked" is the host path of vLLM's model
+runner V2, where verification alone knows the set. With a quarter of the films in stock no drafter knows which. Tokens a
+step: what a verification yields, of four.
 """
 
 from __future__ import annotations
@@ -13,33 +14,41 @@ import argparse
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import eagle3
 from paths import counters
 from runner import Report, Row, environment_of, isolated
 
 DRAFTED, SIZE, LAYERS = 3, 32, 1
 ANSWERS, SAMPLED = 300, (0.0, 1.0)
+NAMES = {"draft_model": "a small model", "eagle3": "EAGLE-3"}
 PATHS = {"masked": "device", "not masked": "host"}
 
 
-def draft_model(folder: Path, target: Path, index: Path) -> Path:
-    """Teach a model of a sixteenth of the target's width squared the same histories."""
+def drafters(folder: Path, target: Path, index: Path, steps: int) -> dict[str, str]:
+    """Teach a model of a sixteenth of the target's width squared the same histories, and a head the target. Returns
+    their folders by vLLM's methods."""
     import retrieval_data
     import retrieval_model
+    from eagle3 import train
     from films_data import titles_by_key
     from transformers import AutoTokenizer
 
     import itemset
 
-    keys = list(titles_by_key())
+    keys, memory = list(titles_by_key()), retrieval_model.MEMORY
     encoded = dict(zip(keys, itemset.load(index).tokens(keys), strict=True))
     seen = [watched[:-1] for watched in retrieval_data.histories()]
     tokenizer = AutoTokenizer.from_pretrained(target)
     retrieval_model.train(seen, encoded, tokenizer, folder / "draft", size=SIZE, layers=LAYERS)
-    return folder / "draft"
+    windows = [one[i : i + memory] for one in seen for i in range(0, len(one) - memory + 1, memory // 2)]
+    tokens = [retrieval_model.tokens_of(window, encoded, tokenizer.eos_token_id) for window in windows]
+    head = train(target, tokens, folder / "eagle3", DRAFTED, steps)
+    return {"draft_model": str(folder / "draft"), "eagle3": head}
 
 
-def measure(path: str, target: str, index: str, draft: str, answers: int) -> list[Row]:
+def measure(path: str, target: str, index: str, method: str, draft: str, answers: int) -> list[Row]:
     import retrieval_data
     import retrieval_model
     from films_data import titles_by_key
@@ -50,7 +59,7 @@ def measure(path: str, target: str, index: str, draft: str, answers: int) -> lis
     films, keys = itemset.load(Path(index)), list(titles_by_key())
     encoded = dict(zip(keys, films.tokens(keys), strict=True))
     options: Row = {"item_sets": {"films": index}, "item_set_path": path}
-    speculative: Row = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFTED}
+    speculative: Row = {"method": method, "model": draft, "num_speculative_tokens": DRAFTED}
     given: Row = {"structured_outputs_config": {"backend": "static"}, "additional_config": options}
     given |= {"speculative_config": speculative, "disable_log_stats": False, "dtype": "float32", "max_num_seqs": 16}
     llm = LLM(target, max_model_len=256, enforce_eager=True, **given)
@@ -70,28 +79,29 @@ def measure(path: str, target: str, index: str, draft: str, answers: int) -> lis
             outputs = llm.generate(prompts, params, use_tqdm=False)
             steps, drafted, accepted = (now - then for now, then in zip(counters(llm), before, strict=True))
             assert all(list(output.outputs[0].token_ids[:-1]) in legal[name] for output in outputs)
-            row: Row = {"films in stock": name, "temperature": temperature}
+            row: Row = {"drafter": NAMES[method], "films in stock": name, "temperature": temperature}
             rows.append(row | {"tokens a step": 1 + accepted / steps, "accepted": accepted / drafted})
     return rows
 
 
-def prepared(folder: str) -> list[str]:
+def prepared(folder: str, steps: int) -> list[Any]:
     import retrieval
     from films_data import CACHE
 
     target, index = retrieval.prepare(CACHE / "retrieval", None)
-    return [str(target), str(index), str(draft_model(Path(folder), target, index))]
+    return [str(target), str(index), drafters(Path(folder), target, index, steps)]
 
 
 def main(arguments: argparse.Namespace, report: Report) -> None:
-    answers, env = 8 if arguments.quick else ANSWERS, environment_of("vllm-v2")
+    few, env, rows = arguments.quick, environment_of("vllm-v2"), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        given = isolated(prepared, folder)
-        ways = {name: isolated(measure, path, *given, answers, env=env) for name, path in PATHS.items()}
-    rows = []
-    for masked, not_masked in zip(*ways.values(), strict=True):
-        common = {name: masked[name] for name in ("films in stock", "temperature")}
-        for name, row in zip(ways, (masked, not_masked), strict=True):
-            common |= {f"{name}: {column}": row[column] for column in ("tokens a step", "accepted")}
-        rows.append(common)
+        target, index, made = isolated(prepared, folder, 20 if few else eagle3.STEPS)
+        for method, draft in made.items():
+            given = target, index, method, draft, 8 if few else ANSWERS
+            ways = {name: isolated(measure, path, *given, env=env) for name, path in PATHS.items()}
+            for masked, not_masked in zip(*ways.values(), strict=True):
+                common = {name: masked[name] for name in ("drafter", "films in stock", "temperature")}
+                for name, row in zip(ways, (masked, not_masked), strict=True):
+                    common |= {f"{name}: {column}": row[column] for column in ("tokens a step", "accepted")}
+                rows.append(common)
     report.add("tensorrt", rows)

@@ -25,10 +25,10 @@ ALLOWED = {
     "ranking": "errors text trie item_set masking",
     "embedded": "errors trie item_set opening select masking",
     "serving": "errors text storage trie item_set opening select published masking ranking embedded",
-    "training": "errors trie item_set",
+    "training": "errors text trie item_set ranking",
     "adapters": "errors trie item_set masking ranking training",
     "__init__": "errors trie item_set opening select building",
-    "cli": "errors text storage trie item_set published building __init__",
+    "cli": "errors text storage trie item_set published building training __init__",
     "__main__": "cli",
     "source_sets": "errors text storage trie published building serving cli",
 }

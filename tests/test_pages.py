@@ -124,7 +124,7 @@ def test_every_block_of_the_site_has_its_test():
 
 def test_the_commands_of_the_pages():
     lines = pages.commands_of("itemset")
-    assert {words[0] for words in lines} == {"serve", "build", "publish", "update", "bench"}
+    assert {words[0] for words in lines} == {"serve", "build", "publish", "update", "bench", "train-head"}
     for words in lines:
         cli.parse(words)
     assert all(

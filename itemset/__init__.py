@@ -15,29 +15,14 @@ if TYPE_CHECKING:
     from itemset.trie.rows import Rows
 
 __all__ = [
-    "ItemSet",
-    "ItemSetError",
-    "ItemSetWarning",
-    "Rows",
-    "build",
-    "build_external",
-    "build_text",
-    "from_bytes",
-    "load",
-    "verify",
-    "view",
-]
+    "ItemSet", "ItemSetError", "ItemSetWarning", "Rows", "build", "build_external", "build_text", "from_bytes", "load",
+    "verify", "view",
+]  # fmt: skip
 
 _ELSEWHERE = {
-    "ItemSetError": "errors",
-    "ItemSetWarning": "errors",
-    "Rows": "trie.rows",
-    "build_external": "building.external",
-    "from_bytes": "opening",
-    "load": "opening",
-    "verify": "opening",
-    "view": "select.views",
-}
+    "ItemSetError": "errors", "ItemSetWarning": "errors", "Rows": "trie.rows", "build_external": "building.external",
+    "from_bytes": "opening", "load": "opening", "verify": "opening", "view": "select.views",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

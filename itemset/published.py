@@ -272,7 +272,6 @@ def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object])
 
 
 def _point(folder: Path, after: Sequence[Version]) -> None:
-    """Replace the pointer at once."""
     pointer = _Pointer(FORMAT, [replace(version, folder=_NO_FOLDER) for version in after])
     temporary = folder / f"{POINTER}.new"
     with incomplete(temporary, 0o666) as descriptor:

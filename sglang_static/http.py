@@ -9,22 +9,11 @@ from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.lost_fields import constraints_of, disguised, refuse_loose_tools
 from itemset.serving.request import check_options, wants_draws, with_beams
-from itemset.serving.request_fields import (
-    BEAMS,
-    CHOICE,
-    CUSTOM,
-    DRAWS,
-    LIST,
-    LIST_AFTER,
-    LOGPROBS,
-    PARAMS,
-    REFERENCE,
-    SELECTION,
-    SLATE,
-    STRUCTURED,
-    WEIGHT,
+
+from itemset.serving.request_fields import (  # isort: skip
+    BEAMS, CHOICE, CUSTOM, DRAWS, LIST, LIST_AFTER, LOGPROBS, PARAMS, REFERENCE, SELECTION, SLATE, STRUCTURED, WEIGHT,
     WORDS,
-)
+)  # fmt: skip
 from sglang_static import compat
 from sglang_static.request import KINDS, constraint_of
 from sglang_static.version_watcher import follower_of

@@ -143,12 +143,9 @@ async def _one(
 
 
 async def _in_one_request(
-    generate: Callable[..., AsyncGenerator[Any, None]],
-    manager: Any,
-    prompt: list[int],
-    carried: EngineRequest,
+    generate: Callable[..., AsyncGenerator[Any, None]], manager: Any, prompt: list[int], carried: EngineRequest,
     skip_special_tokens: bool,
-) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:
+) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:  # fmt: skip
     """Return what the engine has made, the text of each item by its tokens, and what SGLang says of any answer.
 
     Cancelled, it takes the request back. skip_special_tokens: as in SGLang's sampling parameters, of the texts.

@@ -2,17 +2,9 @@
 
 import os
 
-from sglang_static import (  # noqa: F401 - modules with hooks
-    answers,
-    compat,
-    engine_config,
-    legal_mass,
-    request_hooks,
-    scheduler_hooks,
-    speculation,
-    turns,
-    version_watcher,
-)
+from sglang_static import (  # noqa: F401 - modules with hooks  # isort: skip
+    answers, compat, engine_config, legal_mass, request_hooks, scheduler_hooks, speculation, turns, version_watcher,
+)  # fmt: skip
 
 
 def register() -> None:

@@ -106,7 +106,6 @@ class RankDevices(Devices):
         return stages
 
     def _copy(self, scheduler: Any, opened: Any) -> Stage:
-        """Copy a piece of a version."""
         holdings, arrivals = self._sampler.holdings, self._sampler.arrivals
         try:
             piece = holdings.hold(opened.name, opened.item_set)

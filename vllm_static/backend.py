@@ -191,13 +191,9 @@ class StaticBackend(StructuredOutputBackend):
         return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
 
     def fill(
-        self,
-        grammar_bitmask: Callable[..., NDArray[np.int32]],
-        manager: Any,
-        requests: "dict[str, Request]",
-        request_ids: list[str],
-        drafts: dict[str, list[int]],
-    ) -> NDArray[np.int32]:
+        self, grammar_bitmask: Callable[..., NDArray[np.int32]], manager: Any, requests: "dict[str, Request]",
+        request_ids: list[str], drafts: dict[str, list[int]],
+    ) -> NDArray[np.int32]:  # fmt: skip
         """A step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
 
         A request has a row for each of its drafts and one more; since vLLM 0.33 as many rows as if it had the most

@@ -77,12 +77,9 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
 
 @hook("vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask")
 def _grammar_bitmask(
-    original: Callable[..., Any],
-    self: Any,
-    requests: Any,
-    structured_output_request_ids: list[str],
+    original: Callable[..., Any], self: Any, requests: Any, structured_output_request_ids: list[str],
     scheduled_spec_decode_tokens: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """The rows of all item sets are filled at once."""
     if (backend := _backend_of(self)) is None or not structured_output_request_ids:
         return original()

@@ -128,13 +128,9 @@ class RankedList:
 
 
 def offline(
-    llm: Any,
-    inputs: Sequence[Any],
-    asked: ItemRequest,
-    params: Any,
-    lora_requests: Sequence[Any],
-    priorities: Sequence[int] | None = None,
-) -> list[Any]:
+    llm: Any, inputs: Sequence[Any], asked: ItemRequest, params: Any, lora_requests: Sequence[Any], priorities:
+    Sequence[int] | None = None,
+) -> list[Any]:  # fmt: skip
     """`LLM.beam_search` of prompts that vLLM has tokenized, all of them together."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 

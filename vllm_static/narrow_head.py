@@ -211,7 +211,6 @@ class NarrowHead:
             yield
 
     def _of_ranks(self, logits: Tensor, alphabet: Alphabet) -> Tensor:
-        """Put the columns of all ranks together."""
         logits = pad(logits, (0, alphabet.each - logits.shape[-1])) if logits.shape[-1] < alphabet.each else logits
         return get_tp_group().all_gather(logits, -1) if self._head.tp_size > 1 else logits
 

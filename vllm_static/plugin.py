@@ -1,20 +1,11 @@
 """The entry points of the plugin."""
 
 from itemset.serving.hooks import IMPORTED, START
-from vllm_static import (  # noqa: F401 - modules with hooks
-    answers,
-    compat,
-    core_hooks,
-    draft_head_requests,
-    engine_config,
-    legal_mass,
-    model_runner_v1,
-    narrow_hooks,
-    request_hooks,
-    speculation,
-    step_list_hooks,
-    weight_updates,
-)
+
+from vllm_static import (  # noqa: F401 - modules with hooks  # isort: skip
+    answers, compat, core_hooks, draft_head_requests, engine_config, legal_mass, model_runner_v1, narrow_hooks,
+    request_hooks, speculation, step_list_hooks, weight_updates,
+)  # fmt: skip
 
 
 def register_early() -> None:

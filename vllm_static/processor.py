@@ -105,7 +105,6 @@ class ItemSetProcessor(LogitsProcessor):
         return bool(self._lists[slots].all())
 
     def any_lists(self, slots: np.ndarray) -> bool:
-        """Return whether any of them is."""
         return bool(self._lists[slots].any())
 
     def asked_to_weigh(self, slots: np.ndarray) -> bool:
@@ -113,7 +112,6 @@ class ItemSetProcessor(LogitsProcessor):
         return bool(self._temperatures[slots].any())
 
     def constrained(self, slots: np.ndarray) -> bool:
-        """Return whether any of these requests has a set."""
         return bool((self._lists[slots] | (self._numbers[slots] != NO_SET)).any())
 
     def alphabet_of(self, slots: np.ndarray) -> bytes | str:

@@ -46,13 +46,9 @@ def asked_of_generate(params: SamplingParams) -> ItemRequest | None:
 
 
 def judge(
-    extra_args: Mapping[str, Any] | None,
-    structured: Any,
-    fields: Mapping[str, Any] | None = None,
-    *,
-    k: int | None,
+    extra_args: Mapping[str, Any] | None, structured: Any, fields: Mapping[str, Any] | None = None, *, k: int | None,
     draws: bool = False,
-) -> ItemRequest | None:
+) -> ItemRequest | None:  # fmt: skip
     """Judge a request. Raises RefusedError as `ItemRequest.of` does.
 
     structured: vLLM's StructuredOutputsParams. fields: those of a body that vLLM does not know. k: its beams, if any.

@@ -226,7 +226,6 @@ class WideLists:
             yield group
 
     def _reason(self, one: Asked) -> NoList | None:
-        """Why a list cannot be made here."""
         if one.spec.placeholders:
             return None
         if not self._entries:

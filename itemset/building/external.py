@@ -19,17 +19,10 @@ from numpy.typing import NDArray
 
 from itemset.building import sources
 from itemset.building.item_codecs import codec_of
-from itemset.building.scratch import (
-    ROW,
-    ArraySpool,
-    Batch,
-    Spool,
-    Stored,
-    Zeros,
-    can_read_twice,
-    nameless_file,
-    scratch_folder,
-)
+
+from itemset.building.scratch import (  # isort: skip
+    ROW, ArraySpool, Batch, Spool, Stored, Zeros, can_read_twice, nameless_file, scratch_folder,
+)  # fmt: skip
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, Origin
 from itemset.storage import files_at
@@ -61,13 +54,9 @@ class Source(TypedDict, total=False):
 
 
 def build_external(
-    path: str | os.PathLike[str],
-    *,
-    memory: int | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: Progress = lambda stage, share: None,
-    **source: Unpack[Source],
-) -> ItemSet:
+    path: str | os.PathLike[str], *, memory: int | None = None, folder: str | os.PathLike[str] | None = None, progress:
+    Progress = lambda stage, share: None, **source: Unpack[Source],
+) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
     path; column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
@@ -95,7 +84,6 @@ def build_external(
 
 
 def _built(stored: Stored, encoding: sources.Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
-    """Return the set of what is stored."""
     merged = _sorted(stored, memory, folder, progress)
     stored.check_unchanged()
     progress("building", 0.0)
@@ -133,7 +121,6 @@ def _store(
     folder: Path,
     progress: Progress,
 ) -> Stored:
-    """Read and check the source, and encode texts."""
     files = files_at(path)
     stored = Stored(nameless_file(folder), encoding.limit, path, files)
     survey = None
@@ -166,7 +153,6 @@ class _Merged(NamedTuple):
 
 
 def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Merged:
-    """Sort the items with DuckDB, and merge them."""
     import duckdb  # which other commands need not wait for
 
     config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
@@ -206,7 +192,6 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
 
 
 def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
-    """Return the distinct rows of sorted batches."""
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)
     values = [ArraySpool(folder, kind, missing=i > 0) for i, kind in enumerate(stored.types)]

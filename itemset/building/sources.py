@@ -197,7 +197,6 @@ def _opened(file: SourceFile, column: str | None, key: str | None, attributes: S
 
 
 def _joined(parts: list[Items]) -> Items:
-    """Join what was read in parts."""
     keys = None if parts[0].keys is None else pa.concat_arrays([part.keys for part in parts])
     attributes = None if parts[0].attributes is None else pa.concat_tables([part.attributes for part in parts])
     if parts[0].texts is not None:
@@ -282,7 +281,6 @@ def _plain(file: SourceFile, name: str, column: Any, before: int) -> Any:
 
 
 def _keys(file: SourceFile, name: str, column: Any, before: int) -> pa.Array:
-    """Return the column as one array of strings or int64."""
     column = _plain(file, name, column, before)
     if not is_text(column.type) and not pa.types.is_integer(column.type):
         raise ItemSetError(f"{file}: key column {name!r} holds {column.type}, keys must be integers or strings")
@@ -300,7 +298,6 @@ def _tokens(file: SourceFile, name: str, column: Any, before: int) -> NDArray[An
 
 
 def _flat(items: NDArray[Any] | Rows) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return all tokens, and how many each item has."""
     if isinstance(items, Rows):
         return items.tokens, np.diff(items.offsets)
     return items.reshape(-1), np.full(len(items), items.shape[1])
@@ -315,11 +312,7 @@ def _matrix_or_rows(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray
 
 _PLAIN: dict[str, Callable[[SourceFile], Iterator[Items]]] = {".txt": _read_txt, ".npy": _read_npy}
 _TABLES: dict[str, Callable[[SourceFile, str, str | None, Sequence[str]], Iterator[Columns]]] = {
-    ".csv": read_csv,
-    ".tsv": read_csv,
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".parquet": read_parquet,
-}
+    ".csv": read_csv, ".tsv": read_csv, ".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet,
+}  # fmt: skip
 SUFFIXES = (*_PLAIN, *_TABLES)
 """Of the files that are read."""

@@ -24,7 +24,6 @@ Row = dict[str, Any]
 
 
 def add_to(command: Command) -> None:
-    """Add the subcommand."""
     sub = command(
         "bench",
         bench,

@@ -19,7 +19,6 @@ from itemset.item_set import ItemSet
 
 
 def add_to(command: Command) -> None:
-    """Add the subcommands."""
     sub = command(
         "build",
         build,
@@ -62,7 +61,6 @@ def add_to(command: Command) -> None:
 
 
 def build(args: argparse.Namespace) -> None:
-    """Build an index file."""
     output = output_file(args.output)
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
@@ -112,7 +110,6 @@ def _print_written(s: ItemSet, output: Path, start: float, *more: tuple[str, str
 
 
 def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:
-    """Return what `updated` takes of the items to add."""
     sources.Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
     tokenizer = tokenizer_of(args, before)
     return {

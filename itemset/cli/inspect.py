@@ -13,7 +13,6 @@ from itemset.text import encode
 
 
 def add_to(command: Command) -> None:
-    """Add the subcommands."""
     sub = command("info", _info, "say what an index file holds", "itemset info films.itemset")
     sub.add_argument("file", metavar="FILE")
 

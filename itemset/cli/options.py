@@ -51,7 +51,6 @@ def token_list(text: str) -> list[int]:
 
 
 def positive(text: str) -> int:
-    """Read a positive number."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return int(text)
@@ -79,6 +78,5 @@ def facts(s: ItemSet) -> list[tuple[str, str]]:
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:
-    """Print a line for each name and value."""
     for name, value in rows:
         print(f"{name:<12} {value}")

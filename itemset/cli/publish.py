@@ -10,7 +10,6 @@ from itemset.cli.options import Command, positive, print_table
 
 
 def add_to(command: Command) -> None:
-    """Add the subcommand."""
     sub = command(
         "publish",
         publish,

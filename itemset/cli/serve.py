@@ -47,7 +47,6 @@ curl {url}/chat/completions -H 'Content-Type: application/json' -d '{field}'
 
 
 def add_to(command: Command) -> None:
-    """Add the subcommand."""
     sub = command(
         "serve",
         serve,

@@ -12,7 +12,6 @@ HEAD_FILE = "draft_head.safetensors"
 
 
 def add_to(command: Command) -> None:
-    """Add the subcommand."""
     sub = command(
         "train-head",
         train,

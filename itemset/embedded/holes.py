@@ -77,7 +77,6 @@ class Vocabulary:
         return (self._exact if self._names_tokens(grammar) else self._cached).compile_grammar(parsed)
 
     def _names_tokens(self, grammar: str) -> bool:
-        """Whether the grammar names ids that the model has."""
         for found in _NAMES_TOKENS.findall(grammar):
             if not found.startswith("Token(") or any(int(i) < self.first for i in re.findall(r"\d+", found)):
                 return True

@@ -16,41 +16,19 @@ from typing import Any
 import xgrammar
 
 from itemset.embedded.holes import HOLES
-from itemset.embedded.placement import (
-    ANY,
-    NAMED,
-    NO_SPACE,
-    PLACES,
-    REFERENCES,
-    REFERRING,
-    SELECTION,
-    SETS,
-    WORD,
-    Marked,
-    Place,
-    Survey,
-    check_characters,
-    means_set,
-    objects,
-    parse,
-    says_set,
-)
+
+from itemset.embedded.placement import (  # isort: skip
+    ANY, NAMED, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, WORD, Marked, Place, Survey, check_characters,
+    means_set, objects, parse, says_set,
+)  # fmt: skip
 from itemset.errors import ItemSetError, shown
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
 _ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
 _UNREAD = (
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "propertyNames",
-    "dependentSchemas",
-    "dependencies",
-    "contentSchema",
-)
+    "not", "if", "then", "else", "contains", "propertyNames", "dependentSchemas", "dependencies", "contentSchema",
+)  # fmt: skip
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'

@@ -123,7 +123,6 @@ class Plan:
 
     @property
     def _holes(self) -> list[tuple[int, int]]:
-        """Start and bytes of each free piece, ascending."""
         pieces = sorted((resident.start, resident.nbytes) for resident in self._residents.values())
         ends = [0, *map(sum, pieces)]
         return [(end, at - end) for end, (at, _) in zip(ends, [*pieces, (self.nbytes, 0)], strict=True) if at > end]

@@ -165,7 +165,6 @@ def _state_counted(words, fields, edge, mask):
 
 @triton.jit
 def _ones(word):
-    """Count the bits set in each word of 32 bits."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 0xFF

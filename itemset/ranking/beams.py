@@ -328,7 +328,6 @@ class Beams:
         return min(self.longest, plan.levels) + last_scored
 
     def _children(self) -> int:
-        """The most children that a list's beams may have now."""
         if self.taken >= self.longest:
             return 0
         return (self._plan.children if self._rules.whole else self._plan.successors)(self.taken, self.rows)

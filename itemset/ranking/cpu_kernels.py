@@ -91,7 +91,6 @@ def _arguments(now: Pass) -> tuple[Any, ...]:
 
 @lru_cache(8)
 def _own_columns(vocabulary: int) -> NDArray[np.int32]:
-    """Every token in its own column."""
     return np.arange(vocabulary, dtype=np.int32)
 
 
@@ -224,7 +223,6 @@ def _replace(keys, places, key, place):
 
 @compiled
 def _clear(table, new, new_tokens):
-    """Make rows without beams."""
     new[:], new_tokens[:] = 0, -1
     for one in range(new.shape[1]):
         new[STATE, one], new[form.TAIL, one] = table[STATE, one, 0] & ~LOCAL | DEAD, -1

@@ -102,7 +102,6 @@ class Lockstep(Beams):
         super().round(logits, columns=columns, sums=sums)
 
     def _count(self, logits: Tensor) -> int:
-        """How many rows of each list have logits."""
         return 1 if self._races and not self.taken else len(logits) // self.lists
 
     def _by_list(self, logits: Tensor) -> Tensor:

@@ -93,7 +93,6 @@ class Rounds(ABC):
 
     @property
     def _left(self) -> int:
-        """How many passes may still be taken."""
         return sys.maxsize if self._max_passes is None else max(0, self._max_passes - self._taken)
 
     def _ask(self) -> list[Pass]:
@@ -216,7 +215,6 @@ class Search(Rounds):
         return first + np.flatnonzero((nodes["expansion"] == kind) & (nodes["mass"] > self._bar))
 
     def _budget(self) -> int:
-        """Return how many passes the next round may have."""
         # A proof of many passes takes them in ever larger rounds: a few of the last one's may turn out needless.
         if self._beam:
             return min(width_at(self._width, max(1, self._rounds)), self._left)

@@ -108,7 +108,6 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
 
 
 def _arguments(now: Pass) -> dict[str, Any]:
-    """What kernels that read tables or logits take."""
     logits, items, power = now.logits, now.items, struct.unpack("<q", struct.pack("<d", now.rules.power))[0]
     names = ("list_stride", "row_stride", "query_stride", "vocabulary", "lists", "count", "queries", "width", "k")
     vocabulary = logits.shape[3] if now.columns is None else len(now.columns)

@@ -89,7 +89,6 @@ def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
 
 
 def _conditions(query: Any, attributes: pa.Table) -> list[_Condition]:
-    """Return the conditions that must all hold."""
     check_size(query)
     return _Reader(attributes.schema).query(query, 0)
 
@@ -207,7 +206,6 @@ class _Reader:
             raise ItemSetError(f"the filter has more than {MAX_CONDITIONS} conditions: use $in, or fewer")
 
     def _comparison(self, index: int, operator: str, values: Iterable[Any]) -> Compare:
-        """Return what compares an array of single values."""
         kind = self._schema.field(index).type
         while is_list(kind) or pa.types.is_dictionary(kind):
             kind = kind.value_type

@@ -299,7 +299,6 @@ class Chosen:
         return self._catalogue.keep(InlineSet(reference, seen, index, nbytes, base))
 
     def _check_size(self, word: str, keys: list[Any]) -> None:
-        """Raises RefusedError for a list over the limits."""
         if any(isinstance(key, list | tuple | Mapping) for key in keys[: self._limit]):
             raise RefusedError("filter", f"{word} must hold keys, integers or strings, and no lists or objects", word)
         what, found, limit = "keys", len(keys), self._limit

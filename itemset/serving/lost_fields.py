@@ -20,18 +20,10 @@ from itemset.errors import ItemSetError, shown
 from itemset.serving import request_fields
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import EBNF, JSON, SLATE, SMALL, TAG
-from itemset.serving.request_fields import (
-    CHOICE,
-    COMPARED,
-    EXTRAS,
-    GUIDED,
-    PARAMS,
-    REFERENCE,
-    STRUCTURED,
-    at,
-    nearest,
-    objects,
-)
+
+from itemset.serving.request_fields import (  # isort: skip
+    CHOICE, COMPARED, EXTRAS, GUIDED, PARAMS, REFERENCE, STRUCTURED, at, nearest, objects,
+)  # fmt: skip
 
 Fields = Mapping[str, Any]
 """By name, what a field's type is."""

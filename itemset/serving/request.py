@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING, Any
 from itemset.errors import shown
 from itemset.serving import request_fields as fields
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.request_fields import (
-    BEAMS,
-    DRAWS,
-    LIST,
-    LIST_AFTER,
-    LOGPROBS,
-    REFERENCE,
-    SLATE,
-    WEIGHT,
-    DrawOptions,
-    ListOptions,
-    wrong_type,
-)
+
+from itemset.serving.request_fields import (  # isort: skip
+    BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, REFERENCE, SLATE, WEIGHT, DrawOptions, ListOptions, wrong_type,
+)  # fmt: skip
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
 

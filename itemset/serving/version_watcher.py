@@ -138,7 +138,6 @@ class Follower:
         }
 
     def _look_at_folder(self) -> None:
-        """See which sets are in `item_set_dir`."""
         if self._config.item_set_dir is None:
             return
         try:

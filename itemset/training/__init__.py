@@ -5,10 +5,5 @@ from itemset.training.losses import legal_cross_entropy, legal_log_probs, legal_
 from itemset.training.policy import LegalPolicy
 
 __all__ = [
-    "LegalPolicy",
-    "LegalTokens",
-    "legal_cross_entropy",
-    "legal_log_probs",
-    "legal_log_probs_of_hidden",
-    "legal_tokens",
-]
+    "LegalPolicy", "LegalTokens", "legal_cross_entropy", "legal_log_probs", "legal_log_probs_of_hidden", "legal_tokens",
+]  # fmt: skip

@@ -77,13 +77,9 @@ class Block(NamedTuple):
 
 
 def legal_tokens(
-    ids: Tensor | ArrayLike,
-    item_set: ItemSet | Sequence[ItemSet],
-    *,
-    stop_tokens: int | Sequence[int],
-    starts: Tensor | ArrayLike | None = None,
-    lengths: Tensor | ArrayLike | None = None,
-) -> LegalTokens:
+    ids: Tensor | ArrayLike, item_set: ItemSet | Sequence[ItemSet], *, stop_tokens: int | Sequence[int], starts: Tensor
+    | ArrayLike | None = None, lengths: Tensor | ArrayLike | None = None,
+) -> LegalTokens:  # fmt: skip
     """Walk each row of `ids` [B, T] through its set: from its start to its stop token, or to its length if it was cut.
 
     item_set: of all rows, or one a row. Views are sets as well.

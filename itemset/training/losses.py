@@ -52,13 +52,9 @@ def legal_log_probs_of_hidden(
 
 
 def legal_cross_entropy(
-    logits: Tensor,
-    ids: Tensor | LegalTokens,
-    item_set: Sets = None,
-    *,
-    mass_weight: float = 0.1,
-    **walked: Unpack[Walked],
-) -> Tensor:
+    logits: Tensor, ids: Tensor | LegalTokens, item_set: Sets = None, *, mass_weight: float = 0.1, **walked:
+    Unpack[Walked],
+) -> Tensor:  # fmt: skip
     """Return the mean over the places with a constraint of -(log q + mass_weight * log m), for supervised training.
 
     mass_weight: 0 teaches the choice among the items alone, and the model may forget the set; 1 is the ordinary

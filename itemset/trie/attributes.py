@@ -208,7 +208,6 @@ class Column:
 
 
 def _listed(lists: pa.Array, values: pa.Array) -> pa.Array:
-    """Return lists of the same lengths with these values."""
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
     offsets = pa.array(np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64))))
     mask = pc.is_null(lists) if lists.null_count else None

@@ -66,7 +66,6 @@ class Header:
 
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
-    """Yield the file in pieces."""
     import msgspec
 
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}

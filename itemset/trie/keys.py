@@ -198,7 +198,6 @@ def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str
 
 
 def _some(keys: pa.Array) -> str:
-    """Return the first of some keys, for a message."""
     return ", ".join(shown(key) for key in keys[:5].to_pylist())
 
 

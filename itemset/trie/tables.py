@@ -66,17 +66,10 @@ class Tables:
         if not len(self.alive):
             place["alive"] = 0
         pointers = Pointers(
-            **place,
-            nodes=len(self.row_offsets) - 1,
-            edges=len(self.labels),
-            level_words=len(self.tail_base),
-            tail_words=len(self.tails),
-            dead_count=len(self.dead),
-            token_bits=self.token_bits,
-            far_block=self.far_block,
-            label_bytes=self.labels.itemsize,
-            target_bytes=self.targets.itemsize,
-        )
+            **place, nodes=len(self.row_offsets) - 1, edges=len(self.labels), level_words=len(self.tail_base),
+            tail_words=len(self.tails), dead_count=len(self.dead), token_bits=self.token_bits, far_block=self.far_block,
+            label_bytes=self.labels.itemsize, target_bytes=self.targets.itemsize,
+        )  # fmt: skip
         object.__setattr__(self, "pointers", pointers)
 
     def __reduce__(self) -> Any:

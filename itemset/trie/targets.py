@@ -60,7 +60,6 @@ def is_leaf(tables, edge):  # type: ignore[no-untyped-def]
 
 @compiled
 def _stored(tables, edge):  # type: ignore[no-untyped-def]
-    """Return a stored target."""
     return element(tables.targets, tables.target_bytes, edge)
 
 
@@ -135,7 +134,6 @@ def put_leaf(tables, edge, tail):  # type: ignore[no-untyped-def]
 
 @compiled
 def _store(tables, edge, target):  # type: ignore[no-untyped-def]
-    """Set a stored target."""
     put_element(tables.targets, tables.target_bytes, edge, target)
 
 

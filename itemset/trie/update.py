@@ -16,12 +16,9 @@ _FIRST, _EDGE, _END, _NODE, _TAIL = range(5)
 
 
 def merged(
-    trie: Trie,
-    terminal_rank: NDArray[np.uint32],
-    key_starts: NDArray[np.uint32] | None,
-    stays: NDArray[np.bool_],
-    new: Rows | None,
-) -> Distinct:
+    trie: Trie, terminal_rank: NDArray[np.uint32], key_starts: NDArray[np.uint32] | None, stays: NDArray[np.bool_], new:
+    Rows | None,
+) -> Distinct:  # fmt: skip
     """Return, as `sort_unique` does, the items with a key that stays and the new rows; `order` has the keys' places.
 
     terminal_rank: of `numbering.rank_terminals`. key_starts, stays: [keys], of the set's keys; the places of the new
@@ -52,7 +49,6 @@ def merged(
 
 
 def _tokens_of(trie: Trie) -> int:
-    """Return how many tokens all items have together."""
     if trie.shortest == trie.longest:
         return trie.items * trie.longest
     levels, terminal = np.cumsum([0, *trie.level_nodes]), trie.tables.terminal.view(np.uint8)

@@ -171,11 +171,20 @@ def select_branches(original: Callable[..., Any], i: int, topk_p: Tensor) -> Any
     return _stepping[0].select(original, i, topk_p) if _stepping else original()
 
 
-def warn_of_unmasked(given: Any) -> None:
-    """Warn of drafts that item sets do not mask. given: the server's resolved arguments."""
+@hook("sglang.srt.speculative.ngram_worker:NGRAMWorker._prepare_draft_tokens")
+def prepare_drafts(original: Callable[..., Any], batch: Any) -> Any:
+    """Forced tokens as drafts, in place of n-grams."""
+    drafts, trees = original()
+    if (sampler := processor.current()) is not None:
+        sampler.force_drafts(batch, *map(torch.from_numpy, (drafts, trees)))
+    return drafts, trees
+
+
+def warn_of_unmasked(given: Any, *, forced: bool) -> None:
+    """Warn of drafts that item sets do not mask. given: the server's resolved arguments. forced: `forced_drafts`."""
     algorithm = given.speculative_algorithm
     reasons = {
-        "they come from a table of n-grams": algorithm == "NGRAM",
+        "they come from a table of n-grams": algorithm == "NGRAM" and not forced,
         "it drafts in a way of its own": given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP",
     }
     if algorithm is not None and (reason := next((reason for reason, holds in reasons.items() if holds), None)):

@@ -13,6 +13,7 @@ from asking import CITIES, answer, inline, named, prompts
 from models import cached_tiny_llama
 from ranking_tests import check_lists, lists_of
 from samples import FEW, SAMPLES, TEMPERATURE, exact
+from sets import FIRST, LAST
 from sglang_engines import NGRAM, draft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,6 +87,45 @@ def test_drafts_of_a_model_are_masked(static, speculation, kind):
     assert verifications([output for name, output in zip(names, outputs, strict=True) if name == "one"]) == 4 * 2
     on_host = static("host", **speculation[kind]).generate(input_ids=prompts(12), sampling_params=params)
     assert verifications(outputs) < verifications(on_host) / 1.5
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"], ids=["synchronous", "overlapping"])
+def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path, overlap):
+    """Codes of 8 tokens, most of which stand alone behind two of them. Without drafts an item takes 9 steps, of which
+    the first verifies nothing."""
+    codes = np.random.default_rng(0).integers(FIRST, LAST, (5_000, 8))
+    itemset.build(codes).save(tmp_path / "codes.itemset")
+    words = [named("codes", temperature=0)] * 12 + [named("codes")] * 12 + [{"max_new_tokens": 8, "temperature": 0}]
+    answers, steps = [], {}
+    for forced in (True, False):
+        engine = engines(
+            tiny_model,
+            grammar_backend="static",
+            item_sets={"codes": str(tmp_path / "codes.itemset")},
+            item_set_path="device",
+            forced_drafts=forced,
+            env={"TESTS_SGLANG_OVERLAP": overlap},
+            **NGRAM | {"speculative_num_draft_tokens": 8},
+        )
+        outputs = engine.generate(input_ids=prompts(25), sampling_params=words)
+        assert {answer(output) for output in outputs[:24]} <= set(map(tuple, codes.tolist()))
+        answers.append([output["output_ids"] for output in [*outputs[:12], outputs[24]]])
+        steps[forced] = verifications(outputs[:24]) / 24
+        assert ("not masked by item sets (they come from a table of n-grams)" in engine.log()) != forced
+        assert "sets were read UNNAMED" not in engine.log()  # cpu/sitecustomize.py
+    assert answers[0] == answers[1]
+    assert 1 <= steps[True] <= 2.2 < 6 < steps[False]
+
+
+def test_nothing_is_forced_before_the_end_of_a_thought(static, named_sets):
+    engine = static("device", reasoning_parser="tiny", **NGRAM)
+    (end,) = engine.call(lambda engine: engine.tokenizer_manager.tokenizer.encode("station"))[-1:]
+    asked = [named("fixed", max_new_tokens=150, logit_bias={str(end): 6.0})] * 12
+    outputs = engine.generate(input_ids=prompts(12), sampling_params=asked, require_reasoning=True)
+    ended = [tokens for tokens in (output["output_ids"] for output in outputs) if end in tokens]
+    assert len(ended) >= 3
+    for tokens in ended:
+        assert tuple(tokens[tokens.index(end) + 1 : -1]) in named_sets["fixed"].items
 
 
 @pytest.mark.parametrize("kind", ["plain", "ngram", "chain", "tree"])

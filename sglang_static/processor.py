@@ -88,6 +88,7 @@ class ItemSetSampler:
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
         self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
+        self.forced_drafts = config.forced_drafts
         spare = config.inline_set_memory + self.catalogue.headroom()
         self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device, kernels=self.kernels)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
@@ -127,6 +128,7 @@ class ItemSetSampler:
                 warm_up(self.arena, logits[:, None], stepwise=True, kernels=self.kernels)
         if drafts > 1:
             self.advance(states, nobody, nobody)
+            self.slots.forced(states, nobody, nobody.new_zeros(1, drafts - 1), guess=True)
 
     def stage(self, batch: Any) -> None:
         """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
@@ -184,6 +186,25 @@ class ItemSetSampler:
             above = torch.where(parents >= 0, parents + first_row, -1).reshape(-1)
             rows = rows._replace(above=above, layout=TREE)
         return Mask(other, self, self.numbers(batch), rows)
+
+    def force_drafts(self, batch: Any, drafts: Tensor, trees: Tensor) -> None:
+        """Overwrite n-grams of requests with a set by a chain: what the set forces, and then guesses within it.
+
+        drafts: [requests x nodes] int64, a request's last token first. trees: [requests x nodes x nodes], which nodes
+        are above each. Both are on the host, which waits for the device here as SGLang did just before.
+        """
+        if not self.forced_drafts or not (numbers := self.numbers(batch)):
+            return
+        self.arena.use(numbers)
+        slots, nodes = batch.req_pool_indices.long(), drafts.view(len(batch.reqs), -1)
+        begin, last = self._prompt[slots] - batch.seq_lens, self.moved(nodes[:, :1])
+        states = self.slots.walk(Batch(slots, last, begin, self._one[: len(slots)], by_slot=False))
+        chains = last.new_full((len(nodes), nodes.shape[1] - 1), -1)
+        self.slots.forced(states, slots, chains, guess=True)
+        chains = chains.cpu()
+        ours = (chains >= 0).all(1)  # not before a thought has ended
+        nodes[ours, 1:] = chains[ours]
+        trees.view(*nodes.shape, -1)[ours] = torch.ones_like(trees.view(*nodes.shape, -1)[0]).tril()
 
     def accept(self, batch: Any, tokens: Tensor, lengths: Tensor, *, walked: int) -> None:
         """Walk what a step has sampled or verified. tokens: [requests, any]. lengths: [requests], how many of them.

@@ -41,7 +41,7 @@ def _load_model(original: Callable[..., Any], self: Any) -> Any:
     if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
         sampler = processor.ItemSetSampler(config, self.device, self.model_config.vocab_size)
         self.item_set_sampler, sampler.runner = sampler, self
-        speculation.warn_of_unmasked(compat.resolved(self.server_args))
+        speculation.warn_of_unmasked(compat.resolved(self.server_args), forced=config.forced_drafts)
     return result
 
 

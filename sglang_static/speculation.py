@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from itemset.masking.batch import LOCAL
+from itemset.trie.walk import FREE
 from sglang_static import legal_mass, processor
 from sglang_static.compat import hook
 from sglang_static.processor import ItemSetSampler
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MASKED = -1e30
 """What masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens."""
+
+_WHOLE_ROWS = 16  # of the whole vocabulary, from which a draft vocabulary's columns are gathered, at a time
 
 _INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lower() in ("1", "true")
 """SGLang's debugging switch, by which draft logits must be finite (utils/async_probe.py)."""
@@ -52,7 +56,8 @@ def verify_coins(original: Callable[..., Any]) -> Any:
 
 
 class _Drafting:
-    """One phase of a draft model: which requests it drafts for, and where each of them stands in its set."""
+    """One phase of a draft model: which requests it drafts for, and where each row stands in its request's set. The
+    rows are the requests, and then the branches of their trees."""
 
     def __init__(self, sampler: ItemSetSampler, worker: Any, slots: Tensor, *, steps: bool) -> None:
         """steps: whether each pass drafts one token more, after what the pass before it has drafted."""
@@ -65,17 +70,36 @@ class _Drafting:
         rows, requests = len(logits), len(self._slots)
         if not rows or rows % requests:
             return
+        slots = self._slots.repeat_interleave(rows // requests)
+        states = self._states.repeat_interleave(rows // len(self._states))
         if self._steps and fed is not None:
-            self._states = self._sampler.advance(self._states, fed, self._slots)
-        states, slots = (part.repeat_interleave(rows // requests) for part in (self._states, self._slots))
+            self._states = states = self._sampler.advance(states, fed, slots)
         if self._hot is None:
             self._sampler.slots.mask(states, slots, logits)
             if _INFINITIES_END_THE_ENGINE:
                 logits.clamp_(min=MASKED)
         elif len(self._hot) == logits.shape[1]:
-            whole = torch.zeros(rows, self._sampler.vocab_size, dtype=logits.dtype, device=logits.device)
-            self._sampler.slots.mask(states, slots, whole)
-            logits.add_(whole.clamp_(min=MASKED)[:, self._hot])
+            for some, of, part in zip(*(one.split(_WHOLE_ROWS) for one in (states, slots, logits)), strict=True):
+                whole = part.new_zeros(len(part), self._sampler.vocab_size)
+                self._sampler.slots.mask(some, of, whole)
+                part.add_(whole[:, self._hot].clamp_(min=MASKED))
+
+    def select(self, original: Callable[..., Any], i: int, probabilities: Tensor) -> Any:
+        """Choose a tree's next rows, which keep their branches' states. probabilities: [rows, topk] of their tokens.
+
+        They are made to fall along each branch, where a forced token leaves them as they are and an illegal one makes
+        them zero: else a node could be chosen to be verified, and not the one above it.
+        """
+        free = (self._states & LOCAL == FREE)[:, None]
+        result = original(topk_p=torch.where(free, probabilities, probabilities.clamp(min=1e-9) * 0.999))
+        if i > 0:
+            chosen = result[3][2]  # [requests, topk] of all nodes: topk * topk a step, behind the first step's topk
+            parents = (chosen // chosen.shape[1] - 1) % chosen.shape[1]
+            self._states = self._states.view(chosen.shape).gather(1, parents).flatten()
+        return result
+
+
+_stepping: list[_Drafting] = []  # the phase whose steps run
 
 
 @contextlib.contextmanager
@@ -83,10 +107,11 @@ def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
     """While this is entered, mask the logits of a worker's draft model, whether it runs or a CUDA graph is replayed,
     which has one row for each request."""
     sampler = processor.current()
-    if sampler is None or worker.topk != 1:
+    if sampler is None:
         yield
         return
     phase = _Drafting(sampler, worker, slots, steps=steps)
+    _stepping[:] = [phase] if steps else []
     runner, graphs = worker.draft_runner, getattr(worker, "cuda_graph_runner_for_draft_extend", None)
     forward, replay = runner.forward, getattr(graphs, "execute", None)
 
@@ -108,6 +133,7 @@ def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        _stepping.clear()
         del runner.forward
         if graphs is not None:
             del graphs.execute
@@ -139,15 +165,27 @@ def extend_after_verification(original: Callable[..., Any], self: Any, batch: An
         return original()
 
 
-def warn_of_unmasked(given: Any) -> None:
-    """Warn of drafts that item sets do not mask. given: the server's resolved arguments."""
+@hook("sglang.srt.speculative.spec_utils:select_top_k_tokens")
+def select_branches(original: Callable[..., Any], i: int, topk_p: Tensor) -> Any:
+    """A tree goes on from some of its rows: the states of its branches go with them."""
+    return _stepping[0].select(original, i, topk_p) if _stepping else original()
+
+
+@hook("sglang.srt.speculative.ngram_worker:NGRAMWorker._prepare_draft_tokens")
+def prepare_drafts(original: Callable[..., Any], batch: Any) -> Any:
+    """Forced tokens as drafts, in place of n-grams."""
+    drafts, trees = original()
+    if (sampler := processor.current()) is not None:
+        sampler.force_drafts(batch, *map(torch.from_numpy, (drafts, trees)))
+    return drafts, trees
+
+
+def warn_of_unmasked(given: Any, *, forced: bool) -> None:
+    """Warn of drafts that item sets do not mask. given: the server's resolved arguments. forced: `forced_drafts`."""
     algorithm = given.speculative_algorithm
     reasons = {
-        "they come from a table of n-grams": algorithm == "NGRAM",
+        "they come from a table of n-grams": algorithm == "NGRAM" and not forced,
         "it drafts in a way of its own": given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP",
-        "--speculative-eagle-topk above 1 selects its branches anew at each step": (
-            given.speculative_eagle_topk not in (None, 1)
-        ),
     }
     if algorithm is not None and (reason := next((reason for reason, holds in reasons.items() if holds), None)):
         logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,17 @@ from asking import CITIES, answer, inline, named, prompts
 from models import cached_tiny_llama
 from ranking_tests import check_lists, lists_of
 from samples import FEW, SAMPLES, TEMPERATURE, exact
+from sets import FIRST, LAST
 from sglang_engines import NGRAM, draft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import itemset
 from itemset.masking import triton_kernels
-from itemset.masking.slots import Slots
+from itemset.masking.slots import MAX_STOP_TOKENS, Slots
 from itemset.serving.config import StaticConfig
 from sglang_static import processor
 from sglang_static.processor import ItemSetSampler, parents_of
+from sglang_static.speculation import MASKED, _Drafting
 
 COMPILES = "a GPU would compile"  # cpu/interpreted_triton.py
 
@@ -59,7 +62,7 @@ def test_answers_are_those_without_speculation(static, path, named_sets, specula
     if kernels == "triton":
         assert engine.log().count(COMPILES) == compiled > 0  # all at the start
     steps = sum(len(output["output_ids"]) - 1 for output in outputs)  # that no accepted draft would spare
-    if kind == "ngram" or (kind, path) == ("chain", "device"):
+    if kind == "ngram" or path == "device":
         assert 0 < verifications(outputs) < steps
     else:  # a random model's drafts, not masked, are hardly ever legal
         assert 0 < verifications(outputs) <= steps
@@ -75,14 +78,54 @@ def verifications(outputs: list[dict]) -> int:
     return sum(output["meta_info"].get("spec_verify_ct", 0) for output in outputs)
 
 
-def test_drafts_of_a_model_are_masked(static, engines, tiny_model, files, named_sets, speculation):
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_drafts_of_a_model_are_masked(static, speculation, kind):
     """Only one token may follow in most states of this set: a masked draft model, random as it is, always finds it."""
     names = ["one", "ragged", "fixed"] * 4
     params = [named(name, temperature=0) for name in names]
-    outputs = static("device", **speculation["chain"]).generate(input_ids=prompts(12), sampling_params=params)
+    outputs = static("device", **speculation[kind]).generate(input_ids=prompts(12), sampling_params=params)
     assert verifications([output for name, output in zip(names, outputs, strict=True) if name == "one"]) == 4 * 2
-    on_host = static("host", **speculation["chain"]).generate(input_ids=prompts(12), sampling_params=params)
+    on_host = static("host", **speculation[kind]).generate(input_ids=prompts(12), sampling_params=params)
     assert verifications(outputs) < verifications(on_host) / 1.5
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"], ids=["synchronous", "overlapping"])
+def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path, overlap):
+    """Codes of 8 tokens, most of which stand alone behind two of them. Without drafts an item takes 9 steps, of which
+    the first verifies nothing."""
+    codes = np.random.default_rng(0).integers(FIRST, LAST, (5_000, 8))
+    itemset.build(codes).save(tmp_path / "codes.itemset")
+    words = [named("codes", temperature=0)] * 12 + [named("codes")] * 12 + [{"max_new_tokens": 8, "temperature": 0}]
+    answers, steps = [], {}
+    for forced in (True, False):
+        engine = engines(
+            tiny_model,
+            grammar_backend="static",
+            item_sets={"codes": str(tmp_path / "codes.itemset")},
+            item_set_path="device",
+            forced_drafts=forced,
+            env={"TESTS_SGLANG_OVERLAP": overlap},
+            **NGRAM | {"speculative_num_draft_tokens": 8},
+        )
+        outputs = engine.generate(input_ids=prompts(25), sampling_params=words)
+        assert {answer(output) for output in outputs[:24]} <= set(map(tuple, codes.tolist()))
+        answers.append([output["output_ids"] for output in [*outputs[:12], outputs[24]]])
+        steps[forced] = verifications(outputs[:24]) / 24
+        assert ("not masked by item sets (they come from a table of n-grams)" in engine.log()) != forced
+        assert "sets were read UNNAMED" not in engine.log()  # cpu/sitecustomize.py
+    assert answers[0] == answers[1]
+    assert 1 <= steps[True] <= 2.2 < 6 < steps[False]
+
+
+def test_nothing_is_forced_before_the_end_of_a_thought(static, named_sets):
+    engine = static("device", reasoning_parser="tiny", **NGRAM)
+    (end,) = engine.call(lambda engine: engine.tokenizer_manager.tokenizer.encode("station"))[-1:]
+    asked = [named("fixed", max_new_tokens=150, logit_bias={str(end): 6.0})] * 12
+    outputs = engine.generate(input_ids=prompts(12), sampling_params=asked, require_reasoning=True)
+    ended = [tokens for tokens in (output["output_ids"] for output in outputs) if end in tokens]
+    assert len(ended) >= 3
+    for tokens in ended:
+        assert tuple(tokens[tokens.index(end) + 1 : -1]) in named_sets["fixed"].items
 
 
 @pytest.mark.parametrize("kind", ["plain", "ngram", "chain", "tree"])
@@ -108,7 +151,7 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path,
     observed = np.array([counts[tuple(item)] for item in FEW])
     assert observed.sum() == samples
     assert ((observed - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom, 99.9 %
-    if kind == "ngram" or (kind, path) == ("chain", "device"):
+    if kind == "ngram" or (kind != "plain" and path == "device"):
         assert verifications(outputs) < sum(len(output["output_ids"]) - 1 for output in outputs)
 
 
@@ -149,12 +192,17 @@ def sampler_of(monkeypatch):
         sampler = ItemSetSampler(StaticConfig(inline_set_memory=1 << 20, item_set_kernels=kernels), "cpu", VOCABULARY)
         sampler.allocate(5, DRAFTS)
         number = sampler.arena.acquire(itemset.build(items))
-        marks = torch.full((4, sampler.slots.marks.shape[1]), -1)
-        marks[:, 1] = VOCABULARY - 1
-        sampler.slots.assign(torch.arange(1, 5), torch.tensor([number, number, -1, number]), marks)
+        sampler.slots.assign(torch.arange(1, 5), torch.tensor([number, number, -1, number]), marks_of(4))
         return sampler
 
     return make
+
+
+def marks_of(requests: int) -> torch.Tensor:
+    """Of requests whose one stop token is the vocabulary's last."""
+    marks = torch.full((requests, 1 + MAX_STOP_TOKENS), -1)
+    marks[:, 1] = VOCABULARY - 1
+    return marks
 
 
 def verification(slots: list[int], tokens: list[list[int]], *, committed: int, topk: int) -> tuple[Any, Any]:
@@ -211,6 +259,56 @@ def test_a_chain_is_verified_like_a_tree(sampler_of, seed):
     assert torch.equal(*masked)
     constrained = [slot != 3 for slot in slots]
     assert (masked[0].isneginf().view(len(slots), -1).any(1)).tolist() == constrained
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_tree_has_illegal_drafts_only_for_want_of_others(sampler_of, seed):
+    """SGLang chooses the branches and the nodes of random drafts; none is chosen without the one above it."""
+    from sglang.srt.speculative.eagle_utils import organize_draft_results
+    from sglang.srt.speculative.spec_utils import select_top_k_tokens
+
+    torch.manual_seed(seed)
+    random, topk, steps = np.random.default_rng(seed), 1 + seed % 3, 4
+    items = [random.integers(0, 4, random.integers(1, 7)).tolist() for _ in range(30)]
+    sampler, slots, worker = sampler_of(items), torch.tensor([4, 1, 2]), SimpleNamespace(hot_token_id=None)
+    first, phase = (_Drafting(sampler, worker, slots, steps=steps) for steps in (False, True))
+
+    def drawn(phase: _Drafting, rows: int, fed: torch.Tensor | None) -> Any:
+        logits = torch.randn(rows, VOCABULARY)
+        phase.mask(logits, fed)
+        return logits.softmax(-1).topk(topk)
+
+    found, scores, (probabilities, tokens) = [], None, drawn(first, len(slots), None)
+    for step in range(steps):
+
+        def choose(topk_p: torch.Tensor, i: int = step, tokens: Any = tokens, scores: Any = scores) -> Any:
+            return select_top_k_tokens(i, topk_p, tokens, None, scores, topk)
+
+        with torch.compiler.set_stance("force_eager"):
+            fed, _, scores, tree = phase.select(choose, step, probabilities)
+        found.append(tree)
+        probabilities, tokens = drawn(phase, len(fed), fed)
+    given = list(zip(*found, strict=True))
+    parents, picked, _ = organize_draft_results(*given, min(8, 1 + topk + (steps - 1) * topk**2))
+    legal = {(*item, *[VOCABULARY - 1] * steps)[:n] for item in items for n in range(1, steps + 1)}
+    for above, nodes, drafts in zip(parents.tolist(), picked.tolist(), torch.cat(given[1], 1).tolist(), strict=True):
+        paths: dict[int, tuple[int, ...]] = {-1: ()}
+        for node, token in enumerate(drafts):
+            paths[node] = (*paths[above[node // topk]], token)
+        assert {above[node // topk] for node in nodes} <= {-1, *nodes}
+        assert sum(paths[node] in legal for node in nodes) == min(len(nodes), sum(p in legal for p in paths.values()))
+
+
+def test_a_draft_vocabulary_has_the_mask_of_its_tokens(sampler_of):
+    """More rows than are gathered at a time. A legal token is missing: those of the first request are all masked."""
+    sampler, slots = sampler_of([[1, 2], [5]]), torch.tensor([1, 2, 4, 3] * 10)
+    sampler.slots.assign(torch.tensor([1]), torch.tensor([sampler.arena.acquire(itemset.build([[9]]))]), marks_of(1))
+    hot = torch.tensor([40, 5, 2, 63, 1])
+    logits = torch.ones(len(slots), len(hot))
+    _Drafting(sampler, SimpleNamespace(hot_token_id=hot), slots, steps=False).mask(logits, None)
+    masked = {1: [MASKED] * 5, 3: [1.0] * 5}
+    expected = [masked.get(slot, [MASKED, 1, MASKED, MASKED, 1]) for slot in slots.tolist()]
+    assert torch.equal(logits, torch.tensor(expected))
 
 
 class Computed(TorchDispatchMode):

@@ -13,7 +13,7 @@ from retrieval_model import MEMORY
 import itemset
 from itemset.cli.train import HEAD_FILE
 from itemset.ranking.draft_head import DraftHead
-from itemset.training.head_trainer import train_head
+from itemset.training.head_trainer import Schedule, train_head
 
 STEPS, BATCH = 600, 24
 
@@ -37,8 +37,8 @@ def train(
 
     tokenizer, model = AutoTokenizer.from_pretrained(begin), AutoModelForCausalLM.from_pretrained(begin)
     watched = [[encoded[film] for film in films] for films in histories]
-    shape = {"window": MEMORY + 1, "batch": BATCH, "steps": steps or STEPS}
-    head = train_head(model, tokenizer, itemset.build(codes), watched, **shape, seed=seed, kind=kind)
+    schedule = Schedule(MEMORY + 1, steps or STEPS, BATCH, seed)
+    head = train_head(model, tokenizer, itemset.build(codes), watched, schedule, kind=kind)
     unfinished = emptied(folder.with_suffix(".unfinished"))
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

@@ -119,7 +119,7 @@ def test_a_draft_head_learns_from_the_states_that_a_list_has(codes, tmp_path, mo
     films = range(5, 6 + retrieval_model.MEMORY)
     window = retrieval_model.tokens_of(films, encoded, tokenizer.eos_token_id)
     with torch.no_grad():
-        Rows(4, 1 + retrieval_model.MEMORY).losses(model, head, torch.tensor([window]))
+        Rows(4, 5, 1 + retrieval_model.MEMORY).losses(model, head, torch.tensor([window]))
     assert given["items"].tolist() == [encoded[film] for film in films[1:]]
     for i in (0, 7, 19):
         alone = draft_states(model, head, torch.tensor([window[: 5 * (i + 1)]]))

@@ -22,13 +22,14 @@ def add_to(command: Command) -> None:
     sub.add_argument("model", metavar="MODEL", help="a model of transformers; it is copied, and learns too")
     sub.add_argument("output", metavar="FOLDER", help=f"for the model, its tokenizer and {HEAD_FILE}")
     sub.add_argument("--histories", metavar="FILE", required=True, help="a JSON list of keys a line, the oldest first")
-    for name, default, help in (
-        ("window", 21, "items of a history that are learnt together; shorter histories are left out"),
+    window = "items of a history that are learnt together; shorter histories are left out"
+    for name, default, about in (
+        ("window", 21, window),
         ("steps", 600, "of training"),
-        ("batch", 24, "windows of a step"),
-        ("seed", 1, "of the training"),
+        ("batch", 24, "windows a step"),
     ):
-        sub.add_argument(f"--{name}", metavar="N", type=positive, default=default, help=f"{help} (default: {default})")
+        sub.add_argument(f"--{name}", metavar="N", type=positive, default=default, help=f"{about} (default: {default})")
+    sub.add_argument("--seed", metavar="N", type=int, default=0)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -44,7 +45,7 @@ def train(args: argparse.Namespace) -> None:
         raise ItemSetError(f"{where}: {error}: write a list of the set's keys") from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from itemset.training.head_trainer import train_head
+    from itemset.training.head_trainer import Schedule, train_head
 
     try:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
@@ -52,8 +53,7 @@ def train(args: argparse.Namespace) -> None:
         raise ItemSetError(f"{args.model} is no model that transformers can load: {error!s:.200}") from error
     if item_set.tokenizer is not None:
         item_set.check_tokenizer(tokenizer)
-    given = {name: getattr(args, name) for name in ("window", "steps", "batch", "seed")}
-    head = train_head(model, tokenizer, item_set, histories, **given)
+    head = train_head(model, tokenizer, item_set, histories, Schedule(args.window, args.steps, args.batch, args.seed))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     head.save(folder / HEAD_FILE)

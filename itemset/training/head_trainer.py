@@ -8,7 +8,7 @@ tokens, each with its end token, cost 185 tokens, not 20 prompts.
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +22,28 @@ from itemset.text import identify
 Items = Sequence[Sequence[int]]
 
 
+class Schedule(NamedTuple):
+    """window: items of a history that a row holds, the last one's own among them. batch: rows of a step. seed: of the
+    head's weights, and of what is chosen for the rows."""
+
+    window: int = 21
+    steps: int = 600
+    batch: int = 24
+    seed: int = 0
+
+
 def train_head(
-    model: Any, tokenizer: Any, item_set: ItemSet, histories: Sequence[Items], *, window: int = 21, steps: int = 600,
-    batch: int = 24, seed: int = 0, kind: type[DraftHead] = DraftHead, log: Callable[[str], object] = print,
+    model: Any, tokenizer: Any, item_set: ItemSet, histories: Sequence[Items], schedule: Schedule, *,
+    kind: type[DraftHead] = DraftHead, log: Callable[[str], object] = print,
 ) -> DraftHead:  # fmt: skip
     """Teach a model of transformers and a new head what follows, and return the head. The tokenizer gets a token for
     each placeholder, `<sp_1>` and so on, and the model their embeddings.
 
-    histories: tokens of items in the order in which they followed each other. A prompt is a history, with the
-        tokenizer's end token after each item. window: items of a history that a row holds, the last one's own among
-        them; shorter histories are left out. batch: rows of a step.
+    histories: tokens of items in the order in which they followed each other; those shorter than a window are left out.
+        A prompt is a history, with the tokenizer's end token after each item.
     Raises ItemSetError if items differ in length, no history is long enough, or the tokenizer has no end token.
     """
-    levels, end = item_set.longest, tokenizer.eos_token_id
+    levels, end, window = item_set.longest, tokenizer.eos_token_id, schedule.window
     if item_set.shortest != levels:
         raise ItemSetError(
             f"the set has items of {item_set.shortest} to {levels} tokens: give one whose items have as many, such as "
@@ -42,23 +51,21 @@ def train_head(
         )
     if end is None:
         raise ItemSetError("the tokenizer has no end token, which stands between items: set its eos_token")
-    long_enough = [items for items in histories if len(items) >= window]
-    if not long_enough:
+    if not (long_enough := [items for items in histories if len(items) >= window]):
         most = max(map(len, histories), default=0)
         raise ItemSetError(f"no history has {window} items, the longest has {most}: give a smaller window or more")
-    torch.manual_seed(seed)
-    chance, names = random.Random(seed), [f"<sp_{level + 1}>" for level in range(levels)]
+    torch.manual_seed(schedule.seed)
+    chance, names = random.Random(schedule.seed), [f"<sp_{level + 1}>" for level in range(levels)]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     model.resize_token_embeddings(len(tokenizer))
     head = new_head(kind, model, tokenizer, item_set.items(), tokenizer.convert_tokens_to_ids(names))
-    rows = Rows(levels, window)
-    parameters = [{"params": model.parameters(), "lr": 1e-3}, {"params": head.parameters(), "lr": 1e-2}]
+    rows, most_rates = Rows(levels, levels + 1, window), [1e-3, 1e-2]
+    parameters = [{"params": one.parameters(), "lr": rate} for one, rate in zip((model, head), most_rates, strict=True)]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.1)
-    most_rates = [group["lr"] for group in parameters]
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, most_rates, total_steps=steps, pct_start=0.1)
-    for step in range(steps):
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, most_rates, total_steps=schedule.steps, pct_start=0.1)
+    for step in range(schedule.steps):
         windows = []
-        for items in chance.choices(long_enough, weights=list(map(len, long_enough)), k=batch):
+        for items in chance.choices(long_enough, weights=list(map(len, long_enough)), k=schedule.batch):
             first = chance.randrange(len(items) - window + 1)
             windows.append([token for item in items[first : first + window] for token in (*item, end)])
         drafts, following = rows.losses(model, head, torch.tensor(windows, device=model.device))
@@ -68,7 +75,7 @@ def train_head(
         rate.step()
         if step % 100 == 99:
             losses = f"loss of the head {drafts.item() / levels:.2f} a token, of the model {following.item():.2f}"
-            log(f"  step {step + 1} of {steps}: {losses}")
+            log(f"  step {step + 1} of {schedule.steps}: {losses}")
     return head
 
 
@@ -90,11 +97,11 @@ def new_head(kind: type[DraftHead], model: Any, tokenizer: Any, items: Items, pl
 class Rows:
     """Rows of items with the placeholders of all their instances after them."""
 
-    def __init__(self, levels: int, window: int) -> None:
-        self._levels, self._each = levels, levels + 1
-        self._length = length = window * self._each
+    def __init__(self, levels: int, each: int, window: int) -> None:
+        """levels: placeholders of an instance. each: tokens of an item, with its end token. window: items of a row."""
+        self._levels, self._each, self._length = levels, each, (length := window * each)
         # [instances]: where each one's item begins
-        self._begins = begins = torch.arange(1, window) * self._each
+        self._begins = begins = torch.arange(1, window) * each
         self._positions = torch.cat((torch.arange(length), (begins[:, None] + torch.arange(levels)).flatten()))
         owner = torch.arange(len(begins)).repeat_interleave(levels)
         sees = torch.ones(len(self._positions), len(self._positions), dtype=torch.bool).tril()
@@ -104,6 +111,12 @@ class Rows:
 
     def losses(self, model: Any, head: DraftHead, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the head's loss on all instances, and the model's own on the items. windows: [rows, tokens] int64."""
+        states, followed, logits = self.run(model, head, windows)
+        return head.loss(states, followed), cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+    def run(self, model: Any, head: DraftHead, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the states of all instances, [instances, levels + 1, d], the items that followed, [instances, levels],
+        and the model's logits after each token but the last, [rows, tokens - 1, vocabulary]."""
         count, last, device = len(windows), self._begins - 1, windows.device
         placeholders = torch.tensor(head.placeholders, device=device).repeat(len(last)).expand(count, -1)
         hidden = model.base_model(
@@ -116,5 +129,4 @@ class Rows:
         at_placeholders = hidden[:, self._length :].unflatten(1, (len(last), self._levels))
         states = torch.cat((items[:, last, None], at_placeholders), 2).flatten(0, 1)
         followed = windows.unflatten(1, (-1, self._each))[:, 1:, : self._levels].flatten(0, 1)
-        logits = model.lm_head(items[:, :-1]).flatten(0, 1)
-        return head.loss(states, followed), cross_entropy(logits, windows[:, 1:].flatten())
+        return states, followed, model.lm_head(items[:, :-1])

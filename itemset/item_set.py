@@ -36,15 +36,9 @@ class ItemSet:
     """A finite set of items as a trie. Immutable; make one with `build`, `build_text` or `load`."""
 
     def __init__(
-        self,
-        trie: Trie,
-        keys: Keys,
-        origin: Origin = Origin(),  # noqa: B008  it is immutable
-        *,
-        digest: str | None = None,
-        duplicates: int = 0,
-        attributes: NDArray[np.uint8] | None = None,
-    ) -> None:
+        self, trie: Trie, keys: Keys, origin: Origin = Origin(), *,  # noqa: B008  it is immutable
+        digest: str | None = None, duplicates: int = 0, attributes: NDArray[np.uint8] | None = None,
+    ) -> None:  # fmt: skip
         self.trie = trie
         self.shortest, self.longest = trie.shortest, trie.longest
         """Tokens of the shortest and of the longest item."""

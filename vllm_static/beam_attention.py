@@ -163,15 +163,10 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata) 
     impl = layer.impl
     keys, values = _keys_and_values(kv_cache, impl.head_size)
     result: tuple[Tensor, Tensor] = flash_attn_varlen_func(
-        q=query,
-        k=canonicalize_singleton_dim_strides(keys),
-        v=canonicalize_singleton_dim_strides(values),
-        max_seqlen_q=beams.prompts.most_queries,
-        window_size=[-1, -1],
-        **_of_prompts(impl, beams.prompts),
-        return_softmax_lse=True,
-        fa_version=impl.vllm_flash_attn_version,
-    )
+        q=query, k=canonicalize_singleton_dim_strides(keys), v=canonicalize_singleton_dim_strides(values),
+        max_seqlen_q=beams.prompts.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams.prompts),
+        return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version,
+    )  # fmt: skip
     return result
 
 

@@ -22,12 +22,8 @@ def add_to(command: Command) -> None:
     sub.add_argument("model", metavar="MODEL", help="a model of transformers; it is copied, and learns too")
     sub.add_argument("output", metavar="FOLDER", help=f"for the model, its tokenizer and {HEAD_FILE}")
     sub.add_argument("--histories", metavar="FILE", required=True, help="a JSON list of keys a line, the oldest first")
-    window = "items of a history that are learnt together; shorter histories are left out"
-    for name, default, about in (
-        ("window", 21, window),
-        ("steps", 600, "of training"),
-        ("batch", 24, "windows a step"),
-    ):
+    window = "items of a history that are learnt together; shorter ones are left out"
+    for name, default, about in (("window", 21, window), ("steps", 600, "of training"), ("batch", 24, "rows a step")):
         sub.add_argument(f"--{name}", metavar="N", type=positive, default=default, help=f"{about} (default: {default})")
     sub.add_argument("--seed", metavar="N", type=int, default=0)
 

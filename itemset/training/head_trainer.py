@@ -86,12 +86,12 @@ def new_head(kind: type[DraftHead], model: Any, tokenizer: Any, items: Items, pl
     """
     embeddings = model.get_input_embeddings().weight.detach()
     shape = {"hidden_size": model.config.hidden_size, "vocab_size": len(embeddings)}
-    head: DraftHead = kind(list(torch.tensor(items).T), placeholders, **shape, tokenizer=identify(tokenizer))
+    head = kind(list(torch.tensor(items).T), placeholders, **shape, tokenizer=identify(tokenizer))
     with torch.no_grad():
         for level, row in enumerate(head.codes):
             head.logits[level].weight.copy_(embeddings[row] / 2)
-    head.to(model.device)
-    return head
+    result: DraftHead = head.to(model.device)
+    return result
 
 
 class Rows:

@@ -234,8 +234,9 @@ def _between(first: int, last: int, alphabet: Alphabet) -> Alphabet:
     cut = (slice(max(run.start, first), min(run.stop, last + 1)) for run in alphabet.runs)
     return replace(
         alphabet, tokens=alphabet.tokens[low:high], columns=(alphabet.columns - low).clamp_(0, high - low - 1),
-        own=alphabet.own[low:high], own_np=alphabet.own_np[low:high], each=high - low, runs=tuple(one for one in cut if
-        one.start < one.stop), gathered=None if alphabet.gathered is None else alphabet.gathered[low:high],
+        own=alphabet.own[low:high], own_np=alphabet.own_np[low:high], each=high - low,
+        runs=tuple(one for one in cut if one.start < one.stop),
+        gathered=None if alphabet.gathered is None else alphabet.gathered[low:high],
     )  # fmt: skip
 
 

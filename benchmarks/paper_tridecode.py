@@ -26,6 +26,7 @@ MOST, CONTEXT = 1_000, 4_352
 PROMPTS, WIDTHS = (62, 480, 4_096), (3, 15, 64, 256, 1_000)
 LENGTHS = (4, 8, 12, 16)
 COPIES_MOST = 6 << 30  # bytes of a cache that `generate()` holds twice while beams change places
+OWN_MOST = 500_000  # prompt tokens times beams: each beam of vLLM's own search has a list of its prompt
 KV_BYTES = 1_024  # a token of the tiny model
 Cell = list[int]  # prompt tokens, width
 
@@ -37,7 +38,7 @@ def model_with_context(folder: Path) -> str:
     return str(folder)
 
 
-def in_vllm(way: str, file: str, model: str, length: int, cells: list[Cell]) -> list[Row]:
+def in_vllm(way: str, file: str, model: str, length: int, cells: list[Cell]) -> list[Row | None]:
     from vllm_static.beam_kv import BeamKV
 
     options = {"ranked_list_beams": MOST, "ranked_list_limit": MOST}
@@ -60,8 +61,11 @@ def in_vllm(way: str, file: str, model: str, length: int, cells: list[Cell]) -> 
 
     core.scheduler.schedule, BeamKV.grow = scheduled, grown  # type: ignore[method-assign]
     words: Row = {"in a step": {"item_set": "ids"}, "rounds": {"item_set": "ids", "max_passes": 10_000}}.get(way, {})
-    rows = []
+    rows = list[Row | None]()
     for tokens, width in cells:
+        if way == "own" and tokens * width > OWN_MOST:
+            rows.append(None)
+            continue
         prompts = random_prompts(tokens)
         for _ in range(2):
             free = pool.get_num_free_blocks()

@@ -11,7 +11,8 @@ import importlib
 
 from runner import Report, parser
 
-PARTS = {"static": "paper_static", "nezha": "paper_nezha", "tensorrt": "paper_tensorrt", "disc": "paper_disc"}
+PARTS = {"static": "paper_static", "cold": "paper_cold", "nezha": "paper_nezha", "gap": "paper_nezha:gap"}
+PARTS |= {"tensorrt": "paper_tensorrt", "disc": "paper_disc"}
 
 
 def main() -> None:
@@ -21,7 +22,8 @@ def main() -> None:
     arguments = options.parse_args()
     report = Report(arguments)
     for part in arguments.parts or PARTS:
-        importlib.import_module(PARTS[part]).main(arguments, report)
+        module, _, function = PARTS[part].partition(":")
+        getattr(importlib.import_module(module), function or "main")(arguments, report)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,9 @@ def new_head(
 class Rows:
     """Rows of films with the placeholders of all their instances after them."""
 
-    def __init__(self, levels: int, each: int) -> None:
-        """each: tokens of a film, with its end token."""
-        self._levels, self._each, films = levels, each, MEMORY + 1
+    def __init__(self, levels: int, each: int, films: int = MEMORY + 1) -> None:
+        """levels: placeholders of an instance. each: tokens of a film, with its end token. films: of a row."""
+        self._levels, self._each = levels, each
         self._length = films * each
         # [instances]: where each one's film begins
         self._begins = begins = torch.arange(1, films) * each
@@ -123,6 +123,15 @@ class Rows:
 
     def losses(self, model: Any, head: DraftHead, windows: Tensor) -> tuple[Tensor, Tensor]:
         """The head's loss on all instances, and the model's own on the films. windows: [rows, tokens] int64."""
+        states, wanted, logits = self.run(model, head, windows)
+        following = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        return head.loss(states, wanted), following
+
+    def run(self, model: Any, head: DraftHead, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The states of all instances, the films that followed, and the model's logits after each token but the last.
+
+        Returns [instances, levels + 1, d], [instances, levels] and [rows, tokens - 1, vocabulary].
+        """
         count, last = len(windows), self._begins - 1
         placeholders = torch.tensor(head.placeholders).repeat(len(self._begins)).expand(count, -1)
         hidden = model.base_model(
@@ -135,5 +144,4 @@ class Rows:
         at_placeholders = hidden[:, self._length :].unflatten(1, (len(last), self._levels))
         states = torch.cat((films[:, last, None], at_placeholders), 2).flatten(0, 1)
         wanted = windows.unflatten(1, (-1, self._each))[:, 1:, : self._levels].flatten(0, 1)
-        logits = model.lm_head(films[:, :-1]).flatten(0, 1)
-        return head.loss(states, wanted), torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
+        return states, wanted, model.lm_head(films[:, :-1])

@@ -102,11 +102,13 @@ def main(arguments: argparse.Namespace, report: Report) -> None:
         found = [row for job in jobs for row in job.result()]
         for share in SHARES:
             size = round(share * len(load().newest))
-            about: Row = {"catalogue": name, "new items": size}
-            rows.append(about | {"way": "guessing", "recall@1": 1 / size, "recall@10": 10 / size})
+            users, _ = np.array([row[2:] for row in found if row[:2] == [share, "filter"]]).T
+            about: Row = {"catalogue": name, "new items": size, "asked": len(users), "users": len(np.unique(users))}
+            guessed: Row = {"recall@1": 1 / size, "± @1": 0.0, "recall@10": 10 / size, "± @10": 0.0}
+            rows.append(about | {"way": "guessing"} | guessed)
             for way in dict.fromkeys(row[1] for row in found):
-                users, places = np.array([row[2:] for row in found if row[:2] == [share, way]]).T
-                row: Row = about | {"way": way, "asked": len(places), "users": len(np.unique(users))}
+                row: Row = about | {"way": way}
+                places = np.array([row[3] for row in found if row[:2] == [share, way]])
                 for most in (1, 10):
                     hits = places < most
                     error = np.linalg.norm(np.bincount(users, hits - hits.mean())) / len(hits)

@@ -174,22 +174,19 @@ def measured(places: NDArray[Any], beam: NDArray[Any]) -> Row:
     return row | {"±": float(1.96 * (best - hits).std() / len(hits) ** 0.5), "p": float(ttest_rel(best, hits).pvalue)}
 
 
-def main(arguments: argparse.Namespace, report: Report) -> None:
-    add("nezha", list(small.CATALOGUES), arguments, report)
-
-
-def gap(arguments: argparse.Namespace, report: Report) -> None:
-    add("nezha gap", ["films"], arguments, report)
-
-
-def add(part: str, names: Sequence[str], arguments: argparse.Namespace, report: Report) -> None:
+def main(arguments: argparse.Namespace, report: Report, part: str = "nezha") -> None:
     users, steps, seeds = (10, 3, SEEDS[:1]) if arguments.quick else (USERS, STEPS, SEEDS)
-    rows: list[Row] = []
+    names = [name for name in small.CATALOGUES if name == "films" or part == "nezha"]
     with ThreadPoolExecutor(2) as pool:
-        jobs = {n: [pool.submit(isolated, ranks, part, n, users, steps, i) for i in seeds] for n in names}
+        jobs = {n: [pool.submit(isolated, ranks, part, n, users, steps, seed) for seed in seeds] for n in names}
+    rows: list[Row] = []
     for catalogue, seeded in jobs.items():
         found = [job.result() for job in seeded]
         for way in found[0]:
             places, beam = np.array([one[way] for one in found], float).swapaxes(0, 1)
             rows.append({"catalogue": catalogue, "way": way} | measured(places, beam))
     report.add(part, rows)
+
+
+def gap(arguments: argparse.Namespace, report: Report) -> None:
+    main(arguments, report, "nezha gap")

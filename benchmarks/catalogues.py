@@ -27,7 +27,7 @@ HOUSEHOLDS = 40  # that must have bought a product for it to be an item
 MEMORY = 19  # items that a model looks back on: every user of the films has rated 20
 LEVELS, CODES = 3, 64  # of semantic IDs; the token of code c at level l is CODES * l + c
 VOCABULARY = LEVELS * CODES
-SIZE = 64  # of the models
+SIZE, BATCH = 64, 48  # of the models
 Items = list[tuple[int, ...]]
 
 
@@ -116,14 +116,6 @@ def semantic_ids(contents: NDArray[np.float32], seed: int) -> NDArray[np.int64]:
     return np.array(list(rows), np.int64)
 
 
-def fresh_model(seed: int, vocabulary: int = VOCABULARY) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    words = {"hidden_size": SIZE, "intermediate_size": 3 * SIZE, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **words))
-
-
 def windows(histories: Sequence[Sequence[int]], steps: int, batch: int, seed: int) -> Iterator[Tensor]:
     """Of each step, [batch, MEMORY + 1] items that follow each other."""
     chance, long_enough = random.Random(seed), [taken for taken in histories if len(taken) > MEMORY]
@@ -146,6 +138,25 @@ def learn(
         loss_of(items).backward()
         optimizer.step()
         schedule.step()
+
+
+def trained(
+    histories: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, vocabulary: int = VOCABULARY
+) -> Any:
+    """A small model that has learnt which ID comes next."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    words = {"hidden_size": SIZE, "intermediate_size": 3 * SIZE, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **words))
+
+    def loss(items: Tensor) -> Tensor:
+        tokens = codes[items].flatten(1)
+        found: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return found
+
+    learn(windows(histories, steps, BATCH, seed), steps, loss, (model, 3e-3))
+    return model
 
 
 @torch.no_grad()

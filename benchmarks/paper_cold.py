@@ -23,26 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from runner import Report, Row, isolated
-from torch import Tensor
 
 import itemset
 
 SHARES, FOLDS = (0.02, 0.05), 3
 USERS, EVENTS = 250, 3  # of a fold that are asked for at most, and of each of them
-STEPS, BATCH = 600, 48
+STEPS = 600
 WIDTH = 64  # of lists over all items
-
-
-def train(histories: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int) -> Any:
-    model = small.fresh_model(seed)
-
-    def loss(items: Tensor) -> Tensor:
-        tokens = codes[items].flatten(1)
-        found: Tensor = model(input_ids=tokens, labels=tokens).loss
-        return found
-
-    small.learn(small.windows(histories, steps, BATCH, seed), steps, loss, (model, 3e-3))
-    return model.eval()
 
 
 def asked(histories: dict[int, list[int]], new: set[int], old: set[int]) -> list[tuple[int, list[int], int]]:
@@ -71,7 +58,7 @@ def fold(name: str, seed: int, steps: int) -> list[list[Any]]:
     old = set(catalogue.newest[round(max(SHARES) * len(codes)) :])
     others = [taken for user, taken in enumerate(catalogue.histories) if user % FOLDS != seed]
     warm = [[item for item in taken if item in old] for taken in others]
-    plain, known = (train(taken, tokens, seed, steps) for taken in (warm, others))
+    plain, known = (small.trained(taken, tokens, seed, steps).eval() for taken in (warm, others))
     tested = {user: taken for user, taken in enumerate(catalogue.histories) if user % FOLDS == seed}
     rows: list[list[Any]] = []
     for share in SHARES:

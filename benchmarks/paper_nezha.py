@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from itertools import product
 from typing import Any
@@ -35,7 +36,7 @@ from itemset.masking.arena import Arena, room_for
 from itemset.ranking.draft_head import DraftHead
 
 SEEDS, WIDTH, USERS = (0, 1, 2), 64, 1_000
-STEPS, BATCH = 300, 32
+BEFORE, STEPS, BATCH = 1_200, 250, 32  # steps without a head and with it
 ALL = small.VOCABULARY + 2 * small.LEVELS  # tokens: codes, and placeholders
 
 
@@ -91,7 +92,8 @@ KINDS: dict[str, type[DraftHead]] = {"no state": NoState, "no placeholders": NoP
 KINDS |= {"MTP": Parallel, "a layer of four times the width": Wide, "twice the placeholders": Paused}
 GAP = ("a layer of four times the width", "twice the placeholders", "twice the steps", "three times the head's loss")
 GAP += ("taught by the model's own logits",)
-PARTS = {"nezha": ("NEZHA", "no state", "no placeholders", "sum", "MTP"), "nezha gap": ("NEZHA", *GAP)}
+ABLATIONS = ("NEZHA", "no state", "no placeholders", "sum", "MTP")
+KINDS_OF = {"nezha": ABLATIONS, "nezha groceries": ABLATIONS, "nezha gap": GAP}
 
 
 def taught_loss(head: DraftHead, states: Tensor, wanted: Tensor, logits: Tensor) -> Tensor:
@@ -106,11 +108,17 @@ def taught_loss(head: DraftHead, states: Tensor, wanted: Tensor, logits: Tensor)
     return total
 
 
-def train(seen: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, name: str) -> tuple[Any, DraftHead]:
-    """A model and a head that have learnt together, as a row's name says."""
-    model, first = small.fresh_model(seed, ALL), small.VOCABULARY
+def train(
+    model: Any, seen: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, name: str
+) -> tuple[Any, DraftHead]:
+    """A trained model and a head that go on together, as a row's name says."""
+    model, first = deepcopy(model), small.VOCABULARY
+    torch.manual_seed(seed)
     places = range(first, first + small.LEVELS)
     head = KINDS.get(name, DraftHead)(list(codes.T), places, hidden_size=small.SIZE, vocab_size=ALL)
+    with torch.no_grad():  # as in the example: its logits begin as the model's own
+        for level, row in enumerate(head.codes):
+            head.logits[level].weight.copy_(model.get_input_embeddings().weight[row] / 2)
     rows = Rows(len(head.placeholders), small.LEVELS, small.MEMORY + 1)
     steps *= 2 if name == "twice the steps" else 1
     weight = 3 if name == "three times the head's loss" else 1
@@ -121,14 +129,14 @@ def train(seen: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, n
         drafts = taught_loss(head, states, wanted, logits) if "taught" in name else head.loss(states, wanted)
         return weight * drafts + small.LEVELS * cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    small.learn(small.windows(seen, steps, BATCH, seed), steps, loss, (model, 3e-3), (head, 1e-2))
+    small.learn(small.windows(seen, steps, BATCH, seed), steps, loss, (model, 1e-3), (head, 1e-2))
     return model.eval(), head.eval()
 
 
 def ranks(part: str, catalogue: str, users: int, steps: int, seed: int) -> dict[str, list[list[float]]]:
     """Of each way to a list, and of the beam beside it: the place of the item that each user took last, infinite if it
     is not among ten."""
-    torch.set_num_threads(1)  # two of these run at a time
+    torch.set_num_threads(1)  # several of these run at a time
     histories, contents, _ = small.CATALOGUES[catalogue]()
     codes = small.semantic_ids(contents, seed)
     tokens, items = torch.from_numpy(codes), itemset.build(codes)
@@ -136,9 +144,10 @@ def ranks(part: str, catalogue: str, users: int, steps: int, seed: int) -> dict[
     asked = histories[:: -(-len(histories) // users)]
     prompts = tokens[torch.tensor([taken[-1 - small.MEMORY : -1] for taken in asked])].flatten(1)
     wanted = [tuple(codes[taken[-1]].tolist()) for taken in asked]
-    result = {}
-    for name in PARTS[part]:
-        model, head = train([taken[:-1] for taken in histories], tokens, seed, steps, name)
+    seen, result = [taken[:-1] for taken in histories], {}
+    begun = small.trained(seen, tokens, seed, steps * BEFORE // STEPS, ALL)
+    for name in KINDS_OF[part]:
+        model, head = train(begun, seen, tokens, seed, steps, name)
         lists = {name: drafted(model, head, items, prompts)}
         if name == "NEZHA":
             lists["no check"] = drafted(model, head, itemset.build(list(product(*map(np.unique, codes.T)))), prompts)
@@ -176,17 +185,15 @@ def measured(places: NDArray[Any], beam: NDArray[Any]) -> Row:
 
 def main(arguments: argparse.Namespace, report: Report, part: str = "nezha") -> None:
     users, steps, seeds = (10, 3, SEEDS[:1]) if arguments.quick else (USERS, STEPS, SEEDS)
-    names = [name for name in small.CATALOGUES if name == "films" or part == "nezha"]
-    with ThreadPoolExecutor(2) as pool:
-        jobs = {n: [pool.submit(isolated, ranks, part, n, users, steps, seed) for seed in seeds] for n in names}
-    rows: list[Row] = []
-    for catalogue, seeded in jobs.items():
-        found = [job.result() for job in seeded]
-        for way in found[0]:
-            places, beam = np.array([one[way] for one in found], float).swapaxes(0, 1)
-            rows.append({"catalogue": catalogue, "way": way} | measured(places, beam))
+    catalogue = "groceries" if "groceries" in part else "films"
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(isolated, ranks, part, catalogue, users, steps, seed) for seed in seeds]
+    rows, found = list[Row](), [job.result() for job in jobs]
+    for way in found[0]:
+        places, beam = np.array([one[way] for one in found], float).swapaxes(0, 1)
+        rows.append({"way": way} | measured(places, beam))
     report.add(part, rows)
 
 
-def gap(arguments: argparse.Namespace, report: Report) -> None:
-    main(arguments, report, "nezha gap")
+gap = partial(main, part="nezha gap")
+groceries = partial(main, part="nezha groceries")

@@ -12,7 +12,7 @@ import importlib
 from runner import Report, parser
 
 PARTS = {"static": "paper_static", "cold": "paper_cold", "nezha": "paper_nezha", "gap": "paper_nezha:gap"}
-PARTS |= {"tensorrt": "paper_tensorrt", "disc": "paper_disc"}
+PARTS |= {"groceries": "paper_nezha:groceries", "tensorrt": "paper_tensorrt", "disc": "paper_disc"}
 
 
 def main() -> None:

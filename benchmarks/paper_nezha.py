@@ -1,30 +1,43 @@
-"""NEZHA's tables 3 and 4 (its section 4.3): the head beside its model's beam, and heads that lack a part.
+"""NEZHA's tables 3 and 4 (its section 4.3): the head beside its model's beam, heads that lack a part, and what closes
+the gap.
 
 python benchmarks/papers.py nezha --json docs/benchmarks/papers.json
 
-The films, the model and the training of examples/nezha.py, several seeds; each head is trained with a model of its
-own. "no state" is the paper's NEZHA-1, "no placeholders" NEZHA-2, "sum" NEZHA-3 (a transition that adds), "no check"
-NEZHA-4; "MTP" are heads that see the last hidden state alone. Hits and NDCG of lists by 64 beams, all users; "±" is
-1.96 standard errors over users and seeds, "below the beam" the mean difference of hits at 10 from the beam search of
-the same model, user by user.
+Two catalogues, three seeds: each has semantic IDs of its own, and each row a model and a head that learnt together from
+nothing. "no state" is the paper's NEZHA-1, "no placeholders" NEZHA-2, "sum" NEZHA-3 (a transition that adds), "no
+check" NEZHA-4; "MTP" are heads that see the last hidden state alone. Hits and NDCG of lists by 64 beams; "below its
+beam" is the mean difference of hits at 10 from the beam search of the same model, "±" 1.96 standard errors of it over
+users (each the mean of the seeds), "p" a paired t-test's. `papers.py gap` has the heads that are more than the paper's.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any
 
+import catalogues as small
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from runner import Report, Row, isolated
 from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
 
+import itemset
+from itemset.adapters.decode_loop import draft_search
+from itemset.adapters.huggingface import draft_states
+from itemset.masking.arena import Arena, room_for
 from itemset.ranking.draft_head import DraftHead
+from itemset.training.head_trainer import Rows
 
-SEEDS, WIDTH = (0, 1), 64
+SEEDS, WIDTH, USERS = (0, 1, 2), 64, 1_000
+BEFORE, STEPS, BATCH = 1_200, 250, 32  # steps without a head and with it
+ALL = small.VOCABULARY + 2 * small.LEVELS  # tokens: codes, and placeholders
 
 
 class NoState(DraftHead):
@@ -51,69 +64,136 @@ class Parallel(NoPlaceholders):
         return state
 
 
-KINDS: dict[str, type[DraftHead]] = {
-    "NEZHA": DraftHead,
-    "no state": NoState,
-    "no placeholders": NoPlaceholders,
-    "sum": Sum,
-    "MTP": Parallel,
-}
+class Wide(DraftHead):
+    """A layer four times as wide before each level's logits."""
+
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **words)
+        size, layer = self.hidden_size, torch.nn.Linear
+        parts = [(layer(size, 4 * size), torch.nn.GELU(), layer(4 * size, size)) for _ in range(self.levels)]
+        self.wide = torch.nn.ModuleList(torch.nn.Sequential(*part) for part in parts)
+
+    def code_logits(self, level: int, hidden: Tensor, state: Tensor) -> Tensor:
+        return super().code_logits(level, hidden + self.wide[level](hidden + state), state)
 
 
-def ranks(name: str, seed: int, users: int, steps: int) -> dict[str, list[float]]:
-    """Of each way to a list, the place of the film that each user watched next, infinite if it is not among ten."""
-    import nezha_model
-    import retrieval
-    import retrieval_data
-    import retrieval_model
-    from films_data import CACHE, build_index, titles_by_key
-    from nezha import Lists
-    from transformers import AutoTokenizer
+class Paused(DraftHead):
+    """As many placeholders again before its own."""
 
-    import itemset
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **words)
+        self.placeholders = tuple(range(small.VOCABULARY, ALL))
 
-    histories, keys = retrieval_data.histories(), list(titles_by_key())
-    begin, before = retrieval.prepare(CACHE / "retrieval", None)
-    given = itemset.load(before).tokens(keys)
-    with tempfile.TemporaryDirectory() as place:
-        folder, index = Path(place, "model"), Path(place, "films.itemset")
-        seen = [watched[:-1] for watched in histories]
-        encoded = dict(zip(keys, map(list, given), strict=True))
-        teach = partial(nezha_model.train, kind=KINDS[name], seed=seed, steps=steps)
-        teach(seen, encoded, np.array(given), begin, folder)
-        build_index(CACHE / "retrieval" / "films.csv", "semantic_id", folder, index)
-        films, end = itemset.load(index), AutoTokenizer.from_pretrained(folder).eos_token_id
-        lists = Lists(folder, films, KINDS[name])
-        torch.set_num_threads(1)
-        ways: dict[str, Any] = {name: lists.drafted}
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return super().loss(hidden[:, -1 - self.levels :], tokens)
+
+
+KINDS: dict[str, type[DraftHead]] = {"no state": NoState, "no placeholders": NoPlaceholders, "sum": Sum}
+KINDS |= {"MTP": Parallel, "a layer of four times the width": Wide, "twice the placeholders": Paused}
+GAP = ("a layer of four times the width", "twice the placeholders", "twice the steps", "three times the head's loss")
+GAP += ("taught by the model's own logits",)
+ABLATIONS = ("NEZHA", "no state", "no placeholders", "sum", "MTP")
+KINDS_OF = {"nezha": ABLATIONS, "nezha groceries": ABLATIONS, "nezha gap": GAP}
+
+
+def taught_loss(head: DraftHead, states: Tensor, wanted: Tensor, logits: Tensor) -> Tensor:
+    """How far the head is from what the model itself says of each level, after the same tokens. logits: of rows."""
+    places = small.LEVELS * torch.arange(1, small.MEMORY + 1)[:, None] + torch.arange(small.LEVELS) - 1
+    teacher, state, total = logits.detach()[:, places].flatten(0, 1), states[:, 0], states.new_zeros(())
+    for level, codes in enumerate(head.codes):
+        own = head.code_logits(level, states[:, level + 1], state).log_softmax(-1)
+        total = total + kl_div(own, teacher[:, level, codes].log_softmax(-1), log_target=True, reduction="batchmean")
+        if level + 1 < small.LEVELS:
+            state = head.advance(level, state, wanted[:, level].contiguous())
+    return total
+
+
+def train(
+    model: Any, seen: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, name: str
+) -> tuple[Any, DraftHead]:
+    """A trained model and a head that go on together, as a row's name says."""
+    model, first = deepcopy(model), small.VOCABULARY
+    torch.manual_seed(seed)
+    places = range(first, first + small.LEVELS)
+    head = KINDS.get(name, DraftHead)(list(codes.T), places, hidden_size=small.SIZE, vocab_size=ALL)
+    with torch.no_grad():  # as in the example: its logits begin as the model's own
+        for level, row in enumerate(head.codes):
+            head.logits[level].weight.copy_(model.get_input_embeddings().weight[row] / 2)
+    rows = Rows(len(head.placeholders), small.LEVELS, small.MEMORY + 1)
+    steps *= 2 if name == "twice the steps" else 1
+    weight = 3 if name == "three times the head's loss" else 1
+
+    def loss(items: Tensor) -> Tensor:
+        tokens = codes[items].flatten(1)
+        states, wanted, logits = rows.run(model, head, tokens)
+        drafts = taught_loss(head, states, wanted, logits) if "taught" in name else head.loss(states, wanted)
+        return weight * drafts + small.LEVELS * cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    small.learn(small.windows(seen, steps, BATCH, seed), steps, loss, (model, 1e-3), (head, 1e-2))
+    return model.eval(), head.eval()
+
+
+def ranks(part: str, catalogue: str, users: int, steps: int, seed: int) -> dict[str, list[list[float]]]:
+    """Of each way to a list, and of the beam beside it: the place of the item that each user took last, infinite if it
+    is not among ten."""
+    torch.set_num_threads(1)  # several of these run at a time
+    histories, contents, _ = small.CATALOGUES[catalogue]()
+    codes = small.semantic_ids(contents, seed)
+    tokens, items = torch.from_numpy(codes), itemset.build(codes)
+    histories = [taken for taken in histories if len(taken) > small.MEMORY]
+    asked = histories[:: -(-len(histories) // users)]
+    prompts = tokens[torch.tensor([taken[-1 - small.MEMORY : -1] for taken in asked])].flatten(1)
+    wanted = [tuple(codes[taken[-1]].tolist()) for taken in asked]
+    seen, result = [taken[:-1] for taken in histories], {}
+    begun = small.trained(seen, tokens, seed, steps * BEFORE // STEPS, ALL)
+    for name in KINDS_OF[part]:
+        model, head = train(begun, seen, tokens, seed, steps, name)
+        lists = {name: drafted(model, head, items, prompts)}
         if name == "NEZHA":
-            ways |= {"no check": partial(lists.free, hash_set=False), "beam": lists.beam}
-        found: dict[str, list[float]] = {way: [] for way in ways}
-        for watched in histories[:users]:
-            words = retrieval_model.tokens_of(watched[:-1][-retrieval_model.MEMORY :], encoded, end)
-            for way, ask in ways.items():
-                drafts = ask(torch.tensor([words]), WIDTH).drafts[:10]
-                wanted = tuple(encoded[watched[-1]])
-                found[way].append(drafts.index(wanted) if wanted in drafts else float("inf"))
-    return found
+            lists["no check"] = drafted(model, head, itemset.build(list(product(*map(np.unique, codes.T)))), prompts)
+        beam = small.ranked(model, items, prompts, WIDTH)
+        for way, found in {**lists, **({"beam": beam} if name == "NEZHA" else {})}.items():
+            result[way] = [
+                [one.index(item) if item in one else float("inf") for one, item in zip(every, wanted, strict=True)]
+                for every in (found, beam)
+            ]
+    return result
 
 
-def main(arguments: argparse.Namespace, report: Report) -> None:
-    few = arguments.quick
-    users, steps, seeds = (10, 3, SEEDS[:1]) if few else (943, 600, SEEDS)
-    found: dict[str, list[float]] = {}
-    for seed in seeds:
-        for name in KINDS:
-            for way, places in isolated(ranks, name, seed, users, steps).items():
-                found.setdefault(way, []).extend(places)
-    beam, rows = np.array(found["beam"]), list[Row]()
-    for way, places in found.items():
-        at = np.array(places)
-        row: Row = {"way": way}
-        for most in (5, 10):
-            row |= {f"hit@{most}": float((at < most).mean())}
-            row |= {f"NDCG@{most}": float(np.where(at < most, 1 / np.log2(2 + at), 0).mean())}
-        apart = (beam < 10).astype(float) - (at < 10)
-        row |= {"below the beam": float(apart.mean()), "±": float(1.96 * apart.std() / len(apart) ** 0.5)}
-        rows.append(row)
-    report.add("nezha", rows)
+@torch.no_grad()
+def drafted(model: Any, head: DraftHead, item_set: itemset.ItemSet, prompts: Tensor) -> list[small.Items]:
+    arena = Arena(room_for(item_set), "cpu")
+    search = partial(draft_search, arena, arena.acquire(item_set), head, width=WIDTH)
+    found = [search(draft_states(model, head, part)).tokens[:, :10] for part in prompts.split(64)]
+    return [list(map(tuple, rows)) for rows in torch.cat(found).tolist()]
+
+
+def measured(places: NDArray[Any], beam: NDArray[Any]) -> Row:
+    """places, beam: [seeds, users]."""
+    from scipy.stats import ttest_rel
+
+    row: Row = {}
+    for most in (5, 10):
+        row |= {f"hit@{most}": float((places < most).mean())}
+        row |= {f"NDCG@{most}": float(np.where(places < most, 1 / np.log2(2 + places), 0).mean())}
+    hits, best = (places < 10).mean(0), (beam < 10).mean(0)
+    row |= {"its beam's hit@10": float(best.mean()), "below its beam": float((best - hits).mean())}
+    if (best == hits).all():
+        return row
+    return row | {"±": float(1.96 * (best - hits).std() / len(hits) ** 0.5), "p": float(ttest_rel(best, hits).pvalue)}
+
+
+def main(arguments: argparse.Namespace, report: Report, part: str = "nezha") -> None:
+    users, steps, seeds = (10, 3, SEEDS[:1]) if arguments.quick else (USERS, STEPS, SEEDS)
+    catalogue = "groceries" if "groceries" in part else "films"
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(isolated, ranks, part, catalogue, users, steps, seed) for seed in seeds]
+    rows, found = list[Row](), [job.result() for job in jobs]
+    for way in found[0]:
+        places, beam = np.array([one[way] for one in found], float).swapaxes(0, 1)
+        rows.append({"way": way} | measured(places, beam))
+    report.add(part, rows)
+
+
+gap = partial(main, part="nezha gap")
+groceries = partial(main, part="nezha groceries")

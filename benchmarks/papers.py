@@ -11,7 +11,8 @@ import importlib
 
 from runner import Report, parser
 
-PARTS = {part: f"paper_{part}" for part in ("static", "tridecode", "nezha", "tensorrt", "disc")}
+PARTS = {part: f"paper_{part}" for part in ("static", "cold", "tridecode", "nezha", "tensorrt", "disc")}
+PARTS |= {"gap": "paper_nezha:gap", "groceries": "paper_nezha:groceries"}
 
 
 def main() -> None:
@@ -21,7 +22,8 @@ def main() -> None:
     arguments = options.parse_args()
     report = Report(arguments)
     for part in arguments.parts or PARTS:
-        importlib.import_module(PARTS[part]).main(arguments, report)
+        module, _, function = PARTS[part].partition(":")
+        getattr(importlib.import_module(module), function or "main")(arguments, report)
 
 
 if __name__ == "__main__":

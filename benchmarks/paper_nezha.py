@@ -1,13 +1,13 @@
-"""NEZHA's tables 3 and 4 (its section 4.3): the head beside its model's beam, heads that lack a part, and what closes
-the gap.
+"""NEZHA's tables 3 and 4 (its section 4.3): the head beside its model's beam, and heads that lack a part.
 
 python benchmarks/papers.py nezha --json docs/benchmarks/papers.json
 
-Two catalogues, three seeds: each has semantic IDs of its own, and each row a model and a head that learnt together from
-nothing. "no state" is the paper's NEZHA-1, "no placeholders" NEZHA-2, "sum" NEZHA-3 (a transition that adds), "no
-check" NEZHA-4; "MTP" are heads that see the last hidden state alone. Hits and NDCG of lists by 64 beams; "below its
-beam" is the mean difference of hits at 10 from the beam search of the same model, "±" 1.96 standard errors of it over
-users (each the mean of the seeds), "p" a paired t-test's. `papers.py gap` has the heads that are more than the paper's.
+Films, three seeds, each with semantic IDs and a model of its own; each row's head learns with a copy of the model. "no
+state" is the paper's NEZHA-1, "no placeholders" NEZHA-2, "sum" NEZHA-3 (a transition that adds), "no check" NEZHA-4;
+"MTP" are heads that see the last hidden state alone. Hits and NDCG of lists by 64 beams; "below its beam" is the mean
+difference of hits at 10 from the beam search of the same model, "±" 1.96 standard errors of it over users (each the
+mean of the seeds), "p" a paired t-test's. `papers.py groceries` is the same for another catalogue, `papers.py gap` has
+heads that are more than the paper's.
 """
 
 from __future__ import annotations

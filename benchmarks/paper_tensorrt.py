@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle3
+import torch
 from paths import counters
 from runner import Report, Row, environment_of, isolated
 
@@ -37,6 +38,7 @@ def drafters(folder: Path, target: Path, index: Path, steps: int) -> dict[str, s
 
     import itemset
 
+    torch.set_num_threads(1)  # of models this small, more wait for each other
     keys, memory = list(titles_by_key()), retrieval_model.MEMORY
     encoded = dict(zip(keys, itemset.load(index).tokens(keys), strict=True))
     seen = [watched[:-1] for watched in retrieval_data.histories()]

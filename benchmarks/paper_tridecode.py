@@ -26,7 +26,7 @@ MOST, CONTEXT = 1_000, 4_352
 PROMPTS, WIDTHS = (62, 480, 4_096), (3, 15, 64, 256, 1_000)
 LENGTHS = (4, 8, 12, 16)
 COPIES_MOST = 6 << 30  # bytes of a cache that `generate()` holds twice while beams change places
-OWN_MOST = 500_000  # prompt tokens times beams: each beam of vLLM's own search has a list of its prompt
+OWN_MOST = 130_000  # prompt tokens times beams: each beam of vLLM's own search has a list of its prompt
 KV_BYTES = 1_024  # a token of the tiny model
 Cell = list[int]  # prompt tokens, width
 

@@ -23,9 +23,9 @@ import runner
 from runner import END, Engine, Memory, Report, Row, isolated, random_prompts
 
 MOST, CONTEXT = 1_000, 4_352
-PROMPTS, WIDTHS = (62, 480, 4_096), (3, 15, 64, 256, 1_000)
+PROMPTS, WIDTHS = (62, 480, 4_096), (3, 64, 1_000)
 LENGTHS = (4, 8, 12, 16)
-COPIES_MOST = 6 << 30  # bytes of a cache that `generate()` holds twice while beams change places
+COPIES_MOST = 300_000  # prompt tokens times beams: `generate()` copies a prompt's KV for each beam
 OWN_MOST = 130_000  # prompt tokens times beams: each beam of vLLM's own search has a list of its prompt
 KV_BYTES = 1_024  # a token of the tiny model
 Cell = list[int]  # prompt tokens, width
@@ -103,10 +103,11 @@ def by_generate(file: str, model: str, length: int, cells: list[Cell]) -> list[R
     import itemset
     from itemset.adapters.huggingface import ItemSetLogitsProcessor
 
+    torch.set_num_threads(1)
     network = AutoModelForCausalLM.from_pretrained(model).eval()
     item_set, rows = itemset.load(file), list[Row | None]()
     for tokens, width in cells:
-        if tokens * width * KV_BYTES > COPIES_MOST:
+        if tokens * width > COPIES_MOST:
             rows.append(None)
             continue
         processor = ItemSetLogitsProcessor(item_set, prompt_length=tokens, stop_tokens=END)
@@ -144,8 +145,9 @@ def main(arguments: argparse.Namespace, report: Report) -> None:
         ids = runner.saved(runner.random_ids(10**4 if few else 10**6, 4), Path(folder, "ids.itemset"))
         widths, prompts = (WIDTHS[:2], PROMPTS[:1]) if few else (WIDTHS, PROMPTS)
         rows: list[Row] = [{"prompt": tokens, "width": width} for tokens in prompts for width in widths]
-        table(rows, ids, model, 4, ways)
-        report.add(f"tridecode{name}", rows)
+        for way in ways:
+            table(rows, ids, model, 4, [way])
+            report.add(f"tridecode{name}", rows)
         lengths = list[Row]()
         for length in LENGTHS[:1] if few else LENGTHS:
             items = 100 + (np.arange(1 << length)[:, None] >> np.arange(length) & 1)

@@ -224,8 +224,29 @@ def branching(width: int, repeats: int) -> Row:
     return {"children": int(np.diff(item_set.trie.tables.row_offsets[:2])[0])} | in_turns(ways, repeats, of=median)
 
 
+def host_levels(count: int, vocabulary: int, repeats: int) -> Row:
+    """Microseconds of the host path's bitmask of rows at each level."""
+    torch.set_num_threads(1)
+    items = uniform(count, vocabulary)
+    item_set = itemset.build(items)
+    ordered = in_order(torch.from_numpy(items.astype(np.int32)), item_set.trie.tables.token_bits)
+    walks, order = Walks.random(ordered, LENGTH, ROWS).in_step(), list(range(ROWS))
+    bitmask, ways = np.zeros((ROWS, -(-vocabulary // 32)), np.int32), dict[str, Callable[[], Any]]()
+    for level in range(LENGTH):
+        hosts = [HostState(item_set, [STOP]) for _ in range(ROWS)]
+        for host, row in zip(hosts, walks.tokens[level].tolist(), strict=True):
+            assert host.accept(row[:level])
+        states = [host.state for host in hosts]
+        ways[f"level {level}"] = partial(fill_bitmasks, hosts, states, order, bitmask)
+    times = {name: 1e3 * ms for name, ms in in_turns(ways, repeats).items()}
+    ratio = max(times.values()) / min(times.values())
+    return {"items": count, "tokens": vocabulary} | times | {"slowest / cheapest": ratio}
+
+
 def main(arguments: argparse.Namespace, report: Report) -> None:
     few = arguments.quick
+    sets = ((10**4, 256),) if few else ((10**6, 2_048), (10**7, 2_048), (10**6, 32_768))
+    report.add("static host levels", [isolated(host_levels, *one, 3 if few else 60) for one in sets])
     sizes = (10**4,) if few else (10**5, 10**6, 10**7, 2 * 10**7)
     rows = [isolated(cell, count, 2_048, 3 if few else 15, True) for count in sizes]
     report.add("static items", rows, x="items", y="ours", by="tokens")

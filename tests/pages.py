@@ -59,6 +59,11 @@ def requests(port: int) -> list[tuple[str, str]]:
     return [(words[0].partition(at)[2], words[-1]) for words in commands_of("curl") if at in words[0]]
 
 
+def served_by(server: Any) -> set[str]:
+    """The sets that requests get. A new one is listed without a version until it is open everywhere."""
+    return {one["name"] for one in server.get("/v1/item_sets")[1]["data"] if one["version"]}
+
+
 def follow(page: str, folder: Path, model: Path | str, server: Any = None, **given: Any) -> list[str]:
     """Run a page's Python and bash blocks in the folder; return what each of them printed. A block that fails raises.
 
@@ -87,6 +92,6 @@ def follow(page: str, folder: Path, model: Path | str, server: Any = None, **giv
                 published.publish(with_indexes(options, str(model))["item_sets"][name], folder / "sets" / name)
             if server is not None and ("--item-set-dir sets" in code or code.startswith("itemset serve")):
                 there = published.sets_in(folder / "sets")
-                wait_for(lambda: there <= {one["name"] for one in server.get("/v1/item_sets")[1]["data"]})  # noqa: B023
+                wait_for(lambda: there <= served_by(server))  # noqa: B023
     assert printed, f"{page} has no block to run"
     return printed

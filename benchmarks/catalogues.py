@@ -128,7 +128,7 @@ def windows(histories: Sequence[Sequence[int]], steps: int, batch: int, seed: in
 def learn(
     batches: Iterator[Tensor], steps: int, loss_of: Callable[[Tensor], Tensor], *rates: tuple[Any, float]
 ) -> None:
-    """Train modules, each with its learning rate, by the loss of so many batches."""
+    """Train modules, each with its learning rate, by the loss of each batch. steps: how many batches there are."""
     groups = [{"params": module.parameters(), "lr": rate} for module, rate in rates]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
     most = [rate for _, rate in rates]

@@ -157,13 +157,18 @@ def steps_at(
     if "dict" in peers:
         found["dict trie"] = partial(peers["dict"].step, [row[:level] for row in tokens.tolist()])
     if not GPU:
-        hosts = [HostState(item_set, [STOP]) for _ in range(ROWS)]
-        for host, row in zip(hosts, tokens.tolist(), strict=True):
-            assert host.accept(row[:level])
-        states, order = [host.state for host in hosts], list(range(ROWS))
-        bitmask = np.zeros((ROWS, -(-vocabulary // 32)), np.int32)
-        found[HOST] = lambda _: fill_bitmasks(hosts, states, order, bitmask)
+        on_host = bitmask_step(item_set, tokens, level, vocabulary)
+        found[HOST] = lambda _: on_host()
     return found
+
+
+def bitmask_step(item_set: itemset.ItemSet, tokens: Tensor, level: int, vocabulary: int) -> Callable[[], Any]:
+    """What fills the host path's bitmask of rows that have walked `level` of their tokens."""
+    hosts = [HostState(item_set, [STOP]) for _ in range(ROWS)]
+    for host, row in zip(hosts, tokens.tolist(), strict=True):
+        assert host.accept(row[:level])
+    bitmask = np.zeros((ROWS, -(-vocabulary // 32)), np.int32)
+    return partial(fill_bitmasks, hosts, [host.state for host in hosts], list(range(ROWS)), bitmask)
 
 
 def cell(count: int, vocabulary: int, repeats: int, every: bool) -> Row:
@@ -230,14 +235,8 @@ def host_levels(count: int, vocabulary: int, repeats: int) -> Row:
     items = uniform(count, vocabulary)
     item_set = itemset.build(items)
     ordered = in_order(torch.from_numpy(items.astype(np.int32)), item_set.trie.tables.token_bits)
-    walks, order = Walks.random(ordered, LENGTH, ROWS).in_step(), list(range(ROWS))
-    bitmask, ways = np.zeros((ROWS, -(-vocabulary // 32)), np.int32), dict[str, Callable[[], Any]]()
-    for level in range(LENGTH):
-        hosts = [HostState(item_set, [STOP]) for _ in range(ROWS)]
-        for host, row in zip(hosts, walks.tokens[level].tolist(), strict=True):
-            assert host.accept(row[:level])
-        states = [host.state for host in hosts]
-        ways[f"level {level}"] = partial(fill_bitmasks, hosts, states, order, bitmask)
+    tokens = Walks.random(ordered, LENGTH, ROWS).in_step().tokens
+    ways = {f"level {level}": bitmask_step(item_set, tokens[level], level, vocabulary) for level in range(LENGTH)}
     times = {name: 1e3 * ms for name, ms in in_turns(ways, repeats).items()}
     ratio = max(times.values()) / min(times.values())
     return {"items": count, "tokens": vocabulary} | times | {"slowest / cheapest": ratio}

@@ -32,7 +32,6 @@ def drafters(folder: Path, target: Path, index: Path, steps: int) -> dict[str, s
     their folders by vLLM's methods."""
     import retrieval_data
     import retrieval_model
-    from eagle3 import train
     from films_data import titles_by_key
     from transformers import AutoTokenizer
 
@@ -46,7 +45,7 @@ def drafters(folder: Path, target: Path, index: Path, steps: int) -> dict[str, s
     retrieval_model.train(seen, encoded, tokenizer, folder / "draft", size=SIZE, layers=LAYERS)
     windows = [one[i : i + memory] for one in seen for i in range(0, len(one) - memory + 1, memory // 2)]
     tokens = [retrieval_model.tokens_of(window, encoded, tokenizer.eos_token_id) for window in windows]
-    head = train(target, tokens, folder / "eagle3", DRAFTED, steps)
+    head = eagle3.train(target, tokens, folder / "eagle3", DRAFTED, steps)
     return {"draft_model": str(folder / "draft"), "eagle3": head}
 
 

@@ -2,10 +2,10 @@
 
 python benchmarks/papers.py tridecode --json docs/benchmarks/papers.json
 
-10^6 random IDs of 4 tokens, or for the lengths all items of so many bits; the tiny model, 1 KiB of KV a token (float32,
-two layers of two heads of 32). Each way makes a list, and then the one that is measured, of a prompt that no prefix
-cache has seen. KV are the blocks that the engine's scheduler has given away at most, and the entries of beams. The
-rest is how far the process's memory rises, whose KV cache was written before; `generate()` has its KV there.
+10^6 random IDs of 4 tokens, or for the lengths all binary items of that length; the tiny model, 1 KiB of KV a token
+(float32, two layers of two heads of 32). Each way makes a list, and then the one that is measured, of a prompt that no
+prefix cache has seen. KV are the blocks that the engine's scheduler has given away at most, and the entries of beams.
+The rest is how far the process's memory rises, whose KV cache was written before; `generate()` has its KV there.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def in_sglang(file: str, model: str, length: int, cells: list[Cell]) -> list[Row
     """The scheduler is another process: its memory rises by the KV, too, where no list was before."""
     import psutil
 
-    given = {"context_length": CONTEXT, "max_total_tokens": 65_536, "decode_log_interval": 1}
+    given = {"context_length": CONTEXT, "max_total_tokens": 65_536}
     running = Engine("sglang", file, model=model, options={"ranked_list_limit": MOST}, **given)
     (scheduler,) = (one for one in psutil.Process().children(recursive=True) if "scheduler" in " ".join(one.cmdline()))
     rows = []

@@ -93,7 +93,7 @@ class _Drafting:
         free = (self._states & LOCAL == FREE)[:, None]
         result = original(topk_p=torch.where(free, probabilities, probabilities.clamp(min=1e-9) * 0.999))
         if i > 0:
-            chosen = result[3][2]  # [requests, topk] of all nodes: topk * topk a step, behind the first step's topk
+            chosen = result[3][2]  # [requests, topk] places: topk of the first step, then topk * topk a step
             parents = (chosen // chosen.shape[1] - 1) % chosen.shape[1]
             self._states = self._states.view(chosen.shape).gather(1, parents).flatten()
         return result

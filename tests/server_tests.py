@@ -336,10 +336,15 @@ def test_hostile_bodies_end_in_an_error_of_their_own(any_server: HttpServer, dia
     assert complete(any_server, item_set="one")["item"] == {"key": 0}
 
 
-def test_a_server_with_a_bad_set_does_not_start(tiny_model: Path, dialect: Dialect) -> None:
-    """The last line says which, and what to do. What else may be wrong with one, `refusal_tests` try offline."""
-    flags = ("--guided-decoding-backend", "static", "--item-set", "films=missing.itemset")
-    lines = dialect.start(tiny_model, arguments=flags).splitlines()
-    said = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
-    assert lines[-1].startswith(said)
-    assert not [line for line in lines[-20:] if line.startswith("Traceback")]
+def test_a_server_with_a_bad_set_does_not_start(tiny_model: Path, dialect: Dialect, tmp_path: Path) -> None:
+    """Nor with one that does not fit the model; the last line says which, and what to do."""
+    itemset.build([[5, 2112]]).save(tmp_path / "films.itemset")
+    missing = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
+    for path, last in (
+        ("missing.itemset", missing),
+        (tmp_path / "films.itemset", "static-backend: the item set 'films'"),
+    ):
+        flags = ("--guided-decoding-backend", "static", "--item-set", f"films={path}")
+        lines = dialect.start(tiny_model, arguments=flags).splitlines()
+        assert lines[-1].startswith(last)
+        assert not [line for line in lines[-20:] if line.startswith("Traceback")]

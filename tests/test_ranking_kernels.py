@@ -61,12 +61,9 @@ def test_both_agree(small_constants: None, items: list[list[int]], end: int | No
     compared([items], DEVICE, seed=1, vocabulary=VOCABULARY, end_token=end, **size, **options)
 
 
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
-TYPED = [(SEARCHES[0], dtype) for dtype in TYPES] + [(one, TYPES[i % 3]) for i, one in enumerate(SEARCHES) if i]
-
-
-@pytest.mark.parametrize(("options", "dtype"), TYPED, ids=str)
-def test_lists_of_different_sets_and_logits_of_any_type(options: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", SEARCHES, ids=str)
+def test_lists_of_different_sets_and_logits_of_any_type(dtype: torch.dtype, options: dict[str, Any]) -> None:
     end = END if dtype == torch.bfloat16 else None
     sets, options = [*random_sets(3), *WIDE], options | {"width": 6, "k": 5, "end_token": end}
     run = compared(sets, DEVICE, seed=2, vocabulary=VOCABULARY, dtype=dtype, padding=3, **options)

@@ -10,7 +10,7 @@ import pytest
 from live import OPTIONS, Films, Served
 from live_tests import *  # noqa: F403 - its tests, with the server of this module
 from live_tests import bad
-from servers import wait_for
+from servers import start_expecting_failure, wait_for
 
 from itemset import published
 
@@ -116,3 +116,10 @@ def test_two_api_servers(servers, tiny_model, tmp_path):
         version = films.publish()
         assert served.refresh()["version"] == version.name
         wait_for(lambda version=version: {films.check(served.choice()["item"]) for _ in range(8)} == {version.name})
+
+
+def test_a_server_with_a_folder_without_a_set_does_not_start(tiny_model, tmp_path):
+    flags = ("--guided-decoding-backend", "static", "--item-set", f"films={tmp_path}")
+    log = start_expecting_failure("v1", tiny_model, arguments=flags)
+    assert "is no published set" in log
+    assert "Traceback" not in log

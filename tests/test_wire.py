@@ -118,11 +118,11 @@ def test_a_filter_travels_as_a_digest_and_bits(config: StaticConfig) -> None:
 
 
 BRINGS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "values": lambda i: {"item_filter": {"n": {"$in": [*range(i, i + 2_999)]}}},
+    "values": lambda i: {"item_filter": {"n": {"$in": [*range(i, i + 9_999)]}}},
     "text": lambda i: {"item_filter": {"name": {"$ne": f"{i:-<400000}"}}},
-    "excluded": lambda i: {"exclude_keys": [*range(i, i + 3_000)]},
-    "excluded from a filter": lambda i: {"item_filter": {"n": {"$gte": i}}, "exclude_keys": [*range(i, i + 1_500)]},
-    "alone": lambda i: {"only_keys": [*range(i, i + 3_000)]},
+    "excluded": lambda i: {"exclude_keys": [*range(i, i + 10_000)]},
+    "excluded from a filter": lambda i: {"item_filter": {"n": {"$gte": i}}, "exclude_keys": [*range(i, i + 5_000)]},
+    "alone": lambda i: {"only_keys": [*range(i, i + 10_000)]},
 }
 
 
@@ -130,14 +130,14 @@ BRINGS: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("brings", BRINGS.values(), ids=BRINGS)
 def test_all_that_is_kept_of_what_requests_chose_is_counted(brings: Any, tmp_path: Path) -> None:
     """In a front end and in an engine, in bytes: and no more of it is kept than the limit says."""
-    items = [[1 + i // 200, 1 + i % 200] for i in range(6_000)]
-    attributes = {"n": [*range(6_000)], "name": [f"name {i % 7}" for i in range(6_000)]}
-    itemset.build(items, keys=range(6_000), attributes=attributes).save(tmp_path / "films.itemset")
-    limit = 300_000
+    items = [[1 + i // 200, 1 + i % 200] for i in range(20_000)]
+    attributes = {"n": [*range(20_000)], "name": [f"name {i % 7}" for i in range(20_000)]}
+    itemset.build(items, keys=range(20_000), attributes=attributes).save(tmp_path / "films.itemset")
+    limit = 1_000_000
     options = {"item_sets": {"films": str(tmp_path / "films.itemset")}, "inline_set_host_memory": limit}
     config = StaticConfig.of(options)
     front, engine = Process(config), Catalogue(config)
-    engine.receive(front.ref(**brings(2_700)))  # what is loaded and made at the first time
+    engine.receive(front.ref(**brings(9_000)))  # what is loaded and made at the first time
 
     def kept() -> int:
         gc.collect()

@@ -54,8 +54,8 @@ class Source(TypedDict, total=False):
 
 
 def build_external(
-    path: str | os.PathLike[str], *, memory: int | None = None, folder: str | os.PathLike[str] | None = None, progress:
-    Progress = lambda stage, share: None, **source: Unpack[Source],
+    path: str | os.PathLike[str], *, memory: int | None = None, folder: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda stage, share: None, **source: Unpack[Source],
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 

@@ -77,8 +77,8 @@ class Block(NamedTuple):
 
 
 def legal_tokens(
-    ids: Tensor | ArrayLike, item_set: ItemSet | Sequence[ItemSet], *, stop_tokens: int | Sequence[int], starts: Tensor
-    | ArrayLike | None = None, lengths: Tensor | ArrayLike | None = None,
+    ids: Tensor | ArrayLike, item_set: ItemSet | Sequence[ItemSet], *, stop_tokens: int | Sequence[int],
+    starts: Tensor | ArrayLike | None = None, lengths: Tensor | ArrayLike | None = None,
 ) -> LegalTokens:  # fmt: skip
     """Walk each row of `ids` [B, T] through its set: from its start to its stop token, or to its length if it was cut.
 

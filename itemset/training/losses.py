@@ -52,8 +52,8 @@ def legal_log_probs_of_hidden(
 
 
 def legal_cross_entropy(
-    logits: Tensor, ids: Tensor | LegalTokens, item_set: Sets = None, *, mass_weight: float = 0.1, **walked:
-    Unpack[Walked],
+    logits: Tensor, ids: Tensor | LegalTokens, item_set: Sets = None, *, mass_weight: float = 0.1,
+    **walked: Unpack[Walked],
 ) -> Tensor:  # fmt: skip
     """Return the mean over the places with a constraint of -(log q + mass_weight * log m), for supervised training.
 

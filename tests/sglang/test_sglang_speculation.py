@@ -91,7 +91,7 @@ def test_drafts_of_a_model_are_masked(static, speculation, kind):
 
 @pytest.mark.parametrize("overlap", ["0", "1"], ids=["synchronous", "overlapping"])
 def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path, overlap):
-    """Codes of 8 tokens, most of which stand alone behind two of them. Without drafts an item takes 9 steps, of which
+    """Codes of 8 tokens, most of which stand alone after two of them. Without drafts an item takes 9 steps, of which
     the first verifies nothing."""
     codes = np.random.default_rng(0).integers(FIRST, LAST, (5_000, 8))
     itemset.build(codes).save(tmp_path / "codes.itemset")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draft_models import _head_config, _save
+from draft_models import head_config, save
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, scaled_dot_product_attention
 
@@ -89,8 +89,8 @@ def train(target_folder: Path, windows: Sequence[Sequence[int]], folder: Path, d
         loss.backward()
         optimizer.step()
         rate.step()
-    config = _head_config(target_folder)
+    config = head_config(target_folder)
     config.draft_vocab_size, config.num_aux_hidden_states = config.vocab_size, head.layers
     config.eagle_aux_hidden_state_layer_ids, config.tie_word_embeddings = list(range(1, head.layers + 1)), False
-    _save(folder, config, {name: value.contiguous() for name, value in head.state_dict().items()})
+    save(folder, config, {name: value.contiguous() for name, value in head.state_dict().items()})
     return str(folder)

@@ -83,12 +83,14 @@ def fold(name: str, seed: int, steps: int) -> list[list[Any]]:
 
 def main(arguments: argparse.Namespace, report: Report) -> None:
     folds, steps, rows = range(1 if arguments.quick else FOLDS), 3 if arguments.quick else STEPS, list[Row]()
-    for name, load in small.CATALOGUES.items():
-        with ThreadPoolExecutor(2) as pool:
-            jobs = [pool.submit(isolated, fold, name, seed, steps) for seed in folds]
-        found = [row for job in jobs for row in job.result()]
+    # What is fetched and made once is there before several processes want it.
+    newest = {name: load().newest for name, load in small.CATALOGUES.items()}
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {name: [pool.submit(isolated, fold, name, seed, steps) for seed in folds] for name in newest}
+    for name in newest:
+        found = [row for job in jobs[name] for row in job.result()]
         for share in SHARES:
-            size = round(share * len(load().newest))
+            size = round(share * len(newest[name]))
             users, _ = np.array([row[2:] for row in found if row[:2] == [share, "filter"]]).T
             about: Row = {"catalogue": name, "new items": size, "asked": len(users), "users": len(np.unique(users))}
             guessed: Row = {"recall@1": 1 / size, "± @1": 0.0, "recall@10": 10 / size, "± @10": 0.0}

@@ -186,6 +186,7 @@ def measured(places: NDArray[Any], beam: NDArray[Any]) -> Row:
 def main(arguments: argparse.Namespace, report: Report, part: str = "nezha") -> None:
     users, steps, seeds = (10, 3, SEEDS[:1]) if arguments.quick else (USERS, STEPS, SEEDS)
     catalogue = "groceries" if "groceries" in part else "films"
+    small.CATALOGUES[catalogue]()  # what is fetched and made once is there before several processes want it
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(isolated, ranks, part, catalogue, users, steps, seed) for seed in seeds]
     rows, found = list[Row](), [job.result() for job in jobs]

@@ -244,7 +244,7 @@ def host_levels(count: int, vocabulary: int, repeats: int) -> Row:
 
 def main(arguments: argparse.Namespace, report: Report) -> None:
     few = arguments.quick
-    sets = ((10**4, 256),) if few else ((10**6, 2_048), (10**7, 2_048), (10**6, 32_768))
+    sets = ((10**4, 256),) if few else ((10**6, 2_048), (10**7, 2_048), (10**6, 32_768), (10**7, 32_768))
     report.add("static host levels", [isolated(host_levels, *one, 3 if few else 60) for one in sets])
     sizes = (10**4,) if few else (10**5, 10**6, 10**7, 2 * 10**7)
     rows = [isolated(cell, count, 2_048, 3 if few else 15, True) for count in sizes]

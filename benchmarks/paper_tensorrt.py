@@ -5,7 +5,8 @@ python benchmarks/papers.py tensorrt --json docs/benchmarks/papers.json
 The target is the retrieval example's model, the drafter a smaller one that has learnt the same histories, or an EAGLE-3
 head that has learnt the target (eagle3.py); each user asks for one film. "Not masked" is the host path of vLLM's model
 runner V2, where verification alone knows the set. With a quarter of the films in stock no drafter knows which. Tokens a
-step: what a verification yields, of four.
+step: what a verification yields, of four. "Held": in how many of a hundred steps of a JSON answer with titles in it a
+device could do without the host's grammar.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import eagle3
+import inside
 import torch
 from paths import counters
 from runner import Report, Row, environment_of, isolated
@@ -24,6 +27,7 @@ from runner import Report, Row, environment_of, isolated
 DRAFTED, SIZE, LAYERS = 3, 32, 1
 ANSWERS, SAMPLED = 300, (0.0, 1.0)
 NAMES = {"draft_model": "a small model", "eagle3": "EAGLE-3"}
+AHEAD, HELD_SIZES = (0, 1, 3), (10**3, 10**5)  # drafts, and titles
 PATHS = {"masked": "device", "not masked": "host"}
 
 
@@ -93,16 +97,51 @@ def prepared(folder: str, steps: int) -> list[Any]:
     return [str(target), str(index), drafters(Path(folder), target, index, steps)]
 
 
+def held(count: int, samples: int) -> list[Row]:
+    """How often a device could mask an answer's next step without its grammar, which xgrammar has on the host: where
+    every token that it may sample, after those of the step before that nobody has read, stands inside one item."""
+    import xgrammar
+    from films_data import model_dir
+
+    from itemset.embedded.holes import Vocabulary
+    from itemset.text import load_tokenizer
+
+    tokenizer, titles = load_tokenizer(str(model_dir())), inside.titles(count)
+    static = inside.Static(Vocabulary(xgrammar.TokenizerInfo.from_huggingface(tokenizer)), tokenizer, titles)
+    left: dict[tuple[int, ...], int] = {}  # tokens after a prefix, at least
+    for item in map(tuple, static.films.tokens(range(count))):
+        for at in range(len(item) + 1):
+            left[item[:at]] = min(left.get(item[:at], len(item)), len(item) - at)
+    rows = []
+    for shape in inside.SHAPES:
+        row, tokens, begin = {"titles": count, "shape": shape}, 0, static.compile(shape)
+        reach = dict.fromkeys(AHEAD, 0)
+        for answer in inside.answers(shape, samples, titles, tokenizer):
+            grammar = begin()
+            for token in answer:
+                tokens += 1
+                certain = min(left[tuple(one.path)] if one.hole >= 0 else 0 for one in grammar._history[-1])
+                for drafts in AHEAD:
+                    # The last one may be a token that closes the item, too, for the grammar to judge.
+                    reach[drafts] += certain > 2 * (drafts + 1)
+                grammar.accept(token)
+        rows.append(row | {f"{drafts} drafts": 100 * reach[drafts] / tokens for drafts in AHEAD})
+    return rows
+
+
 def main(arguments: argparse.Namespace, report: Report) -> None:
     few, env, rows = arguments.quick, environment_of("vllm-v2"), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         target, index, made = isolated(prepared, folder, 20 if few else eagle3.STEPS)
         for method, draft in made.items():
             given = target, index, method, draft, 8 if few else ANSWERS
-            ways = {name: isolated(measure, path, *given, env=env) for name, path in PATHS.items()}
+            with ThreadPoolExecutor(2) as pool:
+                jobs = {name: pool.submit(isolated, measure, path, *given, env=env) for name, path in PATHS.items()}
+            ways = {name: job.result() for name, job in jobs.items()}
             for masked, not_masked in zip(*ways.values(), strict=True):
                 common = {name: masked[name] for name in ("drafter", "films in stock", "temperature")}
                 for name, row in zip(ways, (masked, not_masked), strict=True):
                     common |= {f"{name}: {column}": row[column] for column in ("tokens a step", "accepted")}
                 rows.append(common)
     report.add("tensorrt", rows)
+    report.add("tensorrt held", [row for size in HELD_SIZES for row in isolated(held, size, 10 if few else ANSWERS)])

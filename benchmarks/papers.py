@@ -8,8 +8,9 @@ Without a name all parts run. --quick takes the smallest sizes, to see that a pa
 from __future__ import annotations
 
 import importlib
+import time
 
-from runner import Report, parser
+from runner import Report, Row, parser
 
 PARTS = {part: f"paper_{part}" for part in ("static", "cold", "tridecode", "nezha", "tensorrt", "disc")}
 PARTS |= {"gap": "paper_nezha:gap", "groceries": "paper_nezha:groceries"}
@@ -20,10 +21,15 @@ def main() -> None:
     options.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     options.add_argument("--quick", action="store_true")
     arguments = options.parse_args()
-    report = Report(arguments)
+    report, took = Report(arguments), list[Row]()
     for part in arguments.parts or PARTS:
         module, _, function = PARTS[part].partition(":")
+        start = time.monotonic()
         getattr(importlib.import_module(module), function or "main")(arguments, report)
+        took.append({"part": part, "minutes": (time.monotonic() - start) / 60})
+        print(f"{part}: {took[-1]['minutes']:.1f} minutes", flush=True)
+    if not arguments.parts:
+        report.add("minutes", [*took, {"part": "all", "minutes": sum(row["minutes"] for row in took)}])
 
 
 if __name__ == "__main__":

@@ -280,12 +280,12 @@ def server(engine: str, sets: Mapping[str, Any], *, options: Mapping[str, Any] |
     if engine == "sglang":
         import sglang_servers
 
-        arguments = sglang_servers._flags(model, port, {"grammar_backend": "static", **flags})
-        env = sglang_servers._HEALTH | {"SGLANG_STATIC": json.dumps(given), "TESTS_SGLANG_REPORTS": "0"}
+        arguments = sglang_servers.flags_of(model, port, {"grammar_backend": "static", **flags})
+        env = sglang_servers.HEALTH | {"SGLANG_STATIC": json.dumps(given), "TESTS_SGLANG_REPORTS": "0"}
         env, module = sglang_servers.environment() | env, "sglang.launch_server"
     else:
         configs: Row = {"structured_outputs_config": {"backend": "static", "disable_any_whitespace": True}}
-        arguments = servers._flags(model, port, (), configs | {"additional_config": given, **flags})
+        arguments = servers.flags_of(model, port, (), configs | {"additional_config": given, **flags})
         env, module = servers.environment(engine.partition("-")[2]), "vllm.entrypoints.openai.api_server"
     command = [sys.executable, "-m", module, *arguments]
     return contextlib.closing(servers.HttpServer(servers.ServerProcess(command, port, env), 600))

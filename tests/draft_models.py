@@ -38,11 +38,11 @@ def cached_tiny_mimo(vocab_size: int = 2112) -> Path:
 
 
 def _write_eagle(target: Path, directory: Path) -> None:
-    config = _head_config(target)
+    config = head_config(target)
     hidden = config.hidden_size
     shapes = _layer("layers.0", config) | {"fc.weight": (hidden, 2 * hidden)}
     del shapes["layers.0.input_layernorm.weight"]  # vLLM leaves it out of an EAGLE head
-    _save(directory, config, _random(shapes))
+    save(directory, config, _random(shapes))
 
 
 def _write_eagle3(target: Path, draft_vocab_size: int, directory: Path) -> None:
@@ -50,7 +50,7 @@ def _write_eagle3(target: Path, draft_vocab_size: int, directory: Path) -> None:
 
     # vLLM's default for the layers that the head reads, up to the third from the end, is meant for deeper targets.
     read = [1, 2]
-    config = _head_config(target)
+    config = head_config(target)
     config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = draft_vocab_size, read
     config.num_aux_hidden_states = len(read)
     hidden = config.hidden_size
@@ -61,7 +61,7 @@ def _write_eagle3(target: Path, draft_vocab_size: int, directory: Path) -> None:
         "lm_head.weight": (draft_vocab_size, hidden),
     }
     # What to add to a draft token for the target's.
-    _save(directory, config, _random(shapes) | {"d2t": torch.arange(draft_vocab_size)})
+    save(directory, config, _random(shapes) | {"d2t": torch.arange(draft_vocab_size)})
 
 
 def _write_mimo(vocab_size: int, directory: Path) -> None:
@@ -91,11 +91,11 @@ def _write_mimo(vocab_size: int, directory: Path) -> None:
         shapes |= {f"{layer}.self_attn.{name}_proj.bias": (width,) for name, width in _attention(config).items()}
     shapes |= {f"{mtp}.{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
     shapes |= {f"{mtp}.input_proj.weight": (hidden, 2 * hidden), "model.norm.weight": (hidden,)}
-    _save(directory, config, _random(shapes))
+    save(directory, config, _random(shapes))
     tokenizer.save_pretrained(directory)
 
 
-def _head_config(target: Path) -> PretrainedConfig:
+def head_config(target: Path) -> PretrainedConfig:
     from transformers import LlamaConfig
 
     return LlamaConfig.from_pretrained(target, num_hidden_layers=1)
@@ -138,7 +138,7 @@ def _random(shapes: Shapes) -> Weights:
     return weights
 
 
-def _save(directory: Path, config: PretrainedConfig, weights: Weights) -> None:
+def save(directory: Path, config: PretrainedConfig, weights: Weights) -> None:
     from safetensors.torch import save_file
 
     config.save_pretrained(directory)

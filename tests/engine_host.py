@@ -110,8 +110,11 @@ def _portable(error: Exception) -> Exception:
 if __name__ == "__main__":
     import spares
     from vllm import LLM
+    from vllm.model_executor.models import registry
     from vllm.v1.worker import cpu_worker  # noqa: F401  with the models and their layers
 
+    # vLLM looks at each kind of model in an interpreter of its own, so that CUDA stays untouched: ten seconds each.
+    registry._run_in_subprocess = lambda look: look()
     load_compiled()
     module = "vllm.entrypoints.openai.api_server"
     host(socket.socket(fileno=int(sys.argv[1])), partial(spares.serve, count=SPARES, module=module, make_engine=LLM))

@@ -36,6 +36,8 @@ class Pool(Generic[Process]):
         if process is None or not process.alive:
             if process is not None:
                 process.close()
+            for ended in [key for key, one in self._running.items() if not one.alive]:
+                self._running.pop(ended).close()
             while len(self._running) >= self.keep:
                 self._running.popitem(last=False)[1].close()
             process = self.make(*args, **kwargs)

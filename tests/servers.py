@@ -132,7 +132,7 @@ class Server(HttpServer):
         **options: Any,
     ) -> None:
         port = free_port()
-        given = _flags(model, port, arguments, options)
+        given = flags_of(model, port, arguments, options)
         super().__init__(ForkedServer(host(runner), f"the {runner} server", port, given, env or {}, timeout), timeout)
 
 
@@ -147,7 +147,7 @@ def start_expecting_failure(
 ) -> str:
     """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(model, port, arguments, options)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(model, port, arguments, options)]
     return log_of_failure(ServerProcess(command, port, environment(runner) | (env or {})), timeout)
 
 
@@ -186,7 +186,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def _flags(model: Path | str, port: int, arguments: tuple[str, ...], options: dict[str, Any]) -> list[str]:
+def flags_of(model: Path | str, port: int, arguments: tuple[str, ...], options: dict[str, Any]) -> list[str]:
     own = {"model": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
     return [*flags(own | FAST | options), *arguments]
 

@@ -113,9 +113,17 @@ def test_lists_of_several_steps_are_those_of_one(engine, names, fixed):
     assert len(at_once) < len(rows)
     assert [*chain(*rows)] == [*chain(*at_once)]
     for table, other in zip(tables, others, strict=True):
-        np.testing.assert_array_equal(table, other)
+        assert_same_up_to_rounding(table, other)
         assert ListResult.of_table(table).reason is None
     assert not any(remaining)
+
+
+def assert_same_up_to_rounding(table: Any, other: Any) -> None:
+    """The same tokens in the same order. Some CPUs' matrix products round a row by its place among the others, which
+    several steps change: scores may differ in the last bit of a logit."""
+    scores, others = (np.asarray(one)[:, 0] for one in (table, other))
+    np.testing.assert_array_equal(np.asarray(table)[:, 1:], np.asarray(other)[:, 1:])
+    np.testing.assert_allclose(scores, others, rtol=1e-7)
 
 
 def tokens_between(llm: Any) -> list[int]:

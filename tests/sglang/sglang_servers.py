@@ -33,10 +33,8 @@ class Server(HttpServer):
         **options: Any,
     ) -> None:
         port = free_port()
-        given = [*_flags(model, port, options), *arguments]
-        super().__init__(
-            ForkedServer(host(), "the SGLang server", port, given, _HEALTH | (env or {}), timeout), timeout
-        )
+        given = [*flags_of(model, port, options), *arguments]
+        super().__init__(ForkedServer(host(), "the SGLang server", port, given, HEALTH | (env or {}), timeout), timeout)
 
 
 def start_expecting_failure(
@@ -49,14 +47,14 @@ def start_expecting_failure(
 ) -> str:
     """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
     port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", *_flags(model, port, options), *arguments]
-    return log_of_failure(ServerProcess(command, port, environment() | _HEALTH | (env or {})), timeout)
+    command = [sys.executable, "-m", "sglang.launch_server", *flags_of(model, port, options), *arguments]
+    return log_of_failure(ServerProcess(command, port, environment() | HEALTH | (env or {})), timeout)
 
 
 # Else every look at the server's health generates a token, and takes a second.
-_HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
-def _flags(model: Path | str, port: int, options: dict[str, Any]) -> list[str]:
+def flags_of(model: Path | str, port: int, options: dict[str, Any]) -> list[str]:
     own = {"model_path": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
     return flags({name: value for name, value in (own | FAST | options).items() if value is not False})

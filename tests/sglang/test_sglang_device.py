@@ -27,6 +27,29 @@ def test_no_sampling_waits_for_the_host(static, named_sets):
     assert delays["host"] > 5
 
 
+def test_the_log_names_the_path_and_its_reason(static):
+    assert "static, host path: as configured. Item sets: " in static("host").log()
+    device = "static, device path, masks inside the sampler. Item sets: fixed (300 items)"
+    assert device in static("auto", inline_set_memory=0).log()
+
+
+def test_a_set_without_room_takes_the_host_path(static, named_sets):
+    engine = static("auto", inline_set_memory=0)
+    params = [*map(named, named_sets), inline(CITIES)] * 3
+    outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
+    check_items(named_sets, [*named_sets, None] * 3, outputs)
+    assert "An item set takes the host path: the arena is full" in engine.log()
+
+
+def check_items(named_sets, names, outputs):
+    """Each answer is of its set, or without a name one of the cities."""
+    for name, output in zip(names, outputs, strict=True):
+        if name is None:
+            assert output["text"] in CITIES
+        else:
+            assert answer(output) in named_sets[name].items
+
+
 def test_a_neighbour_with_a_grammar_delays_and_changes_nothing(static, named_sets):
     engine = static("device")
     params = [named(name, temperature=0) for name in named_sets]
@@ -40,16 +63,28 @@ def test_a_neighbour_with_a_grammar_delays_and_changes_nothing(static, named_set
     assert len(outputs[-1]["text"]) == 12
 
 
-def test_a_set_without_room_takes_the_host_path(engines, tiny_model, files, named_sets):
-    engine = engines(tiny_model, grammar_backend="static", **files, inline_set_memory=0)
-    params = [*map(named, named_sets), inline(CITIES)] * 3
-    outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
-    for name, output in zip([*named_sets, None] * 3, outputs, strict=True):
-        if name is None:
-            assert output["text"] in CITIES
-        else:
-            assert answer(output) in named_sets[name].items
-    assert "An item set takes the host path: the arena is full" in engine.log()
+def test_an_aborted_request_leaves_the_others_alone(static, named_sets):
+    engine = static("device")
+    outputs = engine.call(_abort_some, [named("large", ignore_eos=True, max_new_tokens=200)] * 3, named("fixed"))
+    assert [output["meta_info"]["finish_reason"]["type"] for output in outputs[:3]] == ["abort"] * 3
+    assert {answer(output) for output in outputs[3:]} <= named_sets["fixed"].items
+
+
+def _abort_some(engine, long, short) -> list[dict]:
+    """Three long requests are ended, once each has said something, while three short ones come and go."""
+
+    async def begun(params: dict) -> dict:
+        async for part in await engine.async_generate(input_ids=[5, 6, 7], sampling_params=params, stream=True):
+            engine.tokenizer_manager.abort_request(rid=part["meta_info"]["id"])
+        return part
+
+    async def whole(params: dict) -> dict:
+        return await engine.async_generate(input_ids=[5, 6, 7], sampling_params=params)
+
+    async def each() -> list[dict]:
+        return await asyncio.gather(*map(begun, long), *map(whole, [short] * 3))
+
+    return engine.loop.run_until_complete(each())
 
 
 def test_inline_sets_take_turns_in_the_room_there_is(engines, tiny_model):
@@ -94,30 +129,6 @@ def test_the_set_begins_behind_the_reasoning(static, named_sets, path, parser):
     assert {answer(output) for output in outputs} <= named_sets["fixed"].items
 
 
-def test_an_aborted_request_leaves_the_others_alone(static, named_sets):
-    engine = static("device")
-    outputs = engine.call(_abort_some, [named("large", ignore_eos=True, max_new_tokens=200)] * 3, named("fixed"))
-    assert [output["meta_info"]["finish_reason"]["type"] for output in outputs[:3]] == ["abort"] * 3
-    assert {answer(output) for output in outputs[3:]} <= named_sets["fixed"].items
-
-
-def _abort_some(engine, long, short) -> list[dict]:
-    """Three long requests are ended, once each has said something, while three short ones come and go."""
-
-    async def begun(params: dict) -> dict:
-        async for part in await engine.async_generate(input_ids=[5, 6, 7], sampling_params=params, stream=True):
-            engine.tokenizer_manager.abort_request(rid=part["meta_info"]["id"])
-        return part
-
-    async def whole(params: dict) -> dict:
-        return await engine.async_generate(input_ids=[5, 6, 7], sampling_params=params)
-
-    async def each() -> list[dict]:
-        return await asyncio.gather(*map(begun, long), *map(whole, [short] * 3))
-
-    return engine.loop.run_until_complete(each())
-
-
 def test_slots_are_used_again_by_requests_with_and_without_sets(static, named_sets):
     engine = static("device", max_running_requests=4, item_set_kernels="triton")
     kinds = list(itertools.islice(itertools.cycle([*named_sets, None, None]), 60))
@@ -154,22 +165,3 @@ def test_free_requests_go_on_when_the_last_set_has_ended(static, named_sets):
     assert [output["output_ids"] for output in mixed[2:]] == [output["output_ids"] for output in alone]
     assert answer(mixed[0]) in named_sets["labels"].items
     assert answer(mixed[1]) in named_sets["one"].items
-
-
-def test_the_log_names_the_path_and_its_reason(static):
-    assert "static, device path, masks inside the sampler. Item sets: fixed (300 items)" in static("auto").log()
-    assert "static, host path: as configured. Item sets: " in static("host").log()
-
-
-def test_two_ranks_sample_the_same(engines, tiny_model, files, named_sets):
-    """Tensor parallelism: every rank has an arena and samples all rows; SGLang lets them agree on the tokens."""
-    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    engine = engines(tiny_model, grammar_backend="static", **files, tp_size=2, env=cores)
-    params = [*map(named, named_sets), inline(CITIES)] * 2
-    outputs = engine.generate(input_ids=prompts(len(params)), sampling_params=params)
-    for name, output in zip([*named_sets, None] * 2, outputs, strict=True):
-        if name is None:
-            assert output["text"] in CITIES
-        else:
-            assert answer(output) in named_sets[name].items
-    assert engine.log().count("Item sets on cpu") == 2

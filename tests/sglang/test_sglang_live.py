@@ -40,17 +40,21 @@ def test_offline(engines, tiny_model, tmp_path, path):
         films.publish()
 
 
-@pytest.mark.parametrize("parallel", ["tp_size", "dp_size"])
-def test_two_ranks(engines, tiny_model, tmp_path, parallel):
+def test_two_ranks_that_share_requests(engines, tiny_model, tmp_path):
     films = Films(tmp_path / "sets" / "films")
     given = options(tmp_path, "device", item_sets={"films": str(films.folder)})
     # SGLang gives each rank a NUMA node of its own by default, and ends if there are too few.
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    engine = engines(tiny_model, grammar_backend="static", **given, **{parallel: 2}, env=cores)
+    engine = engines(tiny_model, grammar_backend="static", **given, dp_size=2, env=cores)
+    check_versions(engine, films, answers=2)  # each gets one
+
+
+def check_versions(engine: Any, films: Films, *, answers: int) -> None:
+    """Each of three versions is taken up when the engine is told to, and gives that many answers."""
     for _ in range(3):
         films.publish()
         assert engine.call(_refreshed) == films.versions[-1].name
-        for _ in range(2):  # of data parallel ranks each gets one
+        for _ in range(answers):
             output = engine.generate("p", {"max_new_tokens": 9, "custom_params": {"item_set": "films"}})
             assert films.check(output["meta_info"]["item"]) == films.versions[-1].name
 

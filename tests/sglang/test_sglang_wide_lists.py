@@ -251,81 +251,6 @@ def test_rounds_where_there_is_no_room(wide):
     assert "rows are more than the engine's 320 requests: raise --max-running-requests" in wide.log()
 
 
-def test_rounds_where_a_pass_has_no_memory(static):
-    """It is known from the start, for the engine and not for one list."""
-    few = {"DEVICE_BYTES": str(turns.SEARCH + 4 * turns.LOGITS * 2112 * 100)}
-    small = static("device", **{**WIDE, "env": CHECKS | few})
-    assert "passes have memory for 80 rows of 320" in small.log()
-    before = requests(small)
-    small.generate("a film", ASKED["narrow"])
-    assert requests(small) == before + 1
-    wider = small.generate("a film", ASKED["all of fixed"])
-    assert requests(small) > before + 2
-    assert "its 300 rows are more than the 80 that have memory: lower --mem-fraction-static" in small.log()
-    assert [one[:3] for one in items(wider)] == [
-        one[:3] for one in items(with_rounds(small, "a film", ASKED["all of fixed"]))
-    ]
-
-
-@pytest.mark.parametrize(("free", "rows"), [(0, 0), (9, 0), (10, 1), (45, 3), (130, 13), (10_000, 13)])
-def test_as_many_rows_as_have_memory(monkeypatch, free, rows):
-    monkeypatch.setattr(turns, "SEARCH", 0)
-
-    def reserve(nbytes):
-        if nbytes > free:
-            raise RuntimeError
-
-    assert turns.rows_in_memory(13, 10, reserve) == rows
-
-
-def test_lists_wait_for_room(static):
-    """Each needs most of the KV cache and of the rows. A neighbour is not retracted for them, and none is aborted."""
-    small = static("device", max_running_requests=400, max_total_tokens=2_000, env=CHECKS)
-    lists = [([7, 8, i], named("fixed", beam_width=300)) for i in range(3)]
-    before = requests(small)
-    outputs = together(small, [*lists, ([7, 8, 9], named("ragged", temperature=0))])
-    assert requests(small) == before + 4
-    for (ids, params), output in zip(lists, outputs[:3], strict=True):
-        expected = with_rounds(small, None, params, ids)
-        assert [one[0] for one in items(output)] == [one[0] for one in items(expected)]
-
-
-def test_lists_share_a_step_as_far_as_its_rows_go(static):
-    """A pass of one list is never cut. What waits goes on in later steps."""
-    small = static("device", **WIDE, max_list_rows_per_step=130)
-    lists = [([7, 8, i], params) for i, params in enumerate(LISTS * 3)]
-    begin = len(small.log())
-    outputs = together(small, [*lists, ([7, 8, 9], named("fixed", beam_width=150))])
-    found = re.findall(r"a step of (\d+) lists with (\d+) rows", small.log()[begin:])
-    steps = [(int(count), int(rows)) for count, rows in found]
-    assert {count for count, _ in steps} >= {1, 2}
-    assert all(rows <= 130 for count, rows in steps if count > 1)
-    assert max(rows for _, rows in steps) > 130
-    for (ids, params), output in zip(lists, outputs[:-1], strict=True):
-        assert [one[:3] for one in items(output)] == [one[:3] for one in items(with_rounds(small, None, params, ids))]
-
-
-def test_two_ranks_choose_the_same_beams(static):
-    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    engine = static("device", **{**WIDE, "env": CHECKS | cores}, tp_size=2)
-    for name in ("fixed", "ragged", "shares"):
-        before = requests(engine)
-        found = engine.generate("a film", ASKED[name])
-        assert requests(engine) == before + 1
-        expected = with_rounds(engine, "a film", ASKED[name])
-        assert [one[:3] for one in items(found)] == [one[:3] for one in items(expected)]
-
-
-def test_rounds_where_sglang_has_no_beam_search(static):
-    """It says so once, and is not asked again."""
-    engine = static("device", **NGRAM)
-    for name in ("prefixes", "ragged"):
-        assert engine.generate("a film", ASKED[name])["meta_info"]["rounds"] > 2
-    said = "Beam search is not supported with speculative decoding."
-    assert f"takes rounds of requests: {said}" in engine.log()
-    assert engine.log().count(said) == 2  # SGLang's own line, and ours
-
-
 THOUGHTS: list[tuple[str, dict[str, Any]]] = [
     ("large", {"width": 24}),
     ("prefixes", {"renormalised": True, "item_logprobs": True}),
@@ -390,3 +315,67 @@ def test_a_thought_ends_at_one_token_in_sglang(wide):
     output = wide.generate("p", named("large", list=4, list_after="station", max_new_tokens=1))
     assert output["meta_info"]["items"] is None
     assert output["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_rounds_where_a_pass_has_no_memory(static):
+    """It is known from the start, for the engine and not for one list."""
+    few = {"DEVICE_BYTES": str(turns.SEARCH + 4 * turns.LOGITS * 2112 * 100)}
+    small = static("device", **{**WIDE, "env": CHECKS | few})
+    assert "passes have memory for 80 rows of 320" in small.log()
+    before = requests(small)
+    small.generate("a film", ASKED["narrow"])
+    assert requests(small) == before + 1
+    wider = small.generate("a film", ASKED["all of fixed"])
+    assert requests(small) > before + 2
+    assert "its 300 rows are more than the 80 that have memory: lower --mem-fraction-static" in small.log()
+    assert [one[:3] for one in items(wider)] == [
+        one[:3] for one in items(with_rounds(small, "a film", ASKED["all of fixed"]))
+    ]
+
+
+@pytest.mark.parametrize(("free", "rows"), [(0, 0), (9, 0), (10, 1), (45, 3), (130, 13), (10_000, 13)])
+def test_as_many_rows_as_have_memory(monkeypatch, free, rows):
+    monkeypatch.setattr(turns, "SEARCH", 0)
+
+    def reserve(nbytes):
+        if nbytes > free:
+            raise RuntimeError
+
+    assert turns.rows_in_memory(13, 10, reserve) == rows
+
+
+def test_lists_wait_for_room(static):
+    """Each needs most of the KV cache and of the rows. A neighbour is not retracted for them, and none is aborted."""
+    small = static("device", max_running_requests=400, max_total_tokens=2_000, env=CHECKS)
+    lists = [([7, 8, i], named("fixed", beam_width=300)) for i in range(3)]
+    before = requests(small)
+    outputs = together(small, [*lists, ([7, 8, 9], named("ragged", temperature=0))])
+    assert requests(small) == before + 4
+    for (ids, params), output in zip(lists, outputs[:3], strict=True):
+        expected = with_rounds(small, None, params, ids)
+        assert [one[0] for one in items(output)] == [one[0] for one in items(expected)]
+
+
+def test_lists_share_a_step_as_far_as_its_rows_go(static):
+    """A pass of one list is never cut. What waits goes on in later steps."""
+    small = static("device", **WIDE, max_list_rows_per_step=130)
+    lists = [([7, 8, i], params) for i, params in enumerate(LISTS * 3)]
+    begin = len(small.log())
+    outputs = together(small, [*lists, ([7, 8, 9], named("fixed", beam_width=150))])
+    found = re.findall(r"a step of (\d+) lists with (\d+) rows", small.log()[begin:])
+    steps = [(int(count), int(rows)) for count, rows in found]
+    assert {count for count, _ in steps} >= {1, 2}
+    assert all(rows <= 130 for count, rows in steps if count > 1)
+    assert max(rows for _, rows in steps) > 130
+    for (ids, params), output in zip(lists, outputs[:-1], strict=True):
+        assert [one[:3] for one in items(output)] == [one[:3] for one in items(with_rounds(small, None, params, ids))]
+
+
+def test_rounds_where_sglang_has_no_beam_search(static):
+    """It says so once, and is not asked again."""
+    engine = static("device", **NGRAM)
+    for name in ("prefixes", "ragged"):
+        assert engine.generate("a film", ASKED[name])["meta_info"]["rounds"] > 2
+    said = "Beam search is not supported with speculative decoding."
+    assert f"takes rounds of requests: {said}" in engine.log()
+    assert engine.log().count(said) == 2  # SGLang's own line, and ours

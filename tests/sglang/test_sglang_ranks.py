@@ -1,0 +1,45 @@
+"""Tensor parallelism in the real SGLang: two ranks answer, make lists and take versions up alike."""
+
+from __future__ import annotations
+
+import pytest
+from asking import CITIES, inline, named, prompts
+from live import Films
+from test_sglang_device import check_items
+from test_sglang_live import check_versions, options
+from test_sglang_wide_lists import ASKED, CHECKS, WIDE, items, requests, with_rounds
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory):
+    return Films(tmp_path_factory.mktemp("sets") / "films")
+
+
+@pytest.fixture(scope="module")
+def ranks(engines, tiny_model, files, films):
+    # SGLang gives each rank a NUMA node of its own by default, and ends if there are too few.
+    wide = WIDE | {"env": CHECKS | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+    given = options(films.folder.parent, "device", item_sets=files["item_sets"] | {"films": str(films.folder)})
+    return engines(tiny_model, grammar_backend="static", **files | given, **wide, tp_size=2)
+
+
+def test_two_ranks_sample_the_same(ranks, named_sets):
+    """Every rank has an arena and samples all rows; SGLang lets them agree on the tokens."""
+    params = [*map(named, named_sets), inline(CITIES)] * 2
+    check_items(
+        named_sets, [*named_sets, None] * 2, ranks.generate(input_ids=prompts(len(params)), sampling_params=params)
+    )
+    assert ranks.log().count("Item sets on cpu") == 2
+
+
+def test_two_ranks_choose_the_same_beams(ranks):
+    for name in ("fixed", "ragged", "shares"):
+        before = requests(ranks)
+        found = ranks.generate("a film", ASKED[name])
+        assert requests(ranks) == before + 1
+        expected = with_rounds(ranks, "a film", ASKED[name])
+        assert [one[:3] for one in items(found)] == [one[:3] for one in items(expected)]
+
+
+def test_two_ranks_take_versions_up(ranks, films):
+    check_versions(ranks, films, answers=2)

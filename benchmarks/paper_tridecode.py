@@ -26,7 +26,7 @@ MOST, CONTEXT = 1_000, 4_352
 PROMPTS, WIDTHS = (62, 480, 4_096), (3, 64, 1_000)
 LENGTHS = (4, 8, 12, 16)
 COPIES_MOST = 300_000  # prompt tokens times beams: `generate()` copies a prompt's KV for each beam
-OWN_MOST = 130_000  # prompt tokens times beams: each beam of vLLM's own search has a list of its prompt
+OWN_MOST = 130_000  # the same for vLLM's own search, where each beam has a list of its prompt, and for SGLang
 KV_BYTES = 1_024  # a token of the tiny model
 Cell = list[int]  # prompt tokens, width
 
@@ -76,15 +76,18 @@ def in_vllm(way: str, file: str, model: str, length: int, cells: list[Cell]) -> 
     return rows
 
 
-def in_sglang(file: str, model: str, length: int, cells: list[Cell]) -> list[Row]:
+def in_sglang(file: str, model: str, length: int, cells: list[Cell]) -> list[Row | None]:
     """The scheduler is another process: its memory rises by the KV, too, where no list was before."""
     import psutil
 
     given = {"context_length": CONTEXT, "max_total_tokens": 65_536}
     running = Engine("sglang", file, model=model, options={"ranked_list_limit": MOST}, **given)
     (scheduler,) = (one for one in psutil.Process().children(recursive=True) if "scheduler" in " ".join(one.cmdline()))
-    rows = []
+    rows = list[Row | None]()
     for tokens, width in cells:
+        if tokens * width > OWN_MOST:
+            rows.append(None)
+            continue
         prompts = random_prompts(tokens)
         for _ in range(2):
             Path(f"/proc/{scheduler.pid}/clear_refs").write_text("5")

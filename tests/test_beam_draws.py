@@ -161,6 +161,7 @@ def test_without_replacement_the_second_is_drawn_from_what_is_left(name):
 
 @settings(max_examples=3, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), seed=st.integers(0, 99), data=st.data())
+@pytest.mark.slow
 def test_what_is_decided_is_what_rounds_find(items, seed, data):
     """For any width, kernels, set, number of items and temperature; and what is not decided, rounds end."""
     replace, temperature = data.draw(st.booleans()), data.draw(st.sampled_from([1.0, 0.4]))
@@ -190,6 +191,7 @@ def test_what_is_decided_is_what_rounds_find(items, seed, data):
 
 
 @pytest.mark.parametrize("kind", [{}, {"stepwise": True}, {"lockstep": True}], ids=str)
+@pytest.mark.slow
 def test_triton_agrees_with_numba(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On logits of which some are -inf, with lanes so few that programs take several turns, run in any order."""
     monkeypatch.setattr(triton_kernels, "CHILDREN", 16)

@@ -123,6 +123,7 @@ def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int 
 
 @pytest.mark.parametrize("renormalised", [False, True])
 @pytest.mark.parametrize("end", [None, END])
+@pytest.mark.slow
 def test_triton_finds_the_same(end: int | None, renormalised: bool) -> None:
     items = [[1, 2], [1, 2, 3], [4], [5, 6, 7, 8], [5, 6, 1, 2], [70, 0], [9, 9, 9, 9, 9], *[[3, t] for t in range(20)]]
     arena, (_, number), (_, built) = placed([[3, 1], [4]], items)

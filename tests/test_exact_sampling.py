@@ -65,6 +65,7 @@ def test_draws_follow_the_distribution(toy, temperature):
 
 
 @pytest.mark.parametrize("name", ["prefixes", "trap"])
+@pytest.mark.slow
 def test_one_draw_a_request_follows_it_too(name):
     toy = TOYS[name]
     built = itemset.build(toy.items)
@@ -84,6 +85,7 @@ def test_draws_of_one_request_are_independent(toy):
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("prefixes", 1.0), ("prefixes", 0.5), ("trap", 1.0), ("tiny", 1.0)])
+@pytest.mark.slow
 def test_without_replacement_the_second_is_drawn_from_what_is_left(name, temperature):
     """The law of ordered pairs: p(x) p(y) / (1 - p(x))."""
     toy = TOYS[name]
@@ -171,6 +173,7 @@ def passes_of(toy: Toy) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("n", [1, 10])
 @pytest.mark.parametrize("name", ["prefixes", "trap", "full", "wide", "tiny"])
+@pytest.mark.slow
 def test_passes_are_as_many_as_expected(name, n):
     toy = TOYS[name]
     built, requests = itemset.build(toy.items), SAMPLES // 4

@@ -110,6 +110,7 @@ def test_the_same_bytes_from_tables_of_texts(
 @pytest.mark.usefixtures("_small_batches")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(item_sets(6, max_items=90), st.randoms(use_true_random=False))
+@pytest.mark.slow
 def test_the_same_attributes_of_every_type(tmp_path: Path, items: list[list[int]], random: Any) -> None:
     """Some strings are few enough for numbers, others are not; any value may be missing."""
 
@@ -193,6 +194,7 @@ def test_the_same_bytes_for_items_too_long_for_words(tmp_path: Path, top: int) -
     assert build_external(tmp_path / "a.npy").to_bytes() == in_memory(tmp_path / "a.npy")
 
 
+@pytest.mark.slow
 def test_sorting_within_little_memory_spills_and_gives_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(external, "MIN_MEMORY", 64 << 20)
     np.save(tmp_path / "a.npy", np.random.default_rng(4).integers(0, 2048, (3_000_000, 8), dtype=np.uint16))

@@ -158,6 +158,7 @@ def test_they_are_updated(gap: int) -> None:
 
 @gaps
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.slow
 def test_the_kernels_walk_them(name: str, gap: int) -> None:
     kernels, arena, tables = module(name), far_arena(gap), moved(gap)
     near, far = states_of(SMALL.trie.tables), states_of(tables)
@@ -188,6 +189,7 @@ def test_the_kernels_walk_them(name: str, gap: int) -> None:
 @pytest.mark.parametrize("gap", [int(GAPS["2^32 in a block"]), int(GAPS["the last of all"])])
 @pytest.mark.parametrize("options", [{}, {"renormalised": True}, {"stepwise": True}], ids=str)
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.slow
 def test_ranked_lists_are_the_same(kernels: Any, options: dict[str, Any], gap: int) -> None:
     arena, found = far_arena(gap), []
     for number in (0, LAST_SET):
@@ -230,6 +232,7 @@ def test_a_cell_holds_the_last_set_the_highest_state_and_any_count(kernels: Any)
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
+@pytest.mark.slow
 def test_a_request_may_come_back_with_more_tokens_than_a_cell_counts(
     kernels: Any, window: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

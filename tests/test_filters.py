@@ -179,6 +179,7 @@ def sql_compared(name: str, sign: str, value: Any) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(query=queries())
+@pytest.mark.slow
 def test_random_queries_against_duckdb(stored, database, query):
     wanted = database.sql(f"SELECT {sql(query)} AS passes FROM t ORDER BY row").fetchnumpy()["passes"]
     for attributes in (stored, TABLE):

@@ -146,6 +146,7 @@ def test_draft_states_are_those_of_accepting_one_by_one(
 
 @pytest.mark.parametrize("top", [69, 70_000], ids=["labels of 2 bytes", "of 4"])
 @pytest.mark.parametrize(("tail", "width"), [(0, 8), (3, 2), (1_100, 4)], ids=["counted", "targets of 2 bytes", "of 4"])
+@pytest.mark.slow
 def test_every_width_of_the_tables(top: int, tail: int, width: int) -> None:
     items = [[1, 2, top, *range(tail)], [1, top, *range(tail)], [top], [top, 5]]
     if width == 8:

@@ -147,6 +147,7 @@ def test_engine_like_schedules(name: Any, steps: int, window: bool) -> None:
 
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
 @pytest.mark.parametrize(("name", "steps"), [(name, 500 if name == "numba" else 100) for name in KERNELS])
+@pytest.mark.slow
 def test_schedules_of_equal_rows_and_told_tokens(name: Any, steps: int, window: bool) -> None:
     schedule = Schedule(seed=steps + window, kernels=name, device=DEVICE, window=window, each=True, positions=True)
     schedule.run(steps)
@@ -154,6 +155,7 @@ def test_schedules_of_equal_rows_and_told_tokens(name: Any, steps: int, window: 
 
 
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
+@pytest.mark.slow
 def test_rows_of_a_slot_run_in_any_order_and_in_turns(window: bool) -> None:
     """One row's program reads the slot's cell before, between or after the writes of the others."""
     schedule = Schedule(seed=window, kernels="triton", device=DEVICE, window=window, each=True, positions=True)

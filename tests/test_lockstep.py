@@ -47,6 +47,7 @@ def run(beams: Lockstep, models: Sequence[int] = (0,), narrow: bool = False) -> 
 
 @settings(max_examples=100, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
+@pytest.mark.slow
 def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int | None, data: Any) -> None:
     k, width, lists = data.draw(st.integers(1, 12)), data.draw(WIDTHS), data.draw(st.integers(1, 2))
     renormalised, narrow = data.draw(st.booleans()), lists == 1 and data.draw(st.booleans())

@@ -138,6 +138,7 @@ def test_the_commands_of_the_pages():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="pip install '.[docs]'")
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

@@ -63,6 +63,7 @@ def test_both_agree(small_constants: None, items: list[list[int]], end: int | No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", SEARCHES, ids=str)
+@pytest.mark.slow
 def test_lists_of_different_sets_and_logits_of_any_type(dtype: torch.dtype, options: dict[str, Any]) -> None:
     end = END if dtype == torch.bfloat16 else None
     sets, options = [*random_sets(3), *WIDE], options | {"width": 6, "k": 5, "end_token": end}
@@ -72,6 +73,7 @@ def test_lists_of_different_sets_and_logits_of_any_type(dtype: torch.dtype, opti
 
 @pytest.mark.parametrize("options", SEARCHES + RACES + NARROW, ids=str)
 @pytest.mark.usefixtures("small_constants")
+@pytest.mark.slow
 def test_programs_run_in_any_order_and_in_turns(options: dict[str, Any]) -> None:
     with interleaved(seed=5):
         compared(random_sets(5)[:2], DEVICE, seed=5, vocabulary=VOCABULARY, width=3, k=3, end_token=END, **options)
@@ -147,6 +149,7 @@ def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | Non
 
 
 @pytest.mark.parametrize("races", [False, True], ids=["lists", "races"])
+@pytest.mark.slow
 def test_a_round_in_lockstep_is_as_few(monkeypatch: pytest.MonkeyPatch, races: bool) -> None:
     """Tails that ride along are part of the same launches."""
     launched: list[Any] = []

@@ -48,6 +48,7 @@ def states_of(items: list[list[int]]) -> list[tuple[tuple[int, ...], list[int]]]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [4_000, 9_001])
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.slow
 def test_wide_rows_on_a_device(kernels: Any, vocabulary: int, kind: str, is_ready: bool) -> None:
     items = wide_items(seed=1)
     item_set, known = made(items, kind), states_of(items)

@@ -173,6 +173,7 @@ def total(asked: dict[str, int]) -> int:
     return sum(asked.values())
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_goes_on(tmp_path: Path) -> None:
     (tmp_path / "all.parquet").write_bytes(parquet(slice(None)))
     (tmp_path / "a.itemset").write_bytes(built().to_bytes())
@@ -246,6 +247,7 @@ def test_no_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("status/302/a.itemset", "{} cannot be read: its server redirects in circles: correct the address"),
     ],
 )
+@pytest.mark.slow
 def test_what_a_web_server_says_is_told(tmp_path: Path, path: str, sentence: str) -> None:
     with web_server(tmp_path) as (address, _):
         uri = f"{address}/{path}"

@@ -197,6 +197,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("way", [{}, {"names": False}, {"pieces": True}], ids=["named", "acquired", "in pieces"])
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_steps_read_what_they_should_in_any_order_that_events_allow(seed: int, way: dict[str, bool]) -> None:
     reads, wrong = wrong_reads(seed, **way)
     assert (reads > 100, wrong) == (True, 0)
@@ -204,6 +205,7 @@ def test_steps_read_what_they_should_in_any_order_that_events_allow(seed: int, w
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("ignored", ["steps", "copies", "host"])
+@pytest.mark.slow
 def test_every_wait_is_needed(ignored: str) -> None:
     assert sum(wrong_reads(seed, ignored)[1] for seed in range(6)) > 0
 

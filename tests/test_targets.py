@@ -120,6 +120,7 @@ def test_a_change_of_the_lengths_changes_the_form(kept: range) -> None:
 
 
 @pytest.mark.parametrize("far", [0, FAR - 64, FAR, 3 * FAR // 2])
+@pytest.mark.slow
 def test_kernels_follow_counted_edges_beside_stored_ones(far: int) -> None:
     """far: as many tail tokens come before those of the counted set, as in a set of a thousand million items."""
     one, other = itemset.build(random_items(400, 4)), stored(random_items(300, 3))

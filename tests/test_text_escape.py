@@ -106,6 +106,7 @@ def test_a_set_keeps_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tekken", "llama"])
+@pytest.mark.slow
 def test_the_command_and_builds_on_disk(name: str, tmp_path: Path, capsys: Any) -> None:
     own, source = tokenizer(name), tmp_path / "films.jsonl"
     own.save_pretrained(tmp_path / "tokenizer")

@@ -170,6 +170,7 @@ class ItemSet:
 
     def _numbered(self, items: Any) -> NDArray[np.int64]:
         """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""
+        items = items if hasattr(items, "__len__") else list(items)
         if not len(items):
             return np.zeros(0, np.int64)
         rows = as_rows(items)

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -62,12 +63,9 @@ def _index_of(name: str, source: Any, tokenizer: str, cache: str | None) -> Any:
     if isinstance(given, str):
         parsed = _parsed(name, given)
         return source if parsed is None else _built(name, *parsed, tokenizer, folder)
-    table = folder / f"{os.getpid()}.parquet"
-    try:
-        pa_parquet.write_table(_table(name, given), table)
-        return _built(name, str(table), {}, tokenizer, folder)
-    finally:
-        table.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(suffix=".parquet", dir=folder) as table:
+        pa_parquet.write_table(_table(name, given), table.name)
+        return _built(name, table.name, {}, tokenizer, folder)
 
 
 def _table(name: str, given: Any) -> pa.Table:

@@ -118,6 +118,12 @@ class Served:
         assert status == 200, answer
         return answer
 
+    def take_up(self) -> Version:
+        """Publish a version more, which the server must take up at once."""
+        version, entry = self.films.publish(), self.refresh()
+        assert (entry["version"], entry["items"]) == (version.name, version.items)
+        return version
+
     def listed(self, name: str = "films") -> dict[str, Any]:
         status, answer = self.server.get("/v1/item_sets")
         assert status == 200, answer

@@ -38,9 +38,7 @@ def test_a_new_version_is_noticed(served: Served) -> None:
 
 
 def test_every_request_gets_the_new_version(served: Served) -> None:
-    films, version = served.films, served.films.publish()
-    entry = served.refresh()
-    assert (entry["version"], entry["items"]) == (version.name, version.items)
+    films, version = served.films, served.take_up()
     keys = [*films.items[version.name]]
     answers = [
         served.choice(),
@@ -67,8 +65,7 @@ def test_every_request_gets_the_new_version(served: Served) -> None:
 
 def test_a_rollback_and_back(served: Served) -> None:
     films, before = served.films, served.films.versions[-1]
-    films.publish()
-    served.refresh()
+    served.take_up()
     assert published.rollback(films.folder).name == before.name
     served.refresh()
     assert films.check(served.choice()["item"]) == before.name
@@ -128,8 +125,7 @@ def test_names_of_any_kind(served: Served) -> None:
     quoted = urllib.parse.quote("Füße @ home")
     assert served.server.post(f"/v1/item_sets/{quoted}/refresh", {})[0] == 200
     assert served.server.post("/v1/item_sets/..%2F..%2Fetc/refresh", {})[0] == 404
-    version = served.films.publish()
-    assert served.refresh()["version"] == version.name
+    served.take_up()
 
 
 def test_many_publish_and_many_refresh_at_once(served: Served) -> None:
@@ -183,8 +179,7 @@ def test_a_version_that_comes_while_long_requests_run(served: Served) -> None:
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(served.server.post, "/v1/completions", slate | {"max_tokens": 130}) for _ in range(3)]
         asked += [pool.submit(served.server.post, "/v1/completions", listed | {"max_tokens": 9}) for _ in range(3)]
-        before, version = films.versions[-1].name, films.publish().name
-        served.refresh()
+        before, version = films.versions[-1].name, served.take_up().name
         asked.append(pool.submit(served.server.post, "/v1/completions", slate | {"max_tokens": 130}))
     answered = []
     for status, answer in (one.result() for one in asked):
@@ -199,13 +194,11 @@ def test_a_version_that_comes_while_long_requests_run(served: Served) -> None:
 
 def test_copies_of_versions_that_nobody_has_are_deleted(served: Served) -> None:
     """Each set's current version stays, and the one before it of a set that has changed; one may be on its way."""
-    served.films.publish()
-    served.refresh()
+    served.take_up()
     sets = len(served.server.get("/v1/item_sets")[1]["data"])  # other tests of this module may have made some
 
     def few() -> bool:
-        served.films.publish()
-        served.refresh()
+        served.take_up()
         served.choice()  # an engine may hold its last request
         return len(set(os.listdir(served.folder / "cache")) - {"lock", "built"}) <= sets + 1 + 1
 

@@ -62,7 +62,7 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     ),
     "rules": ("ebnf", f'root ::= ItemSet("films") r0\n{RULES}', "characters of grammar of the constraint"),
     "text": ("schema", fields(1, film=FILM, long={"const": "x" * TEXT}), "more than 1,048,576 characters"),
-    "text, as JSON": ("schema", json.dumps(FILM | {"title": "x" * TEXT}), "more than 1,048,576 characters"),
+    "text, as JSON": ("schema", json.dumps(FILM | {"title": "x" * TEXT}), "^the constraint has more than 1,048,576"),
     "keys": ("schema", FILM | {"exclude_keys": ["x" * 1_000] * 1_100}, "more than 1,048,576 characters"),
     "grammar": ("ebnf", 'root ::= ItemSet("films")' + " " * TEXT, "more than 1,048,576 characters"),
 }

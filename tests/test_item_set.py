@@ -116,7 +116,8 @@ def test_prefixes_that_are_no_items_have_no_key() -> None:
         s.children([[1, 2]])  # type: ignore[list-item]
     with pytest.raises(ItemSetError, match="put it in a list"):
         s.tokens("7")
-    assert list(s.lookup([])) == s.keys_of([]) == []
+    assert list(s.lookup([])) == s.keys_of([]) == s.keys_of(iter([])) == []
+    assert s.keys_of(iter([[9], [1, 2, 4]])) == s.keys_of([[9], [1, 2, 4]]) == [[3], [1]]
     with pytest.raises(ItemSetError, match="no item has the key 7"):
         s.tokens([0, 7])
 

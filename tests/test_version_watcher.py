@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from itemset import published
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, arena_bytes, room_for
 from itemset.masking.arena_plan import Holdings
+from itemset.serving import metrics
 from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -154,6 +156,17 @@ def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films
     assert processes.follower.listed()[0]["version"] == version.name
 
 
+def test_a_folder_that_is_published_anew_is_taken_up(films, processes):
+    """Its versions are numbered from 1 again."""
+    shutil.rmtree(films.folder)
+    processes.follower.look()
+    assert processes.follower.listed()[0]["version"] == films.versions[0].name
+    version = films.publish()
+    assert version.sequence == films.versions[0].sequence == 1
+    processes.follower.look()
+    assert processes.follower.listed()[0]["version"] == version.name
+
+
 def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
     import weakref
 
@@ -206,6 +219,11 @@ def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes
     assert [*front.catalogue._inline] == [kept.reference]
 
 
+def measured() -> set[str]:
+    """The sets whose version the metrics name."""
+    return {sample.labels["item_set"] for metric in metrics.VERSIONS.collect() for sample in metric.samples}
+
+
 def test_sets_of_a_folder_come_and_go(films, tmp_path):
     processes = Processes(tmp_path, item_set_dir=str(films.folder.parent))
     assert processes.config.item_set_versions == {"films": films.versions[0].name}
@@ -213,9 +231,11 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
     processes.follower.look()
     assert {entry["name"] for entry in processes.follower.listed()} == {"films", "more"}
     assert len(processes.engines[0]["more"]) == more.versions[0].items
+    assert {"films", "more"} <= measured()
     more.folder.rename(films.folder.parent.parent / "away")
     processes.follower.look()
     assert [len(one.open_sets()) for one in processes.engines] == [1]
+    assert "more" not in measured()
     with pytest.raises(RefusedError, match="no item set is called 'more'"):
         processes.checks[0].made(ItemRequest(item_set="more"))
     with pytest.raises(RefusedError, match="no item set is called 'more'"):

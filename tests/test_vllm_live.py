@@ -34,8 +34,7 @@ def served(servers, tiny_model, tmp_path_factory):
 
 
 def test_an_answer_is_the_item_that_it_names(served):
-    films, version = served.films, served.films.publish()
-    served.refresh()
+    films, version = served.films, served.take_up()
     choice = served.choice(return_token_ids=True)
     tokens = [token for token in choice["token_ids"] if token != 1]
     assert films.check_tokens(choice["item"], tokens) == version.name
@@ -45,8 +44,7 @@ def test_versions_are_counted(served):
     refused = published.publish(bad(served), served.films.folder)
     assert served.server.post("/v1/item_sets/films/refresh", {})[0] == 409
     assert refused.name not in str(served.metrics())
-    version = served.films.publish()
-    served.refresh()
+    version = served.take_up()
     values = dict(line.rsplit(" ", 1) for line in served.metrics())
     assert float(values['item_set:refused_versions_total{item_set="films"}']) >= 1
     assert float(values['item_set:refreshes_total{item_set="films"}']) >= 1
@@ -113,8 +111,7 @@ def test_two_api_servers(servers, tiny_model, tmp_path):
     arguments = (*flags, "--additional-config", json.dumps(given))
     served = Served(servers("v2", tiny_model, arguments=arguments, timeout=400), tmp_path, films)
     for _ in range(4):
-        version = films.publish()
-        assert served.refresh()["version"] == version.name
+        version = served.take_up()
         wait_for(lambda version=version: {films.check(served.choice()["item"]) for _ in range(8)} == {version.name})
 
 

@@ -142,7 +142,7 @@ def prepare_in_worker(worker: Any, message: Prepare, piece: Any) -> Stage | str:
 
     def prepare() -> Stage:
         if asleep(worker):
-            return Stage.COPYING
+            return Stage.OPENING
         processor = _item_sets(worker)
         return Stage.DEVICE if processor is None else processor.prepare(message, piece)
 

@@ -22,7 +22,7 @@ STEPS = Gauge(
 )
 
 ENGINE_METHOD, ROLLOUT = "item_set_figures", "item_set_rollout"
-"""Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `serving.preparing.Preparer.answer`."""
+"""Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `Preparer.answer`."""
 
 
 class Figures:

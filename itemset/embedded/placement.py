@@ -83,17 +83,14 @@ class Survey:
 
 
 def parse(given: Any) -> Any:
-    """Return a constraint, an object or its JSON text, as an object. Raises ItemSetError: no JSON, or too deep."""
+    """Return a constraint, an object or its JSON text, as an object. Raises ItemSetError: no JSON, too long or deep."""
+    check_characters(len(given) if isinstance(given, str) else 0)
     try:
-        check_characters(len(given) if isinstance(given, str) else 0)
-        parsed = json.loads(given) if isinstance(given, str) else given
+        return json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
         raise ItemSetError(f"the constraint is no JSON: {error}") from error
-    except RecursionError:
-        parsed = None
-    if parsed is None:
-        raise _too_deep()
-    return parsed
+    except RecursionError as error:
+        raise _too_deep() from error
 
 
 def objects(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,6 +1,5 @@
 """What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
 
-import copy
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,15 @@ class Checks:
     ) -> None:  # fmt: skip
         """Open and check the registered sets.
 
-        added_tokens: what the engine has added to the tokenizer. on_encoded: told of the texts of inline sets as they
-        are encoded, on another thread.
+        tokenizer: nobody else's; it encodes on several threads. added_tokens: what the engine has added to it.
+        on_encoded: told of the texts of inline sets as they are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context.
         """
         compile_all()
         self._config, self.words, self._limits, self._added_tokens = config, words, limits, added_tokens
         self.catalogue = Catalogue(config)
-        # Encoding runs on another thread than the engine's own use of the tokenizer, which is not safe for threads.
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer = tokenizer
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""

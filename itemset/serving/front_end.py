@@ -1,6 +1,7 @@
 """What the front ends of both engines have in common: from a judged request to what the engine gets of it, and to what
 its answers are read with."""
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -51,7 +52,9 @@ class FrontEndBase:
         one_request: OneRequest, *, json_options: Mapping[str, Any], added_tokens: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
-        self.config, self.one_request, self._tokenizer = config, one_request, tokenizer
+        # The engine changes its own between two uses, on other threads than ours.
+        self._tokenizer = tokenizer = copy.deepcopy(tokenizer)
+        self.config, self.one_request = config, one_request
         options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc}
         self.checks = Checks(config, tokenizer, self.words, limits, **options)
         options = {"options": json_options, "validate": self.validate}

@@ -127,7 +127,7 @@ class InlineTexts:
         self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits,
         on_encoded: Callable[[int], object],
     ) -> None:  # fmt: skip
-        """tokenizer: used by no other thread. on_encoded: as for `Checks`."""
+        """tokenizer, on_encoded: as for `Checks`."""
         self._config, self._tokenizer, self._words = config, tokenizer, words
         self._vocab_size, self._end_tokens = limits.vocab_size, np.array(sorted(limits.end_tokens), np.int64)
         self._context, self._longest = limits.context, min(limits.context - limits.reserved, MAX_ITEM_TOKENS)

@@ -45,14 +45,15 @@ class EngineFigures:
         self.arena_used = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode=used)
 
 
-def served(name: str, version: str) -> None:
-    """Requests get this version of a set from now on."""
-    if before := _versions.get(name):
+def served(name: str, version: str | None) -> None:
+    """Requests get this version of a set from now on, or with None no version of it."""
+    if before := _versions.pop(name, None):
         VERSIONS.labels(name, before).set(0)  # for those who read the files of several processes
         VERSIONS.remove(name, before)
-        REFRESHES.labels(name).inc()
-    _versions[name] = version
-    VERSIONS.labels(name, version).set_to_current_time()
+        REFRESHES.labels(name).inc(version is not None)
+    if version is not None:
+        _versions[name] = version
+        VERSIONS.labels(name, version).set_to_current_time()
 
 
 def label(reference: str) -> str:

@@ -36,14 +36,12 @@ Send = Callable[[Any], list[Any]]
 class Followed:
     """What is known of one set.
 
-    path: where its masks are made, "device" or "host", as the engines say. sequence: of the served version in its
-    folder; 0 until the first look. since: when requests began to get it. refused, why: the version that is not served.
-    missed: what was wrong with the folder at the last look, logged once.
+    path: where its masks are made, "device" or "host", as the engines say. since: when requests began to get it.
+    refused, why: the version that is not served. missed: what was wrong with the folder at the last look, logged once.
     """
 
     folder: Path
     path: str
-    sequence: int = 0
     since: datetime = field(default_factory=lambda: datetime.now(UTC))
     refused: published.Version | None = None
     why: str = ""
@@ -153,6 +151,7 @@ class Follower:
             del self._sets[name]
             closed = self._checks.catalogue.drop(name)
             self._ask(Drop(name))
+            metrics.served(name, None)
             self._delete_copies(closed)
             self._log.info("Item set %r is no longer there, and no longer served", name)
 
@@ -171,7 +170,11 @@ class Follower:
                     self._log.warning("Item set %r stays as it is: %s", name, error)
                 return
             followed.missed = ""
-            if version.sequence in (followed.sequence, followed.refused and followed.refused.sequence):
+            current = self._checks.catalogue.current(name)
+            if current is not None and current.version == version.name:
+                followed.refused = None
+                return
+            if version == followed.refused:
                 return
             if failed == version:  # else another one became current meanwhile
                 followed.refused = version
@@ -184,19 +187,16 @@ class Follower:
             except ItemSetError as error:
                 failed, followed.why = version, str(error)
                 continue
-            followed.sequence, followed.refused = version.sequence, None
+            followed.refused = None
             return
 
     def _take_up(self, name: str, version: published.Version) -> None:
-        """Have the version opened here and in the engines, and let requests get it, unless they do.
+        """Have the version opened here and in the engines, and let requests get it.
 
         Raises ItemSetError if it cannot be had, or if another became current meanwhile: several front ends must not ask
         the engines for several versions.
         """
         catalogue, followed, began = self._checks.catalogue, self._sets[name], time.monotonic()
-        current = catalogue.current(name)
-        if current is not None and current.version == version.name:
-            return
         message = Prepare(name, version.name, str(version.path))
         opened = self._checks.open(name, version.name, version.path)
         while True:

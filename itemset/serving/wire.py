@@ -117,7 +117,7 @@ class NoList(Enum):
     scope: Literal["engine", "set", "request"]
 
     NO_BLOCKS = "no room is kept for beams", "engine"
-    NO_ROOM = "the beams do not fit in the room that is kept for them", "request"
+    NO_ROOM = "the beams do not fit in the room that is kept for them", "set"
     TOO_DEEP = "the set has too many levels", "set"
     TOO_LONG = "a list has too many tokens", "set"
     TOO_LARGE = "the set has too many tokens for the logits of a pass", "set"

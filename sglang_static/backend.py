@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarRow, register_grammar_backend
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, register_grammar_backend
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Vocabulary
 from itemset.masking.arena import ArenaFullError, Place
-from itemset.masking.host import HostState, fill_bitmasks
+from itemset.masking.host import HostState
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import BACKEND, StaticConfig
@@ -63,24 +63,11 @@ class StaticGrammar(BaseGrammarObject):
         return False
 
     def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
-        """Fill one row; `fill_rows` fills those of a step."""
+        """Fill one row; a hook fills those of a step."""
         self.host.fill_bitmask(vocab_mask.numpy()[idx])
 
     def copy(self) -> "StaticGrammar":
         return StaticGrammar(self._begin)
-
-
-def fill_rows(original: Callable[..., None], entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
-    """Fill the rows of item sets in one call, all others as SGLang does (constrained/base_grammar_backend.py).
-
-    SGLang asks the class of the batch's first grammar; xgrammar's inherits the same function as ours.
-    """
-    ours = [entry for entry in entries if getattr(entry.grammar, "of_set", False)]
-    hosts = [entry.grammar.host for entry in ours]
-    if hosts:
-        rows = [entry.row for entry in ours]
-        fill_bitmasks(hosts, [host.state for host in hosts], rows, vocab_mask.numpy())
-    original(entries=[entry for entry in entries if not getattr(entry.grammar, "of_set", False)])
 
 
 class StaticBackend:

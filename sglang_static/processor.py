@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from itemset.item_set import ItemSet
-from itemset.masking.arena import Arena, Arrivals, Place, arena_bytes, check_tables
+from itemset.masking.arena import Arena, Arrivals, Place, check_tables
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
@@ -89,8 +89,7 @@ class ItemSetSampler:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
         self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
         self.forced_drafts = config.forced_drafts
-        spare = config.inline_set_memory + self.catalogue.headroom()
-        self.arena = Arena(arena_bytes(self.catalogue.registered.values(), spare), device, kernels=self.kernels)
+        self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=self.kernels)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
         for opened in self.catalogue.serving:
             piece = self.holdings.hold(opened.name, opened.item_set)

@@ -1,6 +1,5 @@
 """The hooks into SGLang's schedulers, which share their processes with the workers: grammars, memory and masks."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +19,15 @@ def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
 
 @hook("sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched")
 def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
-    """The rows of all item sets are filled at once, whichever grammar is the first of its batch."""
-    backend = sys.modules.get("sglang_static.backend")  # imported where there are item sets
-    if backend is None:
-        original()
-    else:
-        backend.fill_rows(original, entries, vocab_mask)
+    """The rows of all item sets are filled at once, whichever grammar is the first of its batch: SGLang asks the class
+    of that one, and xgrammar's inherits the same function as ours."""
+    ours = [entry for entry in entries if getattr(entry.grammar, "of_set", False)]
+    if ours:
+        from itemset.masking.host import fill_bitmasks
+
+        hosts = [entry.grammar.host for entry in ours]
+        fill_bitmasks(hosts, [host.state for host in hosts], [entry.row for entry in ours], vocab_mask.numpy())
+    original(entries=[entry for entry in entries if not getattr(entry.grammar, "of_set", False)])
 
 
 @hook("sglang.srt.model_executor.model_runner:ModelRunner.load_model", always=True)

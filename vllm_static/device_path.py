@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from itemset import ItemSet, ItemSetError
-from itemset.masking.arena import ArenaFullError, Place, Plan, Resident, arena_bytes
+from itemset.masking.arena import ArenaFullError, Place, Plan, Resident
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
@@ -37,8 +37,7 @@ class DevicePath(Devices):
     """
 
     def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
-        spare = config.inline_set_memory + catalogue.headroom()
-        self.plan = Plan(arena_bytes(catalogue.registered.values(), spare))
+        self.plan = Plan(catalogue.arena_bytes())
         self.holdings = Holdings(self.plan)
         for opened in catalogue.serving:
             self.holdings.hold(opened.name, opened.item_set)
@@ -140,10 +139,12 @@ def prepare_in_worker(worker: Any, message: Prepare, piece: Any) -> Stage | str:
     piece: its place, `masking.arena_plan.Piece`; None while the engine core opens it.
     """
 
+    from vllm_static.processor import item_sets
+
     def prepare() -> Stage:
         if asleep(worker):
             return Stage.OPENING
-        processor = _item_sets(worker)
+        processor = item_sets(compat.runner_of(worker))
         return Stage.DEVICE if processor is None else processor.prepare(message, piece)
 
     return or_reason(prepare, logger)
@@ -151,16 +152,10 @@ def prepare_in_worker(worker: Any, message: Prepare, piece: Any) -> Stage | str:
 
 def close_in_worker(worker: Any, name: str, version: str | None, open_sets: Sequence[str]) -> None:
     """Serve a version that was prepared, None if its set is gone. Keep `open_sets` alone, by their digests."""
+    from vllm_static.processor import item_sets
+
     try:
-        if (processor := _item_sets(worker)) is not None:
+        if (processor := item_sets(compat.runner_of(worker))) is not None:
             processor.close(name, version, open_sets)
     except Exception:
         logger.exception("Versions of an item set could not be closed")
-
-
-def _item_sets(worker: Any) -> Any:
-    """Return the processor of a worker that samples, None if the worker does not, in a pipeline."""
-    from vllm_static.processor import item_sets
-
-    runner = compat.runner_of(worker)
-    return None if getattr(runner, "sampler", None) is None else item_sets(runner)

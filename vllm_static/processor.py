@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
-from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, arena_bytes, check_tables
+from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, check_tables
 from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
@@ -37,9 +37,10 @@ _PADDING = 64
 """Columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)."""
 
 
-def item_sets(runner: Any) -> "ItemSetProcessor":
-    """Return the processor of a model runner on the device path."""
-    return next(one for one in runner.sampler.logits_processors if isinstance(one, ItemSetProcessor))
+def item_sets(runner: Any) -> Any:
+    """Return the ItemSetProcessor of a model runner on the device path, None if it does not sample, in a pipeline."""
+    given = getattr(getattr(runner, "sampler", None), "logits_processors", ())
+    return next((one for one in given if isinstance(one, ItemSetProcessor)), None)
 
 
 _NO_SET = "requests without a set"
@@ -75,10 +76,8 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
         self._catalogue = catalogue = Catalogue(config)
-        spare = config.inline_set_memory + catalogue.headroom()
         self.kernels = config.item_set_kernels
-        nbytes = arena_bytes(catalogue.registered.values(), spare)
-        self.arena = Arena(nbytes, self._req_states.device, kernels=self.kernels)
+        self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=self.kernels)
         self._arrivals = Arrivals(self.arena)
         self.narrow = NarrowHead(config, self._req_states.device)
         for item_set in catalogue.registered.values():

@@ -29,13 +29,6 @@ LONGEST = 32  # tokens of an item, above which fewer beams than configured fit
 USUAL = 16  # the same, of an engine whose sets come with the requests
 
 
-class Trial(NamedTuple):
-    """Why a worker cannot make lists; None if it can. tokens: see `beam_forward.logits_room`."""
-
-    reason: str | None
-    tokens: int
-
-
 class Room(NamedTuple):
     """What lists get. blocks: of the KV cache, which the scheduler does not know: the memory of beams' own tokens.
     beams: that have room in it. tokens: whose logits may stand in memory."""
@@ -48,17 +41,20 @@ class Room(NamedTuple):
 NO_ROOM = Room(0, 0, 0)
 
 
-def try_out(worker: Any, blocks: int) -> Trial:
-    """Let a worker try passes in this many blocks, which no request has. Called by the engine core, as is the next."""
+def try_out(worker: Any, blocks: int) -> int | str:
+    """Let a worker try passes in this many blocks, which no request has. Called by the engine core, as is the next.
+
+    Returns `beam_forward.logits_room`, or why it cannot make lists.
+    """
     from vllm_static import beam_forward
 
     runner = compat.runner_of(worker)
     if reason := beam_forward.try_out(runner, runner.kv_cache_config.num_blocks - blocks):
-        return Trial(reason, 0)
+        return reason
     try:
-        return Trial(None, beam_forward.logits_room(runner))
+        return beam_forward.logits_room(runner)
     except Exception as error:  # a device that does not say what is free
-        return Trial(f"what memory is free is not known: {error!r}", 0)
+        return f"what memory is free is not known: {error!r}"
 
 
 def install(worker: Any, room: Room) -> None:
@@ -127,10 +123,10 @@ def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_confi
     blocks, beams = beam_blocks(config, max(workers(longest_item)), cache, vllm_config)
     if not blocks:
         return NO_ROOM, "the KV cache is too small for beams"
-    trials: list[Trial] = workers(try_out, args=(blocks,))
-    if reason := next(filter(None, (one.reason for one in trials)), None):
+    trials: list[int | str] = workers(try_out, args=(blocks,))
+    if reason := next((one for one in trials if isinstance(one, str)), None):
         return NO_ROOM, reason
-    tokens = min(one.tokens for one in trials)
+    tokens = min(one for one in trials if isinstance(one, int))
     if not tokens:
         return NO_ROOM, "no memory is left for the logits of beams: lower --gpu-memory-utilization"
     return Room(blocks, beams, tokens), None

@@ -23,7 +23,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static.beam_forward import MOST_LOGITS, run_logits, states_after, use_adapters
 from vllm_static.beam_kv import BeamKV, Prompt, to_device
-from vllm_static.processor import item_sets
+from vllm_static.processor import ItemSetProcessor, item_sets
 from vllm_static.step_list_hooks import Room
 
 MOST_ROUNDS = 16  # of a list that is made here
@@ -109,7 +109,7 @@ class WideLists:
         self._runner, self._room = runner, room
         self._first_block = runner.kv_cache_config.num_blocks - room.blocks
         self._entries = room.blocks * runner.block_tables.block_sizes[0]
-        self._sets = item_sets(runner)
+        self._sets: ItemSetProcessor = item_sets(runner)
         asked = StaticConfig.of(runner.vllm_config.additional_config).max_list_rows_per_step
         self._rows_a_step = asked or runner.max_num_tokens
         self.asked, self.begun = dict[int, Asked](), dict[int, Asked]()

@@ -47,12 +47,10 @@ def follow(original: Callable[..., Any], self: Any) -> None:
 
 def _follow(runner: Any) -> None:
     from itemset.ranking.draft_head import DraftHead
-    from vllm_static.processor import ItemSetProcessor
+    from vllm_static.processor import item_sets
 
-    sampler = getattr(runner, "sampler", None)  # none but on a pipeline's last rank
     path = StaticConfig.of(runner.vllm_config.additional_config).item_set_draft_head
-    for one in getattr(sampler, "logits_processors", ()):
-        if isinstance(one, ItemSetProcessor):
-            one.narrow.refresh()
-            if path is not None and one.head is not None:
-                one.head.load_state_dict(DraftHead.load(path, one.arena.device).state_dict())
+    if (processor := item_sets(runner)) is not None:
+        processor.narrow.refresh()
+        if path is not None and processor.head is not None:
+            processor.head.load_state_dict(DraftHead.load(path, processor.arena.device).state_dict())

@@ -120,13 +120,15 @@ def batches(
 ) -> Generator[Items]:
     """Read files as `read` does, some megabytes at a time: for more than fits in memory."""
     files, rows, before, first = files_of(path), 0, 0, None
-    total = sum(file.size for file in files) or 1
+    total, attributes = sum(file.size for file in files) or 1, list(dict.fromkeys(attributes))
     for file in files:
-        for items in batches_of(file, column=column, key=key, attributes=attributes):
-            first = first or items
-            _check_same(file, first, items)
-            rows += len(items)
-            yield replace(items, done=(before + items.done * file.size) / total)
+        with _opened(file, column, key, attributes):
+            plain = file.suffix in _PLAIN
+            for items in _PLAIN[file.suffix](file) if plain else _table(file, column, key, attributes):
+                first = first or items
+                _check_same(file, first, items)
+                rows += len(items)
+                yield replace(items, done=(before + items.done * file.size) / total)
         before += file.size
     if not rows:
         raise ItemSetError(f"{path} has no rows: it must hold at least one item")
@@ -147,18 +149,6 @@ def columns_of(file: SourceFile) -> list[str]:
     """Return the names of a file's columns, none if it has items alone. Raises ItemSetError as `read` does."""
     with _opened(file, None, None, ()):
         return column_names(file)
-
-
-def batches_of(
-    file: SourceFile, *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = ()
-) -> Iterator[Items]:
-    """Read one file in batches; `done` is the share of this file. One without rows gives none."""
-    attributes = list(dict.fromkeys(attributes))
-    with _opened(file, column, key, attributes):
-        if file.suffix in _PLAIN:
-            yield from _PLAIN[file.suffix](file)
-        else:
-            yield from _table(file, column, key, attributes)
 
 
 def _check_same(file: SourceFile, first: Items, items: Items) -> None:
@@ -229,7 +219,7 @@ def _read_npy(file: SourceFile) -> Iterator[Items]:
         # Copied out of a mapping of its own: pages that were read stay in memory as long as their mapping.
         # One that is elsewhere is in memory as a whole, and read once.
         part = np.array((_map_npy(file) if file.system is None else matrix)[start : start + rows], order="C")
-        yield Items(tokens=_native(part), done=min(1.0, (start + rows) / items))
+        yield Items(tokens=part.astype(part.dtype.newbyteorder("="), copy=False), done=min(1.0, (start + rows) / items))
 
 
 def _map_npy(file: SourceFile) -> NDArray[Any]:
@@ -247,10 +237,6 @@ def _map_npy(file: SourceFile) -> NDArray[Any]:
     if not matrix.size:
         raise ItemSetError(f"{file} has shape {list(matrix.shape)}: it must hold at least one item of one token")
     return matrix
-
-
-def _native(matrix: NDArray[Any]) -> NDArray[Any]:
-    return matrix if matrix.dtype.isnative else matrix.astype(matrix.dtype.newbyteorder("="))
 
 
 def _table(file: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]) -> Iterator[Items]:

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
+from itemset.masking.arena_plan import arena_bytes
 from itemset.opening import from_bytes
 from itemset.select.views import view_from_bytes
 from itemset.serving.config import StaticConfig
@@ -209,11 +210,12 @@ class Catalogue:
         """Return whether this is a published set, which may change, and no file."""
         return name not in self._files
 
-    def headroom(self) -> int:
-        """Bytes of an arena for a next version of a followed set beside the present one."""
-        if (given := self._config.item_set_headroom) is not None:
-            return given
-        return max((one.nbytes for one in self.serving if self.follows(one.name)), default=0)
+    def arena_bytes(self) -> int:
+        """Bytes of an arena: for the registered sets, for inline ones, and for a next version of a followed set."""
+        headroom = self._config.item_set_headroom
+        if headroom is None:
+            headroom = max((one.nbytes for one in self.serving if self.follows(one.name)), default=0)
+        return arena_bytes(self.registered.values(), self._config.inline_set_memory + headroom)
 
     # References
 

@@ -235,18 +235,13 @@ def part_of(reference: str) -> str:
     return reference.partition("@")[2] if reference.startswith(VIEW) else ""
 
 
-def whole_of(reference: str) -> str:
-    """Return the reference of the registered set of which this is a part; its own if it is none."""
+def version_of(reference: str) -> tuple[str, str]:
+    """Return the version, empty if the reference says none, and the name of the registered set of a reference, or of
+    what a part's was made of."""
     while above := part_of(reference):
         reference = above
-    return reference
-
-
-def version_of(reference: str) -> tuple[str, str]:
-    """Return the version, empty if the reference says none, and the name of the registered set of a reference."""
-    whole = whole_of(reference)
-    version, _, name = whole.removeprefix(VERSION).partition("@")
-    return (version, name) if whole.startswith(VERSION) else ("", whole)
+    version, _, name = reference.removeprefix(VERSION).partition("@")
+    return (version, name) if reference.startswith(VERSION) else ("", reference)
 
 
 def name_of(reference: str) -> str:

@@ -258,14 +258,9 @@ class Writer:
         table = pa.concat_tables(self._waiting)
         self._waiting = [table.slice(rows)]
         if rows:
-            parts = [_one(table.column(i).slice(0, rows)) for i in range(len(self._columns))]
+            parts = [table.column(i).slice(0, rows).combine_chunks() for i in range(len(self._columns))]
             arrays = [column.unpack(part) for column, part in zip(self._columns, parts, strict=True)]
             self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
-
-
-def _one(column: Any) -> pa.Array:
-    whole = column.combine_chunks()
-    return pa.concat_arrays(whole.chunks) if isinstance(whole, pa.ChunkedArray) else whole
 
 
 def _is_stored(kind: Any) -> bool:
@@ -278,7 +273,7 @@ def _is_stored(kind: Any) -> bool:
 
 def packed(table: pa.Table, columns: Sequence[Column]) -> pa.Table:
     """Return the columns of what `as_attributes` returned, each as `Column.pack` does."""
-    return pa.table({column.name: column.pack(_one(table.column(column.name))) for column in columns})
+    return pa.table({column.name: column.pack(table.column(column.name).combine_chunks()) for column in columns})
 
 
 def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8]:

@@ -173,7 +173,11 @@ def version(path: str | os.PathLike[str], name: str = "", *, checked: bool = Tru
     name = name or str(path)
     try:
         with file_at(path).open() if is_uri(path) and not checked else open_file(path) as file:
-            start, header = _read_header(file, name)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            start = file.read(_PRELUDE.size)
+            start += file.read(_header_size(start))
+            header = _parse_header(start, size, name)
             if checked:
                 with ThreadPoolExecutor(2) as pool:
                     right = pool.map(partial(_is_right, file.fileno(), len(start)), header.sections)
@@ -193,15 +197,6 @@ def _is_right(descriptor: int, start: int, section: Section) -> bool:
     while at < end and (count := os.preadv(descriptor, [piece[: end - at]], at)):
         crc, at = zlib.crc32(piece[:count], crc), at + count
     return at == end and crc == section.crc32
-
-
-def _read_header(file: BinaryIO, name: str) -> tuple[bytes, Header]:
-    """Return the prelude and the header as they stand there, and what they say."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    start = file.read(_PRELUDE.size)
-    start += file.read(_header_size(start))
-    return start, _parse_header(start, size, name)
 
 
 def parse(buffer: bytes | mmap.mmap, name: str) -> tuple[Header, dict[str, NDArray[Any]]]:

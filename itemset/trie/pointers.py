@@ -146,12 +146,6 @@ def label(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def put_label(tables, edge, token):  # type: ignore[no-untyped-def]
-    """Set the token of an edge."""
-    put_element(tables.labels, tables.label_bytes, edge, token)
-
-
-@compiled
 def first_edge(tables, node):  # type: ignore[no-untyped-def]
     """Return the first edge of a node; of the number of nodes, the number of edges."""
     return load32(tables.row_offsets, node)

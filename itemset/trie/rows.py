@@ -196,8 +196,7 @@ def sort_order(rows: Rows) -> NDArray[np.uint32]:
     order, keys, depth = sort(np.arange(len(rows), dtype=np.uint32), 0)
     same = keys[1:] == keys[:-1]
     del keys
-    tied = _runs(same)
-    positions, group = np.flatnonzero(tied), _number_runs(same)[tied]
+    positions, group = _tied(same)
     while len(positions) and depth < longest:
         members = order[positions]
         by_key, keys, width = sort(members, depth)
@@ -207,22 +206,18 @@ def sort_order(rows: Rows) -> NDArray[np.uint32]:
         order[positions] = members[within]
         keys, group = keys_of[within], group[within]
         same = (keys[1:] == keys[:-1]) & (group[1:] == group[:-1])
-        tied = _runs(same)
-        positions, group, depth = positions[tied], _number_runs(same)[tied], depth + width
+        tied, group = _tied(same)
+        positions, depth = positions[tied], depth + width
     return order
 
 
-def _number_runs(same: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Number the runs of equals, and return each element's; `same[i]`: element i + 1 equals element i."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(~same)))
+def _tied(same: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the elements that have an equal neighbour, and which run of equals each is in, by a number of its own.
 
-
-def _runs(same: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which elements have an equal neighbour; `same[i]`: element i + 1 equals element i."""
-    tied = np.zeros(len(same) + 1, np.bool_)
-    tied[1:] = same
-    tied[:-1] |= same
-    return tied
+    same: `same[i]`: element i + 1 equals element i.
+    """
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    return tied, np.append(0, np.cumsum(~same))[tied]
 
 
 _ASCENDING, _REPEATS, _UNSORTED = 0, 1, 2

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.trie import targets
-from itemset.trie.pointers import Pointers, compiled, or32, put_label, set_bit, store32
+from itemset.trie.pointers import Pointers, compiled, or32, put_element, set_bit, store32
 from itemset.trie.rows import Rows, bounds
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 
@@ -233,7 +233,7 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ign
         for depth in range(left, min(alone, length - 1) + 1):
             edge = cursor[EDGES, depth]
             cursor[EDGES, depth] += 1
-            put_label(tables, edge, np.int64(tokens[item + depth]))
+            put_element(tables.labels, tables.label_bytes, edge, np.int64(tokens[item + depth]))
         if alone == length:
             node = cursor[NODES, length] - 1
             set_bit(tables.terminal, node)

@@ -19,8 +19,8 @@ def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
 
 @hook("sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched")
 def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
-    """The rows of all item sets are filled at once, whichever grammar is the first of its batch: SGLang asks the class
-    of that one, and xgrammar's inherits the same function as ours."""
+    """The rows of all item sets are filled at once, whichever grammar is the first of its batch."""
+    # SGLang asks the class of that one, and xgrammar's inherits the same function as ours.
     ours = [entry for entry in entries if getattr(entry.grammar, "of_set", False)]
     if ours:
         from itemset.masking.host import fill_bitmasks

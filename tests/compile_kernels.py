@@ -75,10 +75,10 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "walk_tree": (kernels._walk_kernel, {"LAYOUT": TREE, "logits": None} | MASK),
 }
 COMMON = {"rows_each": None, "positions": None, "STOPS": 16, "STOP_LANES": 16, "LANES": kernels.LANES, "BY_SLOT": True}
-OWN = {"MORE": 1, "GROUP": 2, "HEADS": 16, "SIZE": 128, "PADDED": 128, "KEYS": triton_attention.KEYS}
+OWN = {"GROUP": 2, "HEADS": 16, "SIZE": 128, "PADDED": 128, "KEYS": triton_attention.KEYS}
 OWN_POINTERS = {
     "sums": "*fp32",
-    "ancestors": "*i64",
+    **dict.fromkeys(["ancestors", "entries"], "*i64"),
     **dict.fromkeys(["output", "query", "keys", "values", "own"], "*bf16"),
     **dict.fromkeys(["scale", "cap"], "fp32"),
 }

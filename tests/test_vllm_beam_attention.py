@@ -38,6 +38,71 @@ def test_attention_in_two_parts(backend: str, dtype: torch.dtype, cap: float, he
     assert beam_rows.largest_difference(backend, dtype, cap=cap, heads_first=heads_first) <= most
 
 
+def test_one_form_of_our_kernel_serves_lists_draws_and_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a row's tokens and ancestors are, and wherever its part of them begins."""
+    from specialisations import Recorded
+
+    from vllm_static import triton_attention
+
+    keys: set[str] = set()
+    monkeypatch.setattr(triton_attention, "add_own_kernel", Recorded(triton_attention.add_own_kernel, keys))
+    for more, known, first in ((1, 0, 0), (1, 1, 1), (2, 3, 0), (3, 1, 1), (5, 2, 1)):
+        rows = 2
+        query = torch.randn(rows * more, 4, 64, device=DEVICE)
+        new = (torch.randn(rows * more, 2, 64, device=DEVICE), torch.randn(rows * more, 2, 64, device=DEVICE))
+        own = torch.randn(16, 2, 128, device=DEVICE)
+        entries = torch.arange(8, 12, device=DEVICE)[first : first + rows]
+        ancestors = torch.zeros(4, known, dtype=torch.int64, device=DEVICE)[first : first + rows]
+        sums, output = torch.zeros(4, rows * more, device=DEVICE), torch.zeros_like(query)
+        triton_attention.add_own(output, sums, query, new, own, entries, ancestors, 0.125, 0.0)
+        kept = torch.cat(new, -1)[::more]
+        assert torch.equal(own[entries], kept)  # and the entries of no other token
+    assert len(keys) == 1
+
+
+def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation of torch's copies, gathers or scatters beside them: a pass of 28 layers waits for its launches."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.v1.attention.backends import fa_utils
+
+    from vllm_static import beam_attention, triton_attention
+    from vllm_static.beam_kv import BeamMetadata, PromptPart
+
+    launched: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns):  # no view
+                launched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def flash(q: Tensor, out: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        launched.append("flash_attn_varlen_func")
+        assert given["return_softmax_lse"]
+        return out, sums
+
+    class FlashAttentionImpl:
+        """The attributes that `_by_flash` reads."""
+
+        head_size, scale, logits_soft_cap, vllm_flash_attn_version = 64, 0.125, 0.0, 3
+
+    def add_own(*args: Any) -> None:
+        launched.append("add_own_kernel")
+
+    layer = torch.nn.Module()
+    layer.impl = FlashAttentionImpl()
+    query, output = torch.randn(6, 4, 64), torch.randn(8, 4, 64)[:6]
+    new, cache, sums = (torch.randn(6, 2, 64), torch.randn(6, 2, 64)), torch.zeros(4, 2, 16, 128), torch.zeros(4, 6)
+    numbers = torch.arange(8)
+    part = PromptPart(numbers[:2].int(), numbers[1:2].int(), numbers[None, :1].int(), [(0, 6, 1)], 6, 1)
+    beams = BeamMetadata(numbers[:6].view(2, 3), numbers[:4].view(2, 2), numbers[:2], part, 3)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash, raising=False)
+    monkeypatch.setattr(triton_attention, "add_own", add_own)
+    with Operations():
+        beam_attention.attend(layer, query, new, cache, beams, output)
+    assert launched == ["flash_attn_varlen_func", "add_own_kernel"]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -106,9 +171,9 @@ def take_another_base() -> None:
 
     own = beam_attention._by_triton
 
-    def by_triton(*args: Any) -> tuple[Tensor, Tensor]:
-        output, sums = own(*args)
-        return output, sums / math.log(2)
+    def by_triton(*args: Any) -> Tensor:
+        sums: Tensor = own(*args)
+        return sums / math.log(2)
 
     beam_attention._PROMPT["TritonAttentionImpl"] = by_triton
 
@@ -118,6 +183,30 @@ def test_other_numbers_are_found_at_the_start(engines, tiny_model, static):
     arguments = {"attention_config": TRITON["attention_config"], "prepare": take_another_base}
     other = engines("v2", tiny_model, **static, **ROOMY, **arguments)
     assert "reads prompts once for all beams gives other numbers" in other.log()
+
+
+def forms_of(llm: Any) -> tuple[set[str], set[str]]:
+    """The forms of vLLM's kernels that trying a layer compiles, and those that passes of few and many rows take."""
+    from specialisations import Recorded
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.attention.ops import triton_unified_attention as theirs
+
+    from vllm_static import beam_attention
+
+    runner, tried, taken = runner_of(llm), set[str](), set[str]()
+    names = [name for name in vars(theirs) if name.startswith("kernel_unified") or name == "reduce_segments"]
+    layer = next(iter(get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase).values()))
+    for keys in (tried, taken):
+        with mock.patch.multiple(theirs, **{name: Recorded(getattr(theirs, name), keys) for name in names}):
+            if keys is tried:
+                for segments in (beam_attention.SEGMENTS, 1):
+                    beam_attention.largest_difference(layer, layer.kv_cache, segments)
+            else:
+                for many in (1 << 30, 1):
+                    with mock.patch.object(beam_attention, "MANY", many):
+                        beam_attention.largest_difference(layer, layer.kv_cache, 0)
+    return tried, taken
 
 
 class TestTriton:
@@ -130,6 +219,12 @@ class TestTriton:
     @pytest.fixture
     def usual(self, engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
         return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
+
+    def test_wide_passes_take_forms_that_the_start_has_tried(self, engine):
+        """A list of many rows goes through its prompt in one part, a constant of vLLM's kernels."""
+        tried, taken = engine.call(forms_of)
+        assert len(tried) > 1
+        assert taken <= tried
 
     @pytest.mark.parametrize(("name", "renormalised"), [("ragged", False), ("prefixes", True)])
     def test_tails_are_read_whole(self, engine, usual, name, renormalised):

@@ -183,7 +183,7 @@ def checks(device: str, factor: float = 1) -> None:
     schedule, kernels = from_tests("schedule"), triton_kernels
     slow = device == "cpu"  # Triton's interpreter takes milliseconds for each row of a launch
     # Few tokens are many chunks, and a node is read in many parts.
-    small = {"WHOLE": 16, "CHUNK": 16, "CHUNKS": 2, "LANES": 4}
+    small = {"WHOLE": 16, "STORED": 64, "SPAN": 32, "LANES": 4}
     for vocabulary, values, steps in (
         (48, {}, 15 if slow else 200),
         (48, small, 15 if slow else 200),

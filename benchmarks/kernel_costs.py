@@ -195,7 +195,7 @@ def step_us(forms: dict[str, Compiled], rows: int, vocabulary: int, kind: str) -
         waves = -(-rows // (SMS * form.programs))
         return {"step": waves * latency(form) + write, "write": write}
     walk, mask = forms["walk, no drafts"], forms["mask"]
-    span = min(vocabulary, kernels.CHUNK * kernels.CHUNKS)
+    span = min(vocabulary, kernels.SPAN)
     programs = rows * -(-vocabulary // span)
     one = latency(mask) + span * 4 / (BANDWIDTH / SMS)  # one program's, alone on its SM
     masks = max(write + one, -(-programs // (SMS * mask.programs)) * one)

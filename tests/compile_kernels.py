@@ -1,6 +1,7 @@
 """Compiles every Triton kernel to machine code for a GPU of the given architecture, on a machine without one.
 
 python tests/compile_kernels.py 90
+python tests/compile_kernels.py 90 stores     how logits of 16 bits are written, and what spills
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ LISTS = {
 }
 GIVEN = object()  # not constant, though COMMON says so
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
-MASK = {"CHUNK": kernels.CHUNK, "CHUNKS": kernels.CHUNKS, "ALIGNED": True}
+CHUNK = kernels.STORED // 2  # of 16 bits
+MASK = {"CHUNK": CHUNK, "CHUNKS": kernels.SPAN // CHUNK, "ALIGNED": True}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
@@ -123,6 +125,21 @@ def form_of(name: str) -> Form:
     return Form(kernel, types, constants, warps)
 
 
+ALIGNED = ("words", "sets", "logits", "logits_stride", "vocabulary")  # as Triton finds them: multiples of 16
+
+
+def stores(architecture: int) -> Iterator[str]:
+    """Of each kernel that masks: stores of 16 bytes, and bytes spilled."""
+    for name in ("mask", "step"):
+        kernel, types, constants, warps = form_of(name)
+        at = [(i,) for i, one in enumerate(kernel.arg_names) if one in ALIGNED and one not in constants]
+        attrs = {place: [["tt.divisibility", 16]] for place in at}
+        source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attrs)
+        target = GPUTarget("cuda", architecture, 32)
+        ptx = triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
+        yield f"{name}: {len(re.findall(r'st.global.v4.b32', ptx))} {assembled(ptx)[1]}"
+
+
 def compiled(architecture: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name of each kernel, in each variant, and its code in every form: "ptx" and "cubin" among them."""
     target = GPUTarget("cuda", architecture, 32)
@@ -146,6 +163,9 @@ def assembled(ptx: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["stores"]:
+        print(*stores(int(sys.argv[1])), sep="\n")
+        sys.exit()
     for name, code in compiled(architecture := int(sys.argv[1])):
         assert code["cubin"]
         # ptxas may trade one register of 64 bits for more programs at a time.

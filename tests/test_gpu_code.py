@@ -29,3 +29,13 @@ def test_every_kernel_compiles_for_a_gpu(architecture: int) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.split() == NAMED
+
+
+@pytest.mark.slow
+def test_logits_of_16_bits_are_written_16_bytes_at_once() -> None:
+    """Rows without a ready mask, and the parts of those with one in which nothing stays; no register spills."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, script, "90", "stores"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout.splitlines() == ["mask: 3 0", "step: 6 0"], run.stderr[-3000:]

@@ -42,7 +42,7 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels with lanes and chunks so small that every set needs several of each."""
-    for name, value in {"LANES": 4, "CHUNK": 16, "CHUNKS": 2, "WHOLE": 16}.items():
+    for name, value in {"LANES": 4, "STORED": 64, "SPAN": 32, "WHOLE": 16}.items():
         monkeypatch.setattr(triton_kernels, name, value)
 
 

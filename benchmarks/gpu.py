@@ -1,290 +1,248 @@
-"""Checks the kernels and measures a step on a GPU beside xgrammar's bitmask and STATIC.
+"""Fifteen minutes on a GPU: what is not measured yet, the most valuable first.
 
-bash benchmarks/gpu.sh --json docs/benchmarks/gpu.json --plot docs/benchmarks/gpu.png
-bash benchmarks/gpu.sh --minutes 10     what fits in ten minutes: the most important parts come first
-bash benchmarks/gpu.sh --interpret      the checks alone, on the CPU, through Triton's interpreter
-bash benchmarks/gpu.sh --compile        every kernel to machine code for three GPUs, without one; registers and spills
-bash benchmarks/gpu.sh --interpret --parts goals micro grid     the measurements at tiny sizes, to try the scripts
-bash benchmarks/gpu.sh --first 1        the first half hour with a GPU, in three commands of ten minutes: 1, 2 and 3
+python benchmarks/gpu_pack.py                                   here: makes .gpu/, which travels to the machine
+bash benchmarks/gpu.sh --seconds 330 --json OUT/gpu_h100.json   there: facts, smoke, the engine, mask cells
+bash benchmarks/gpu.sh --seconds 240 --json OUT/gpu_h100_2.json what is left: `--done FILE` names earlier results
+bash benchmarks/gpu.sh --again engine --seconds 240             one step, whether or not it has been measured
 
-The parts, in their order:
-goals    the rows for which goals stand, each held against the host path first
-quick    a tenth of the checks
-copies   sets copied beside running steps, against the host path
-lists    rounds of ranked lists; `itemset.adapters.decode_loop` beside masking the vocabulary (`beam.py`)
-check    every step of random schedules of requests, compared with a dict trie
-a        table A, beside other methods
-sanitize some of the checks under compute-sanitizer: memory, races, barriers
-micro    wide rows, odd strides, the mask and the sampling together, rounds of lists and draws (`gpu_micro.py`)
-grid     ranked lists with Qwen3's shapes (`gpu_grid.py`), which needs transformers
-engine   vLLM from carried files (`gpu_engine.py`)
---first 1 is quick, sanitize, goals and micro; 2 is grid; 3 is engine.
+A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine` and the
+peers of `cells` also need .gpu/. A step is done if a file of docs/benchmarks/gpu*.json, or of --done, has rows of it
+by the same kernels. Each step is a process group with its own limit, and is ended as one. Each row is written, and
+synced, at once: into FILE, and as a line into FILE with the ending .jsonl; what steps say goes into .log. A number that
+differs, or an error, is a row. The exit status is 1 if a step failed or found a difference, 2 without a GPU.
 
-Each part runs in a process of its own: one that fails, or hangs, ends no other. The JSON is written after every row.
-The exit status is 1 if a part failed or a check did, 2 if something is missing, else 0.
-
-A step is `Slots.step`: each row's last committed token is walked, and its logits are masked. Rows stand at random
-items, spread over all levels. On the GPU a CUDA graph holds 24 steps, each with other rows and, up to 4 GiB, other
-logits; before each replay all logits are written anew, which evicts what was cached, as a model's forward pass does.
-Times are medians over replays, divided by the steps. Needs torch, Triton, NumPy, Numba and PyArrow, no engine and no
-installation of this project; xgrammar is optional.
+--interpret runs smoke, cells and rounds at tiny sizes on a CPU, in Triton's interpreter, to try the program itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
-import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gpu_needs import lacking
-from gpu_report import Record, goals
-from runner import machine, plot, table, versions
+from gpu_engine import ROOT, environment
 
-NEEDED = ["torch", "triton", "numpy", "numba", "pyarrow"]
-# Minutes that a part may take. None needs half of it: a kernel that hangs must not take the others' time.
-PARTS = {"goals": 6.0, "quick": 4.0, "copies": 3.0, "lists": 6.0, "check": 15.0, "a": 40.0}
-FIRST: dict[str, dict[str, float]] = {
-    "1": {"quick": 1.5, "sanitize": 2.0, "goals": 3.0, "micro": 2.5},
-    "2": {"grid": 9.0},
-    "3": {"engine": 5.0},
-}
-PARTS |= {part: minutes for parts in FIRST.values() for part, minutes in parts.items() if part not in PARTS}
-
-Emit = Callable[[str, Any], None]  # what a part has found: the name of a table or of a value, and a row or the value
+Row = dict[str, Any]
+BENCHMARKS = Path(__file__).resolve().parent
+PACK = ROOT / ".gpu"
+LIMITS = {  # seconds of each step, the most valuable first: together less than twelve minutes
+    "facts": 20, "smoke": 45, "unpack": 70, "engine": 180, "cells": 50, "rounds": 40, "large": 60, "sampled": 45,
+    "memcheck": 60, "initcheck": 60, "ncu": 60,
+}  # fmt: skip
+NEEDS_PACK = ("smoke", "unpack", "engine", "memcheck", "initcheck")
+INTERPRETED = ("smoke", "cells", "rounds")
+STARTED = 5  # seconds that a step is given beyond what is left
+NCU = "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a part is told. deadline: the second (`time.time`) from which it begins no further row."""
-
-    device: str = "cuda"
-    longer: int = 1
-    deadline: float = float("inf")
-    carried: str = ""
-
-
-def work(part: str, options: Options, emit: Emit) -> None:
-    """One part, in its own process: here torch and Triton are imported."""
-    if part == "compile":
-        from kernel_costs import kernels_of
-
-        for architecture in (80, 90, 100):
-            for name, form in kernels_of(architecture).items():
-                emit("kernels", {"sm": architecture, "kernel": name, **form._asdict()})
-        return
-    if part == "engine":
-        import gpu_engine
-
-        gpu_engine.engine(options.carried, emit)
-        return
-    if part == "sanitize":
-        sanitize(emit)
-        return
-    if part in ("quick", "check"):
-        from gpu_checks import checks
-
-        checks(options.device, 0.1 if part == "quick" else options.longer)
-        return
-    if part == "lists":
-        import beam
-        from gpu_checks import check_lists
-
-        check_lists(options.device, options.longer)
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            beam.table(options.device, 21, emit)
-        return
-    if part == "copies":
-        from gpu_checks import copies
-
-        emit("copies", copies(options.device))
-        return
-    from gpu_steps import Bench, table_a
-
-    bench = Bench(options.device, deadline=options.deadline)
-    emit("machine", bench.machine())
-    if part == "micro":
-        from gpu_micro import micro
-
-        micro(bench, emit)
-    elif part == "grid":
-        from gpu_grid import grid
-
-        grid(bench, emit)
-    else:
-        table_a(bench, emit, only_goals=part == "goals")
+def command_of(step: str) -> list[str]:
+    """Return what runs a step."""
+    python, golden = sys.executable, str(PACK / "golden.pt")
+    if step == "unpack":
+        return [python, str(BENCHMARKS / "gpu_engine.py"), "unpack", str(PACK)]
+    if step == "engine":
+        return [python, str(BENCHMARKS / "gpu_engine.py"), "measure"]
+    steps = [python, str(BENCHMARKS / "gpu_tasks.py")]
+    if step in ("memcheck", "initcheck"):
+        tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+        return [tool, "--tool", step, "--error-exitcode", "9", *steps, "golden", golden]
+    if step == "ncu":
+        tool = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
+        return [tool, "--csv", "--metrics", NCU, "--kernel-name", "regex:_kernel", *steps, "launches"]
+    return [*steps, step, golden]
 
 
-def sanitize(emit: Emit) -> None:
-    """A hundredth of the checks under each tool. Emits its last line, and whether it found nothing."""
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    checks = "import gpu_checks; gpu_checks.checks('cuda', 0.01)"
-    for what in ("memcheck", "racecheck", "synccheck"):
-        run = subprocess.run(
-            [tool, "--tool", what, "--error-exitcode", "9", sys.executable, "-c", checks],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
-        last = (run.stdout + run.stderr).strip().splitlines()[-1:]
-        emit("sanitize", {"tool": what, "found nothing": run.returncode == 0, "last line": "".join(last)})
+@dataclass
+class Results:
+    """Rows as they come, in a file that is whole at any time."""
+
+    path: Path
+    about: Row
+    rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines: IO[str] = self.path.with_suffix(".jsonl").open("a")
+        self.log: IO[str] = self.path.with_suffix(".log").open("a")
+
+    def add(self, step: str, row: Row) -> None:
+        self.rows.append({"step": step, **row})
+        line = json.dumps(self.rows[-1])
+        print(line, flush=True)
+        print(line, file=self._lines, flush=True)
+        os.fsync(self._lines.fileno())
+        if step == "facts":
+            self.about |= {name: row[name] for name in ("card", "driver", "versions") if name in row}
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n")
+        new.replace(self.path)
 
 
-def _child(part: str, task: Callable[[str, Options, Emit], None], options: Options, connection: Connection) -> None:
-    try:
-        task(part, options, lambda name, value: connection.send((name, value)))
-    except BaseException as error:
-        traceback.print_exc()
-        connection.send(("failed", f"{type(error).__name__}: {error}".partition("\n")[0]))
-        sys.exit(1)
+def kernels_digest() -> str:
+    """Return a digest of all that runs on a device: results of other kernels are others."""
+    found = hashlib.sha256()
+    for folder in ("itemset/masking", "itemset/ranking", "vllm_static"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
-def run_part(
-    part: str, task: Callable[[str, Options, Emit], None], options: Options, minutes: float, found: Emit
-) -> str | None:
-    """Run a part in a process of its own, and hand on what it finds. Returns why it failed, or None."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(part, task, options, sender))
-    process.start()
-    sender.close()
-    end, failure = time.monotonic() + minutes * 60, None
-    try:
-        while receiver.poll(max(end - time.monotonic(), 0)):
-            name, value = receiver.recv()
-            if name == "failed":
-                failure = value
-            else:
-                found(name, value)
-        process.kill()
-        failure = f"took more than {minutes:.1f} minutes, and was ended"
-    except EOFError:
-        process.join()
-        if process.exitcode and failure is None:
-            failure = f"its process ended with status {process.exitcode}"
-    process.join()
-    return failure
+def steps_done(files: Sequence[Path], kernels: str) -> set[str]:
+    """Return the steps that these results have whole, by the same kernels."""
+    done = set[str]()
+    for path in files:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            results = json.loads(path.read_text())
+            if results["kernels"] == kernels:
+                failed = {row["step"] for row in results["rows"] if "failed" in row}
+                done |= {row["step"] for row in results["rows"] if row.get("seconds of step") is not None} - failed
+    return done
 
 
-def run_parts(
-    parts: Mapping[str, float], task: Callable[[str, Options, Emit], None], options: Options, save: Callable[..., None]
-) -> Record:
-    """Run the parts one after the other. Returns the report, which `save` is given after every row.
+class Step:
+    """A process group, and the rows that it prints."""
 
-    parts: minutes that each may take. A part whose turn comes after the deadline is noted under `skipped`.
-    """
-    tables = ("goals", "A", "beam", "kernels", "sanitize", "micro", "grid", "engine", "skipped")
-    report: Record = {"machine": {}, "failed": {}, **{name: [] for name in tables}}
+    def __init__(self, name: str, results: Results, given: dict[str, str]) -> None:
+        self.name, self._results, self.began = name, results, time.monotonic()
+        self._process = subprocess.Popen(
+            command_of(name), stdout=subprocess.PIPE, stderr=results.log, text=True, start_new_session=True, env=given
+        )
 
-    def found(name: str, value: Any) -> None:
-        if isinstance(report.get(name), list):
-            report[name].append(value)
-            print(json.dumps({"table": name} | value), flush=True)
-        else:
-            report[name] = value
-        save(report)
+    def finish(self, seconds: float) -> Iterator[Row]:
+        """Yield its rows until it ends, or this many seconds after its beginning, and end all that it has started."""
+        ends = self.began + seconds
+        timer = subprocess.Popen([sys.executable, "-c", _ENDS, str(self._process.pid), str(ends - time.monotonic())])
+        table: list[str] = []
+        try:
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+                elif line.startswith('"'):
+                    table.append(line)
+                else:
+                    print(line, end="", file=self._results.log, flush=True)
+            code = self._process.wait()
+        finally:
+            timer.kill()
+            timer.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        yield from _of_csv(table)
+        took = time.monotonic() - self.began
+        if took >= seconds:
+            yield {"failed": f"not done in {seconds:.0f} s, and ended"}
+        elif code:
+            yield {"failed": f"ended with status {code}: {self._said()}"}
+        yield {"seconds of step": round(took, 1)}
 
-    for part, minutes in parts.items():
-        left = (options.deadline - time.time()) / 60
-        if left <= 0:
-            report["skipped"].append({"part": part})
+    def _said(self) -> str:
+        self._results.log.flush()
+        lines = Path(self._results.log.name).read_text(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "nothing was said"
+
+
+_ENDS = """
+import os, signal, sys, time
+time.sleep(max(0.0, float(sys.argv[2])))
+os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+
+
+def _of_csv(lines: list[str]) -> Iterator[Row]:
+    """The rows of a profiler's table."""
+    import csv
+
+    by_launch: dict[str, Row] = {}
+    for one in csv.DictReader(lines):
+        row = by_launch.setdefault(one["ID"], {"kernel": one["Kernel Name"], "grid": one["Grid Size"]})
+        row[f"{one['Metric Name']}, {one['Metric Unit']}"] = one["Metric Value"]
+    yield from by_launch.values()
+
+
+def run(names: Sequence[str], results: Results, seconds: float, given: dict[str, str]) -> bool:
+    """Run steps one after the other, as far as the time reaches; only unpacking runs beside others."""
+    ends, ok = time.monotonic() + seconds, True
+    beside = Step("unpack", results, given) if "unpack" in names else None
+    for name in [name for name in names if name != "unpack"]:
+        if beside is not None and name == "engine":
+            ok &= _collect(beside, results, LIMITS["unpack"])
+            beside = None
+        left = ends - time.monotonic()
+        if left < LIMITS[name] - STARTED:
+            results.add(name, {"skipped": f"{left:.0f} s are left, and it may take {LIMITS[name]}"})
             continue
-        started = time.monotonic()
-        print(f"\n== {part}", flush=True)
-        if failure := run_part(part, task, options, min(minutes, left + 0.5), found):
-            report["failed"][part] = failure
-        print(f"== {part}: {failure or 'done'}, {time.monotonic() - started:.0f} s", flush=True)
-        if rows := report["goals" if part == "goals" else "A"] if part in ("goals", "a") else []:
-            print(f"\nµs of a step\n\n{table(rows)}", flush=True)
-        save(report)
-    return report
+        ok &= _collect(Step(name, results, given), results, LIMITS[name])
+    if beside is not None:
+        ok &= _collect(beside, results, LIMITS["unpack"])
+    return ok
 
 
-def has_gpu() -> bool:
-    if Path("/dev/nvidiactl").exists():  # known in no time
-        return True
-    import torch
+def _collect(step: Step, results: Results, limit: float) -> bool:
+    ok = True
+    for row in step.finish(limit):
+        ok &= "failed" not in row and row.get("ok", True)
+        results.add(step.name, row)
+    return ok
 
-    return bool(torch.cuda.is_available())
+
+def commit() -> str:
+    """Return the commit of this checkout, or the pack's if there is no git."""
+    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    packed = PACK / "commit"
+    return found.stdout.strip() or (packed.read_text().strip() if packed.exists() else "unknown")
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--interpret", action="store_true", help="check on the CPU, measure nothing")
-    parser.add_argument("--compile", action="store_true", help="compile the kernels, run nothing")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all; with --interpret lists and check")
-    parser.add_argument("--first", choices=FIRST, help="one of three commands for a bare machine, ten minutes each")
-    parser.add_argument("--carried", metavar="DIRECTORY", default="", help="what `gpu_engine.py` has packed")
-    parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing after so many minutes")
-    parser.add_argument("--longer", type=int, default=1, metavar="N", help="check N times as many steps")
-    parser.add_argument("--json", metavar="FILE", help="written after every row")
-    parser.add_argument("--plot", metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=690.0, help="begin no step that could end later")
+    parser.add_argument("--only", nargs="+", choices=LIMITS, metavar="STEP", help=" ".join(LIMITS))
+    parser.add_argument("--again", nargs="+", choices=LIMITS, metavar="STEP", help="these, also if they are done")
+    parser.add_argument("--done", nargs="+", type=Path, default=[], metavar="FILE", help="earlier results")
+    parser.add_argument("--interpret", action="store_true", help="try the program on a CPU")
+    where = Path(os.environ.get("OUT", ROOT / "docs" / "benchmarks")) / "gpu.json"
+    parser.add_argument("--json", type=Path, default=where, metavar="FILE", help="default: in $OUT or docs/benchmarks")
     return parser.parse_args()
 
 
-def saver(path: str | None) -> Callable[[Record], None]:
-    """What writes a report, as `runner.Report` does."""
-    command = " ".join(["bash benchmarks/gpu.sh", *sys.argv[1:]])
-    about = {"command": command, "machine": machine(), "versions": versions()}
-
-    def save(report: Record) -> None:
-        if path:
-            kept = {name: about | {"rows": rows} for name, rows in report.items() if rows and isinstance(rows, list)}
-            kept["run"] = about | {"rows": [{name: of for name, of in report.items() if not isinstance(of, list)}]}
-            temporary = Path(path + ".tmp")
-            temporary.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(kept, indent=1) + "\n")
-            temporary.replace(path)
-
-    return save
+def chosen(args: argparse.Namespace, kernels: str) -> list[str]:
+    """Return the steps to run, in their order."""
+    every = args.only or (INTERPRETED if args.interpret else tuple(LIMITS))
+    done = steps_done([*sorted((ROOT / "docs" / "benchmarks").glob("gpu*.json")), *args.done], kernels)
+    wanted = set(args.again or (name for name in every if name not in done))
+    wanted |= set() if args.interpret else {"facts"}
+    if "engine" in wanted and not (Path(environment()["TRITON_CACHE_DIR"]).parent / "site").exists():
+        wanted.add("unpack")
+    packed = PACK.exists()
+    return [name for name in LIMITS if name in wanted and (packed or name not in NEEDS_PACK or args.interpret)]
 
 
 def main() -> None:
-    args = parsed()
-    if missing := lacking(NEEDED):
-        print(*missing, sep="\n", file=sys.stderr)
-        sys.exit(2)
+    args, kernels = parsed(), kernels_digest()
+    given = environment()
     if args.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which only the parts' processes do
-    chosen = args.parts or (["lists", "check"] if args.interpret else list(PARTS))
-    everything = [part for part in PARTS if part in chosen and (args.parts or part not in ("grid", "engine"))]
-    parts = {part: 600.0 if args.interpret else PARTS[part] for part in everything}
-    if args.first:
-        parts, args.minutes = FIRST[args.first], args.minutes or 9.0
-        args.json = args.json or f"gpu_first_{args.first}.json"
-    if args.carried and (kernel := Path(args.carried, "xgrammar_kernel.py")).exists():
-        os.environ["XGRAMMAR_KERNEL"] = str(kernel.resolve())
-    if args.compile:
-        parts = {"compile": 60.0}
-    elif not args.interpret and not has_gpu():
-        print("there is no CUDA GPU here: see --interpret and --compile", file=sys.stderr)
+        given |= {"TRITON_INTERPRET": "1"}
+    elif not Path("/dev/nvidiactl").exists() and "PRETENDED_LIBCUDA" not in os.environ:
+        print("there is no NVIDIA GPU here (no /dev/nvidiactl): see --interpret", file=sys.stderr)
         sys.exit(2)
-    options = Options(
-        device="cpu" if args.interpret else "cuda",
-        longer=args.longer,
-        carried=args.carried,
-        deadline=time.time() + args.minutes * 60 if args.minutes else float("inf"),
-    )
-    report = run_parts(parts, work, options, saver(args.json))
-    if not args.interpret and not args.compile:
-        print(goals(report))
-    if args.plot and report["A"]:
-        plot(report["A"], Path(args.plot), "rows", "ours", "set")
-    for skipped in report["skipped"]:
-        print("not run, the time was up:", ", from ".join(skipped.values()))
-    for part, why in report["failed"].items():
-        print(f"FAILED: {part}: {why}")
-    if not report["failed"]:
-        print("nothing failed")
-    sys.exit(1 if report["failed"] else 0)
+    if not args.interpret and not PACK.exists():
+        print("no .gpu/ here: smoke and engine are omitted. python benchmarks/gpu_pack.py makes it", file=sys.stderr)
+    about = {"command": " ".join(["bash benchmarks/gpu.sh", *sys.argv[1:]]), "commit": commit(), "kernels": kernels}
+    results = Results(args.json, about | {"date": time.strftime("%Y-%m-%d")})
+    ok = run(chosen(args, kernels), results, args.seconds, given)
+    print("nothing failed" if ok else "something failed, or differs: see the rows", file=sys.stderr)
+    sys.exit(0 if ok else 1)
 
 
 if __name__ == "__main__":

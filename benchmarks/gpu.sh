@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the kernels and measures on the GPU: bash benchmarks/gpu.sh --help. With an engine and this project installed:
+# Measures on a GPU what is not measured yet: bash benchmarks/gpu.sh --help. With an engine and this project installed:
 # bash benchmarks/gpu.sh vllm [DIRECTORY for the results]   paths, speculation, lists, draws, narrow_head
 # bash benchmarks/gpu.sh sglang [DIRECTORY]                 paths, lists, draws
 set -euo pipefail
@@ -20,9 +20,5 @@ if [[ ${1:-} == vllm || ${1:-} == sglang ]]; then
     run lists
     run draws
     exit
-fi
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-if [[ -z ${PYTHON:-} && -z ${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
-    python=$root/.venv/bin/python
 fi
 exec "$python" "$root/benchmarks/gpu.py" "$@"

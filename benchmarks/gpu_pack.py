@@ -1,10 +1,9 @@
-"""Packs all that the fifteen minutes on a bare GPU machine need: python benchmarks/gpu_pack.py [FOLDER, by default .gpu]
+"""Packs all that the fifteen minutes on a bare GPU machine need, into .gpu: python benchmarks/gpu_pack.py [FOLDER]
 
 The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, transformers, Numba and PyArrow, and no network. Run
-this with the same versions, on any machine:
+this with the same versions, on any machine (--environment installs them: 7 GB):
 
-    python3.12 -m venv .venv-gpu
-    .venv-gpu/bin/pip install torch==2.11.0 transformers==5.17.0 numba pyarrow msgspec
+    python3.12 benchmarks/gpu_pack.py --environment .venv-gpu
     .venv-gpu/bin/python benchmarks/gpu_pack.py
 
 What it packs, in some two minutes: the real vLLM with its compiled operators and FlashAttention 3, of which only the
@@ -18,6 +17,7 @@ import argparse
 import json
 import lzma
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -29,20 +29,27 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from gpu_engine import CACHE, HOME, ROOT, TRITON_CACHE  # Triton's cache holds absolute paths
+
 VLLM = "vllm==0.33.0"
 LIBRARIES = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa3_C")  # FlashAttention 2 is not used on Hopper
 OPERATORS = {"_C": 100, "_C_cache_ops": 15, "_moe_C": 15, "_vllm_fa3_C": 2}
 """How many operators these register at least."""
 MOST_BYTES = 57_000_000  # of the pack: with this project's files it has to stay below 64 MiB
 PYTHON, CAPABILITY = "3.12", 90
-WHEELS = (  # fastapi below 0.137, which wants opentelemetry
-    "annotated-types apache-tvm-ffi astor blake3 cachetools cbor2 compressed-tensors depyf diskcache distro "
-    "fastapi<0.137 gguf httpcore2 httpx2 ijson jiter lark llguidance loguru msgspec openai oss-harmony "
-    "partial-json-parser prometheus-fastapi-instrumentator pybase64 pydantic pydantic-core python-json-logger pyzmq "
-    "setproctitle sniffio starlette truststore typing-inspection watchfiles xgrammar"
-).split()
-SHARED = Path("/tmp/static_gpu")  # Triton's cache holds absolute paths: it is made and unpacked here
+WHEELS = [  # that vLLM and the plugin need there; fastapi below 0.137, which wants opentelemetry
+    "annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "compressed-tensors", "depyf",
+    "diskcache", "distro", "fastapi<0.137", "gguf", "httpcore2", "httpx2", "ijson", "jiter", "lark", "llguidance",
+    "loguru", "msgspec", "openai", "oss-harmony", "partial-json-parser", "platformdirs",
+    "prometheus-fastapi-instrumentator", "pybase64", "pydantic", "pydantic-core", "python-json-logger", "pyzmq",
+    "setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "watchfiles", "xgrammar",
+]  # fmt: skip
+MACHINE = [  # what such a machine has, of all that the steps import
+    "torch==2.11.0", "transformers==5.17.0", "tokenizers==0.23.2", "accelerate", "aiohttp", "cloudpickle", "einops",
+    "fsspec", "hypothesis", "numba", "numpy==2.5.2", "nvidia-ml-py", "opencv-python-headless", "pandas", "pillow",
+    "prometheus-client", "protobuf", "psutil", "py-cpuinfo", "pyarrow", "pytest", "pyyaml", "regex", "requests",
+    "scikit-learn", "scipy", "sentencepiece", "tiktoken", "tqdm", "uvloop", "wrapt", "msgspec", "platformdirs",
+]  # fmt: skip
 FATBIN, CUBIN = 0xBA55ED50, 2
 
 
@@ -120,13 +127,11 @@ def pack_kernels(folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
     script = str(ROOT / "benchmarks" / "gpu_golden.py")
     subprocess.run([sys.executable, script, "record", str(golden)], check=True, env=environment)
-    cache = SHARED / "triton"
-    environment |= {"TRITON_CACHE_DIR": str(cache)}
+    shutil.rmtree(TRITON_CACHE, ignore_errors=True)
+    environment |= {"TRITON_CACHE_DIR": str(TRITON_CACHE)}
     subprocess.run([sys.executable, script, "compile", str(golden)], check=True, env=environment)
-    wanted = [
-        path for path in sorted(cache.rglob("*")) if path.is_file() and path.suffix not in (".ttir", ".ttgir", ".llir")
-    ]
-    compress(folder / "triton.tar.xz", [(str(path.relative_to(SHARED)), path.read_bytes()) for path in wanted])
+    wanted = [path for path in sorted(TRITON_CACHE.rglob("*")) if path.is_file()]
+    compress(folder / CACHE, [(str(path.relative_to(HOME)), path.read_bytes()) for path in wanted])
 
 
 def pack(folder: Path) -> None:
@@ -137,11 +142,28 @@ def pack(folder: Path) -> None:
         pack_vllm(folder, next(Path(name).glob("vllm-*.whl")))
     pack_kernels(folder)
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    (folder / "commit").write_text(commit())
     (folder / "sizes.json").write_text(json.dumps(sizes, indent=1))
     print(f"{sum(sizes.values()) / 1e6:.1f} MB in {folder}")
+
+
+def commit() -> str:
+    return subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+
+
+def environment(folder: Path) -> None:
+    """Install what the machine has."""
+    import venv
+
+    venv.create(folder, with_pip=True)
+    subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *MACHINE], check=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".gpu")
-    pack(parser.parse_args().folder)
+    parser.add_argument(
+        "--environment", type=Path, metavar="DIR", help="install what the machine has, and nothing else"
+    )
+    arguments = parser.parse_args()
+    environment(arguments.environment) if arguments.environment else pack(arguments.folder)

@@ -1,10 +1,9 @@
-"""The steps that `gpu.py` measures: ours and the other methods' in tables A and B, and how a step is timed."""
+"""The steps that `gpu.py` measures, ours and the other methods', and how a step is timed."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -30,9 +29,7 @@ from gpu_peers import (
     xgrammar_apply,
     zipf,
 )
-from gpu_report import LARGE, Record
 from numpy.typing import NDArray
-from runner import versions
 from torch import Tensor
 
 import itemset
@@ -43,54 +40,25 @@ from itemset.masking.slots import Slots
 
 STEPS = 3 * LENGTH  # of a graph: a multiple of the levels, so that STATIC meets each equally often
 BEAM_ROWS = 140  # the paper's batch of 2 with beams of 70
-Emit = Callable[[str, Any], None]
+Record = dict[str, Any]
+Emit = Callable[[Record], None]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured. replays: how often each thing. logits: float32 numbers that logits may take in all."""
-
-    rows: tuple[int, ...] = (140, 512, 1, 32)  # the most important first, here and below
-    vocabularies: tuple[int, ...] = (2_048, 151_936, 32_768)
-    items: tuple[int, ...] = (10**5, 10**6, 2 * 10**7)
-    skewed_items: int = 10**6
-    replays: int = 50
-    logits: int = 1 << 30
-
-
-SMALL = Plan(rows=(2,), vocabularies=(2_048,), items=(1_000, 2_000), skewed_items=1_000, replays=1, logits=1 << 19)
+Cells = list[tuple[int, str, int, tuple[int, ...]]]  # vocabulary, kind of set, items, rows: a set is loaded once
+CELLS: Cells = [(151_936, "uniform", 10**5, (512,)), (2_048, "uniform", 10**6, (140, 512))]
+LARGE: Cells = [(2_048, "uniform", 2 * 10**7, (140,)), (2_048, "Zipf", 10**6, (140,)), (151_936, "Zipf", 10**6, (512,))]
+SMALL: Cells = [(2_048, "uniform", 1_000, (2,)), (2_048, "Zipf", 1_000, (2,))]
 
 
 class Bench:
     """A device, the logits that all steps share, and how steps are timed there."""
 
-    def __init__(self, device: str, *, deadline: float = float("inf")) -> None:
-        """device: "cpu" tries everything at small sizes in Triton's interpreter. deadline: the second (`time.time`)
-        from which `is_late` says so."""
-        self.device, self.cuda, self.deadline = device, device == "cuda", deadline
-        self.plan = Plan() if self.cuda else SMALL
-        self.logits = torch.empty(self.plan.logits, device=device)
-        self.xgrammar = xgrammar_apply()
-
-    def is_late(self, part: str, row: str, emit: Emit) -> bool:
-        """Whether the time is up before this row of a part; if so, emit that."""
-        late = time.time() >= self.deadline
-        if late:
-            emit("skipped", {"part": part, "from": row})
-        return late
-
-    def machine(self) -> Record:
-        """What the times depend on, and what is not measured here."""
-        found: Record = {
-            "device": torch.cuda.get_device_name() if self.cuda else "CPU",
-            "versions": versions(),
-            "bytes a second": self.bandwidth(),
-            "launch": self.launch(),
-        }
-        note(f"copies: {found['bytes a second'] / 1e9:,.0f} GB/s; the smallest step: {found['launch']:.2f} µs")
-        if self.xgrammar is None:
-            note("xgrammar is not installed: its columns are omitted")
-        return found
+    def __init__(self, device: str) -> None:
+        """device: "cpu" tries everything at small sizes in Triton's interpreter."""
+        self.device, self.cuda = device, device == "cuda"
+        self.replays = 30 if self.cuda else 1
+        self.logits = torch.empty(1 << 31 if self.cuda else 1 << 19, dtype=torch.bfloat16, device=device)
+        self.xgrammar = xgrammar_apply() if self.cuda else None
 
     def buffers(self, steps: int, rows: int, vocabulary: int) -> list[Tensor]:
         """Logits for so many steps; where there is no room for all, they take turns."""
@@ -105,7 +73,7 @@ class Bench:
         """Microseconds of one of these steps. reset: undoes what they change, before each replay."""
         replay = capture(steps) if self.cuda and graph else partial(run, steps)
         times = []
-        for _ in range(replays or self.plan.replays):
+        for _ in range(replays or self.replays):
             reset()
             # On the GPU this also takes long enough for the host to queue the replay after it.
             self.logits.normal_()
@@ -177,13 +145,15 @@ class Ours:
         return [partial(s.step, b, t) for s, b, t in zip(self.slots, self.batches, logits, strict=True)]
 
 
-def check_steps(steps: Sequence[Step], logits: list[Tensor], bitmasks: Tensor) -> None:
-    """That the steps which are measured mask what the host path masks."""
-    for i, (step, target, bitmask) in enumerate(zip(steps, logits, bitmasks, strict=True)):
+def differing(steps: Sequence[Step], logits: list[Tensor], bitmasks: Tensor) -> int:
+    """How many of the steps that are measured mask something else than the host path."""
+    count = 0
+    for step, target, bitmask in zip(steps, logits, bitmasks, strict=True):
         target.normal_()
         expected = target.masked_fill(~allowed_by(bitmask.to(target.device), target.shape[1]), -torch.inf)
         step()
-        assert torch.equal(target, expected), f"step {i} of {steps} masks other tokens than the host path"
+        count += not torch.equal(target, expected)
+    return count
 
 
 class Loaded:
@@ -196,67 +166,37 @@ class Loaded:
         self.items = in_order(torch.from_numpy(items.astype(np.int32)).to(bench.device), bits)
 
 
-Cells = list[tuple[int, str, int, tuple[int, ...]]]  # vocabulary, kind of set, items, rows: a set is loaded once
-
-
-def goal_cells(plan: Plan) -> Cells:
-    """The rows for which goals stand, the most important first."""
-    (_, large), (least, *_, most) = LARGE, plan.items
-    small, rows = plan.vocabularies[0], (BEAM_ROWS,)
-    sets = [("uniform", most), ("uniform", least), ("Zipf", plan.skewed_items), ("uniform", plan.skewed_items)]
-    first, *others = [(small, kind, items, rows) for kind, items in sets]
-    return [first, (large, "uniform", least, (LARGE[0],)), *others] if large in plan.vocabularies else [first, *others]
-
-
-def all_cells(plan: Plan) -> Cells:
-    kinds = [("uniform", plan.items[-1]), ("Zipf", plan.skewed_items), *(("uniform", n) for n in plan.items[:-1])]
-    return [(vocabulary, *kind, plan.rows) for vocabulary in plan.vocabularies for kind in kinds]
-
-
-def table_a(bench: Bench, emit: Emit, *, only_goals: bool = False) -> None:
-    """Emit the rows of table A; with `only_goals` those for which goals stand, beside xgrammar and the copy alone."""
-    bandwidth, part = bench.bandwidth(), "goals" if only_goals else "a"
-    for vocabulary, kind, count, all_rows in (goal_cells if only_goals else all_cells)(bench.plan):
-        if bench.is_late(part, f"{vocabulary:,} tokens, {count:,} {kind} items", emit):
-            return
-        note(f"{vocabulary:,} tokens, {count:,} {kind} items ...")
+def table(bench: Bench, cells: Cells, emit: Emit, *, peers: bool) -> None:
+    """Emit a row for each cell: µs of a step of ours, beside one write of its logits, xgrammar's kernel and STATIC."""
+    for vocabulary, kind, count, all_rows in cells:
         here = Loaded(bench, (uniform if kind == "uniform" else zipf)(count, vocabulary))
         walks = Walks.random(here.items, STEPS, max(all_rows))
-        static = None if only_goals else Static(here.items, vocabulary, walks.positions)
+        static = Static(here.items, vocabulary, walks.positions) if peers else None
         for rows in all_rows:
-            if bench.is_late(part, f"{vocabulary:,} tokens, {count:,} {kind} items, {rows} rows", emit):
-                return
             record = {"vocabulary": vocabulary, "set": kind, "items": count, "rows": rows}
-            record |= cell_a(bench, here, static, walks.first(STEPS, rows), vocabulary)
-            if bench.cuda:
-                record["copy bound"] = rows * vocabulary * 4 / bandwidth * 1e6
-            emit("goals" if only_goals else "A", record)
+            for found in cell(bench, here, static, walks.first(STEPS, rows), vocabulary):
+                record |= found
+            emit(record)
         del here, static
 
 
-def cell_a(bench: Bench, here: Loaded, static: Static | None, walks: Walks, vocabulary: int) -> Record:
+def cell(bench: Bench, here: Loaded, static: Static | None, walks: Walks, vocabulary: int) -> Iterator[Record]:
+    """Yield what there is of a row, the most important first: an error later takes nothing away."""
     logits = bench.buffers(STEPS, walks.levels.shape[1], vocabulary)
     ours = Ours.at(here.arena, here.number, walks)
     on_host = bitmasks_of(here.item_set, walks, vocabulary)
-    check_steps(ours.steps(logits), logits, on_host)
-    record = {"ours": bench.step(ours.steps(logits), ours.reset)}
+    differ = differing(ours.steps(logits), logits, on_host)
+    yield {"ours": bench.step(ours.steps(logits), ours.reset), "differ": differ, "ok": differ == 0}
+    yield {"one write": bench.step([partial(one.fill_, 1.0) for one in logits])}
     if bench.xgrammar is not None:
         bitmasks = on_host.to(bench.device)
-        record["xgrammar"] = bench.step([partial(bench.xgrammar, *pair) for pair in zip(logits, bitmasks, strict=True)])
+        yield {"xgrammar": bench.step([partial(bench.xgrammar, *pair) for pair in zip(logits, bitmasks, strict=True)])}
+        # The copies are part of the graph: each reads pinned memory of the host when it is replayed.
+        copied = zip(logits, bitmasks, on_host.pin_memory(), strict=True)
+        yield {"copy + xgrammar": bench.step([partial(copy_and_apply, bench.xgrammar, *parts) for parts in copied])}
+    if static is not None:
+        peers = static.steps(walks, logits)
+        yield {"STATIC differs": differing(peers, logits, bitmasks_of(here.item_set, walks.in_step(), vocabulary))}
         if bench.cuda:
-            # The copies are part of the graph: each reads pinned memory of the host when it is replayed.
-            copied = zip(logits, bitmasks, on_host.pin_memory(), strict=True)
-            steps = [partial(copy_and_apply, bench.xgrammar, *parts) for parts in copied]
-            record["copy + xgrammar"] = bench.step(steps)
-    if static is None:
-        return record
-    peers = static.steps(walks, logits)
-    check_steps(peers, logits, bitmasks_of(here.item_set, walks.in_step(), vocabulary))
-    if bench.cuda:
-        record["STATIC"] = bench.step(peers)
-    record["STATIC eager"] = bench.step(peers, graph=False)
-    return record
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+            yield {"STATIC": bench.step(peers)}
+        yield {"STATIC eager": bench.step(peers, graph=False, replays=5)}

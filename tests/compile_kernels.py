@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from itemset.masking import triton_kernels as kernels
 from itemset.masking.batch import CHAIN, COLUMNS, TREE
 from itemset.ranking import triton_kernels as beams
+from itemset.ranking import triton_select
 from itemset.ranking.beam_state import ALONE, ENDED, OPEN
 from vllm_static import triton_attention
 
@@ -37,13 +38,14 @@ LISTS = {
     "columns": "*i32",
     "power": "i64",
     **dict.fromkeys(["bars", "ends", "item_scores", "item_logs", "new_scores", "new_logs"], "*fp64"),
-    **dict.fromkeys(["sets", "table", "tokens", "offsets", "keys", "places", "new", "new_tokens"], "*i64"),
+    **dict.fromkeys(["sets", "table", "tokens", "offsets", "keys", "found", "places", "new", "new_tokens"], "*i64"),
     **dict.fromkeys(["item_tokens", "done", "done_tokens", "alive"], "*i64"),
 }
 GIVEN = object()  # not constant, though COMMON says so
 NO_DRAFTS = {"above": None, "tokens": None, "LAYOUT": CHAIN}
 CHUNK = kernels.STORED // 2  # of 16 bits
 MASK = {"CHUNK": CHUNK, "CHUNKS": kernels.SPAN // CHUNK, "ALIGNED": True}
+SELECT = {name: getattr(triton_select, name) for name in ("LANES", "ITEMS", "OTHERS")}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
@@ -62,6 +64,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lists_log_sums": (beams.log_sums_kernel, {"LANES": beams.SUM_LANES}),
     "lists_merge": (beams.merge_kernel, {"done": None, "done_tokens": None, "ITEMS": beams.ITEMS}),
     "lists_merge_done": (beams.merge_kernel, {"ITEMS": beams.ITEMS}),
+    "lists_select": (triton_select.select_kernel, SELECT),
     "mask": (kernels._mask_kernel, MASK),
     "races_candidates": (beams.candidates_kernel, {"ITEMS": OPEN}),
     "races_candidates_steps": (beams.candidates_kernel, {"ITEMS": OPEN, "WHOLE": False}),
@@ -122,6 +125,7 @@ def form_of(name: str) -> Form:
     if of_lists:
         of_a_row = "follow" in name or name == "lists_ended"
         warps = beams.SUM_WARPS if name == "lists_log_sums" else beams.ROW_WARPS if of_a_row else beams.WARPS
+        warps = triton_select.WARPS if name == "lists_select" else warps
     return Form(kernel, types, constants, warps)
 
 

@@ -12,7 +12,7 @@ import pytest
 NAMED = ["advance", "advance_unmarked", "beams_own", "forced", "forced_guess"]
 NAMED += ["lists_candidates", "lists_candidates_alone", "lists_candidates_narrow", "lists_candidates_steps"]
 NAMED += ["lists_ended", "lists_follow", "lists_follow_steps", "lists_legal_sums", "lists_legal_sums_narrow"]
-NAMED += ["lists_log_sums", "lists_merge", "lists_merge_done"]
+NAMED += ["lists_log_sums", "lists_merge", "lists_merge_done", "lists_select"]
 NAMED += ["mask", "races_candidates", "races_candidates_steps", "races_ended", "races_ended_steps", "races_follow"]
 NAMED += ["races_follow_steps", "step", "walk", "walk_columns"]
 NAMED += ["walk_each", "walk_positions", "walk_tree"]

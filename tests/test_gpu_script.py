@@ -1,9 +1,9 @@
-"""`benchmarks/gpu.sh` on a machine with a GPU and little else: what it imports; that no part ends another."""
+"""`benchmarks/gpu.sh` on a machine with a GPU and little else: what it imports, measures and keeps when steps fail."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import environment as of_engines
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
+import gpu_engine  # noqa: E402
+
+PACKED = ROOT / ".gpu"
+BARE = ROOT / ".venv-gpu" / "bin" / "python"  # what `gpu_pack.py --environment` installs
+ON_A_BARE_MACHINE = pytest.mark.skipif(
+    not (BARE.exists() and (PACKED / "sizes.json").exists()),
+    reason="needs .venv-gpu and .gpu, which benchmarks/gpu_pack.py makes: 7 GB of packages",
+)
 
 WITHOUT = """
 import sys
@@ -26,7 +36,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
-import gpu_checks, gpu_engine, gpu_micro, gpu_peers, gpu_steps
+import gpu_checks, gpu_golden, gpu_micro, gpu_peers, gpu_steps, gpu_tasks
 import itemset.masking.slots, itemset.masking.triton_kernels
 from itemset.masking.arena import Arena, room_for
 items = itemset.build([[5, 6, 7], [5, 9]])
@@ -41,53 +51,201 @@ def test_the_kernels_need_no_engine_and_few_packages() -> None:
     assert (run.stdout, run.returncode) == ("0 2\n", 0), run.stderr[-2000:]
 
 
-def some_part(part: str, options: gpu.Options, emit: gpu.Emit) -> None:
-    emit("machine", {"device": options.device})
-    emit("A", {"row": part})
-    if part == "fails":
-        raise AssertionError("row 3 differs\nin more than a line")
-    if part == "crashes":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if part == "hangs":
-        time.sleep(600)
-    emit("A", {"row": f"{part}, again"})
-
-
-def test_a_part_that_fails_ends_no_other(capfd: pytest.CaptureFixture[str]) -> None:
-    saved: list[Any] = []
-    parts = {"fails": 5.0, "crashes": 5.0, "hangs": 0.2, "works": 5.0}
-    report = gpu.run_parts(parts, some_part, gpu.Options("cpu"), lambda report: saved.append(len(report["A"])))
-    assert [row["row"] for row in report["A"]] == [*parts, "works, again"]
-    assert report["failed"] == {
-        "fails": "AssertionError: row 3 differs",
-        "crashes": "its process ended with status -11",
-        "hangs": "took more than 0.2 minutes, and was ended",
-    }
-    assert sorted(set(saved)) == [0, 1, 2, 3, 4, 5]  # after every row, not at the end
-    assert "in more than a line" in capfd.readouterr().err
-
-
-def test_nothing_begins_when_the_time_is_up() -> None:
-    report = gpu.run_parts({"works": 5.0}, some_part, gpu.Options("cpu", deadline=time.time()), lambda report: None)
-    assert (report["skipped"], report["A"], report["failed"]) == ([{"part": "works"}], [], {})
-
-
-@pytest.mark.parametrize("first", gpu.FIRST)
-def test_each_command_for_a_bare_machine_gets_as_far_as_the_device(
-    first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--first", first])
-    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
-    assert (ended.value.code, capsys.readouterr().err) == (
-        2,
-        "there is no CUDA GPU here: see --interpret and --compile\n",
-    )
-    assert sum(gpu.FIRST[first].values()) < 10  # minutes that a command may take there
-
-
-def test_what_is_missing_is_said_before_anything_is_imported() -> None:
+def test_the_program_itself_needs_only_python() -> None:
     run = subprocess.run([sys.executable, "-S", BENCHMARKS / "gpu.py"], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout) == (2, "")
-    assert "pip install torch triton numpy numba pyarrow" in run.stderr
+    assert run.stderr == "there is no NVIDIA GPU here (no /dev/nvidiactl): see --interpret\n"
+
+
+STEPS = {
+    "facts": 'print(\'{"card": "H100"}\')',
+    "smoke": 'print(\'{"ok": false, "differ": 3}\')',
+    "cells": "print('{\"row\": 1}', flush=True); raise ValueError('no such kernel')",
+    "rounds": """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print('{"child": %d}' % child.pid, flush=True)
+time.sleep(600)
+""",
+    "large": "print('beside rows'); print('{\"row\": 2}')",
+    "ncu": """print('==PROF== 1')
+print('"ID","Kernel Name","Grid Size","Metric Name","Metric Unit","Metric Value"')
+print('"0","_mask_kernel","(3, 1, 1)","gpu__time_duration.sum","us","5.5"')
+print('"0","_mask_kernel","(3, 1, 1)","dram__bytes_read.sum","byte","512"')""",
+}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Results:
+    monkeypatch.setattr(gpu, "command_of", lambda step: [sys.executable, "-c", STEPS[step]])
+    monkeypatch.setattr(gpu, "LIMITS", gpu.LIMITS | {"rounds": 3})
+    return gpu.Results(tmp_path / "out" / "gpu.json", {"kernels": "these"})
+
+
+def test_a_step_that_fails_or_hangs_ends_no_other_and_leaves_nothing(results: gpu.Results) -> None:
+    assert not gpu.run(list(STEPS), results, 400, dict(os.environ))
+    found = json.loads(results.path.read_text())
+    rows = [{name: value for name, value in row.items() if name != "seconds of step"} for row in found["rows"]]
+    child = next(row["child"] for row in rows if "child" in row)
+    assert [row for row in rows if len(row) > 1] == [
+        {"step": "facts", "card": "H100"},
+        {"step": "smoke", "ok": False, "differ": 3},
+        {"step": "cells", "row": 1},
+        {"step": "cells", "failed": "ended with status 1: ValueError: no such kernel"},
+        {"step": "rounds", "child": child},
+        {"step": "rounds", "failed": "not done in 3 s, and ended"},
+        {"step": "large", "row": 2},
+        {
+            "step": "ncu", "kernel": "_mask_kernel", "grid": "(3, 1, 1)", "gpu__time_duration.sum, us": "5.5",
+            "dram__bytes_read.sum, byte": "512",
+        },
+    ]  # fmt: skip
+    assert found["card"] == "H100"
+    lines = results.path.with_suffix(".jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == found["rows"]
+    assert "beside rows" in results.path.with_suffix(".log").read_text()
+    for _ in range(100):  # what the step had started shares the card with no other
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"process {child} is still there")
+
+
+def test_a_step_is_done_once_with_the_same_kernels_unless_it_failed(results: gpu.Results) -> None:
+    gpu.run(list(STEPS), results, 400, dict(os.environ))
+    assert gpu.steps_done([results.path, results.path.with_name("none.json")], "these") == {
+        "facts", "smoke", "large", "ncu",
+    }  # fmt: skip
+    assert gpu.steps_done([results.path], "others") == set()
+
+
+def test_nothing_begins_that_the_time_does_not_reach(results: gpu.Results) -> None:
+    gpu.run(["large", "ncu"], results, 58, dict(os.environ))
+    assert [row for row in results.rows if "skipped" in row] == []
+    gpu.run(["large"], results, 20, dict(os.environ))
+    assert results.rows[-1] == {"step": "large", "skipped": "20 s are left, and it may take 60"}
+
+
+def test_all_steps_together_take_less_than_twelve_minutes() -> None:
+    assert sum(gpu.LIMITS.values()) < 12 * 60
+    first = ("facts", "smoke", "engine", "cells")  # of the first call; it unpacks beside the first two
+    assert list(gpu.LIMITS)[:5] == ["facts", "smoke", "unpack", "engine", "cells"]
+    assert sum(gpu.LIMITS[step] for step in first) < 330
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "golden.pt"
+    command = [sys.executable, str(BENCHMARKS / "gpu_golden.py"), "record", str(path), "few"]
+    given = gpu_engine.environment() | {"NUMBA_CACHE_DIR": os.environ.get("NUMBA_CACHE_DIR", "")}
+    subprocess.run(command, check=True, env=given, timeout=400)
+    return path
+
+
+def test_golden_calls_hold_in_the_interpreter_and_a_difference_is_a_row(golden: Path, tmp_path: Path) -> None:
+    import gpu_golden
+
+    rows: list[dict[str, Any]] = []
+    gpu_golden.replay(golden, "cpu", rows.append, graph=False, every=2)
+    assert {row["kernel"] for row in rows} == {
+        "walk", "mask", "step", "forced", "advance", "log_sums", "legal_sums", "ended", "best", "follow", "merge",
+        "add_own",
+    }  # fmt: skip
+    assert [row for row in rows if not row["ok"]] == []
+    calls = gpu_golden.load(golden)
+    walk, forced = (next(call for call in calls if call["name"] == name) for name in ("walk", "forced"))
+    walk["made"][3][0] += 1  # another state
+    forced["given"] = forced["given"][:2]  # an error
+    gpu_golden.save([walk, forced, calls[-1]], tmp_path / "wrong.pt")
+    rows.clear()
+    gpu_golden.replay(tmp_path / "wrong.pt", "cpu", rows.append, graph=False)
+    assert [(row["kernel"], row["ok"], row["differ"]) for row in rows] == [
+        ("walk", False, 1), ("forced", False, 0), ("add_own", True, 0),
+    ]  # fmt: skip
+    assert "TypeError" in rows[1]["failed"]
+
+
+def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
+    """With a tiny model on a CPU: what is switched on a GPU is switched here, and each way has its row."""
+    given = of_engines("v2") | {"STATIC_GPU_HOME": str(tmp_path), "STATIC_GPU_TINY": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    script = str(BENCHMARKS / "gpu_engine.py")
+    subprocess.run([sys.executable, script, "sets"], check=True, env=given, timeout=300)
+    run = subprocess.run([sys.executable, script, "measure"], capture_output=True, text=True, env=given, timeout=600)
+    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"way"')]
+    assert [row["way"] for row in rows] == ["start", "none", "device", "narrow", "host", "list"], run.stderr[-3000:]
+    assert [row for row in rows if "failed" in row or row.get("illegal")] == []
+    steps = {row["way"]: row["steps"] for row in rows if "steps" in row}
+    assert set(steps["device"]) == {"not chosen"}
+    assert steps["narrow"]["narrow"] > 0
+    assert steps["host"] == steps["narrow"]  # no step of the device path
+    lists = rows[-1]
+    assert (lists["items"], lists["distinct"], lists["passes inside a step"] > 0) == (4, 4, True)
+
+
+@ON_A_BARE_MACHINE
+def test_the_pack_is_small_enough_to_be_carried() -> None:
+    from gpu_pack import MOST_BYTES
+
+    sizes = json.loads((PACKED / "sizes.json").read_text())
+    assert {"python.tar.xz", "golden.pt", "triton.tar.xz", "_vllm_fa3_C.tar.xz"} <= sizes.keys()
+    assert sum(sizes.values()) <= MOST_BYTES
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the first call's steps run with, where the libraries that ask for a card find a pretended one."""
+    home = tmp_path_factory.mktemp("bare")
+    names = "cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled"
+    (home / "stub.c").write_text("".join(f"int {name}() {{ return 1; }}\n" for name in names))
+    library = home / "libcuda.so.1"
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(home / "stub.c"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return os.environ | {
+        "STATIC_GPU_HOME": str(home / "unpacked"), "PRETENDED_LIBCUDA": str(library), "OUT": str(home),
+        "PYTHONPATH": str(Path(__file__).parent / "pretended_card"),
+    }  # fmt: skip
+
+
+@ON_A_BARE_MACHINE
+def test_the_first_call_gets_as_far_as_the_device(bare: dict[str, str]) -> None:
+    """With exactly the versions of such a machine, the real vLLM and its own operators: every step ends with the
+    question for a driver, and none before."""
+    command = [
+        str(BARE),
+        str(BENCHMARKS / "gpu.py"),
+        "--seconds",
+        "330",
+        "--again",
+        "facts",
+        "smoke",
+        "engine",
+        "cells",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, env=bare, timeout=500)
+    rows = json.loads(Path(bare["OUT"], "gpu.json").read_text())["rows"]
+    failed = {row["step"]: row["failed"] for row in rows if "failed" in row}
+    assert set(failed) == {"facts", "smoke", "engine", "cells"}, (rows, run.stderr[-2000:])
+    for step, why in failed.items():
+        assert "NVIDIA" in why, (step, why)
+
+
+@ON_A_BARE_MACHINE
+def test_the_carried_operators_register(bare: dict[str, str]) -> None:
+    """After the first call has unpacked them. All that Qwen3 needs is among them."""
+    from gpu_pack import LIBRARIES, OPERATORS
+
+    script = (
+        "import torch, sys, json\nimport vllm.platforms.cuda\n"
+        f"for name in {[name for name in LIBRARIES if 'fa3' not in name]!r}: __import__('vllm.' + name)\n"
+        "import vllm.vllm_flash_attn._vllm_fa3_C\n"
+        "names = torch._C._dispatch_get_all_op_names()\n"
+        f"found = {{one: sum(name.startswith(one + '::') for name in set(names)) for one in {list(OPERATORS)!r}}}\n"
+        "print(json.dumps(found))"
+    )
+    site = Path(bare["STATIC_GPU_HOME"], "site")
+    given = bare | {"PYTHONPATH": f"{site}:{bare['PYTHONPATH']}"}
+    run = subprocess.run([str(BARE), "-c", script], capture_output=True, text=True, env=given, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert {name: found[name] >= least for name, least in OPERATORS.items()} == dict.fromkeys(OPERATORS, True), found

@@ -3,8 +3,8 @@
 from itemset.serving.hooks import IMPORTED, START
 
 from vllm_static import (  # noqa: F401 - modules with hooks  # isort: skip
-    answers, compat, core_hooks, draft_head_requests, engine_config, legal_mass, model_runner_v1, narrow_hooks,
-    request_hooks, speculation, step_list_hooks, weight_updates,
+    answers, child_sampling, compat, core_hooks, draft_head_requests, engine_config, legal_mass, model_runner_v1,
+    narrow_hooks, request_hooks, speculation, step_list_hooks, weight_updates,
 )  # fmt: skip
 
 

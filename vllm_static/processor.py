@@ -22,6 +22,7 @@ from itemset.serving.wire import EngineRequest, Prepare, Stage, read
 from itemset.trie.walk import FREE
 from vllm_static import compat, legal_mass, speculation
 from vllm_static.beam_kv import to_device
+from vllm_static.child_sampling import is_plain
 from vllm_static.narrow_head import NarrowHead
 from vllm_static.weight_updates import kept_through_sleep
 
@@ -53,9 +54,11 @@ class ItemSetProcessor(LogitsProcessor):
     rank samples; on the others there is no arena, and no request arrives.
 
     lists: what makes ranked lists in this worker's steps, if they are made there.
+    child_sampling: whether answers are sampled from what may follow, if nothing else is asked of them.
     """
 
     lists: "WideLists | None" = None
+    child_sampling = False
 
     def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
         compat.is_ours(vllm_config)  # as this process has not known yet
@@ -65,6 +68,7 @@ class ItemSetProcessor(LogitsProcessor):
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
         self._temperatures = np.zeros(req_states.max_num_reqs, np.float32)
         self._lists = np.zeros(req_states.max_num_reqs, np.bool_)
+        self._plain = np.zeros(req_states.max_num_reqs, np.bool_)  # whether nothing but a temperature is asked for
         # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
         self._alphabets: list[bytes | str] = [_NO_SET] * req_states.max_num_reqs
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
@@ -77,6 +81,7 @@ class ItemSetProcessor(LogitsProcessor):
     def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
         self._catalogue = catalogue = Catalogue(config)
         self.kernels = config.item_set_kernels
+        self.child_sampling = config.item_set_child_sampling == "on"
         self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=self.kernels)
         self._arrivals = Arrivals(self.arena)
         self.narrow = NarrowHead(config, self._req_states.device)
@@ -148,6 +153,7 @@ class ItemSetProcessor(LogitsProcessor):
         carried = read(sampling_params.extra_args) or EngineRequest()
         self._temperatures[req_idx] = legal_mass.temperature(sampling_params)
         self._lists[req_idx] = carried.ranked is not None
+        self._plain[req_idx] = self.child_sampling and is_plain(sampling_params) and not carried.weighed
         if self.lists is not None:
             self.lists.add(req_idx, carried)
         if carried.place is not None and carried.item_set is not None:
@@ -229,6 +235,21 @@ class ItemSetProcessor(LogitsProcessor):
         logs = log_probs_of(legal, whole, logprobs.logprob_token_ids[rows, 0])
         logprobs.logprobs[rows, :2] = logs.masked_fill_((states & LOCAL == FREE)[:, None], torch.nan)
 
+    def samples_children(self, slots: np.ndarray) -> bool:
+        """Return whether all of these requests are answers of sets that ask for nothing but a temperature."""
+        return bool((self._plain[slots] & (self._numbers[slots] != NO_SET)).all())
+
+    def sample_children(
+        self, logits: torch.Tensor, slots: torch.Tensor, requests: np.ndarray, temperatures: torch.Tensor,
+        seeds: torch.Tensor, positions: torch.Tensor, *, fp64: bool, **layout: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Walk all rows and sample each from what may follow it, [rows] int64: `triton_child_sampling.sample`."""
+        from vllm_static.triton_child_sampling import sample
+
+        self.arena.use(self._numbers[requests])
+        states = self._slots.walk(self._batch(slots, positions=positions, **layout))
+        return sample(self.arena, logits, states, self._slots.marks, slots, temperatures, seeds, positions, fp64)
+
     def mask_drafts(
         self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor
     ) -> None:
@@ -269,6 +290,13 @@ class ItemSetProcessor(LogitsProcessor):
                 logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
                 self._slots.step(batch, logits)
                 self._slots.mask(self._slots.walk(batch), zeros(torch.int64), logits)  # as `weigh`
+        if self.child_sampling:
+            ones, states = torch.ones(1, device=device), self._slots.walk(batch)
+            logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
+            from vllm_static.triton_child_sampling import sample
+
+            seeds, at = zeros(torch.int64), zeros(torch.int64)
+            sample(self.arena, logits, states, self._slots.marks, zeros(torch.int64), ones, seeds, at, False)
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(zeros(torch.int64)))
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)

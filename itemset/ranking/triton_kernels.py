@@ -20,6 +20,7 @@ from itemset.ranking import beam_state
 from itemset.ranking import triton_reads as reads
 from itemset.ranking.beam_state import OPEN, Items, Pass, Rows
 from itemset.ranking.triton_merge import follow_kernel, merge_kernel
+from itemset.ranking.triton_select import best_keys
 
 SUM_LANES, SUM_EACH = 512, 8  # logits that one program reads at once: lanes, and logits of each
 CHILDREN = 512  # children that one program looks at, or at once; in races half as many
@@ -74,7 +75,7 @@ def best(now: Pass, sums: Tensor, ends: Tensor, size: int, wanted: int) -> tuple
             steps=sums.shape[1].bit_length(), ITEMS=rules.items, RACES=rules.power > 0, WHOLE=rules.whole, LANES=lanes,
             num_warps=WARPS,
         )  # fmt: skip
-        keys, places = keys.topk(min(wanted, part))
+        keys, places = best_keys(keys, min(wanted, part))
         if chosen:
             keys, order = torch.cat((chosen[0][0], keys), 2).topk(wanted)
             places = torch.cat((chosen[0][1], places + start), 2).gather(2, order)

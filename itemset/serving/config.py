@@ -81,6 +81,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
     max_list_rows_per_step: Annotated[_Rows | None, Meta(description="a whole number of rows from 1")] = None
     item_set_narrow_head: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
+    item_set_child_sampling: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_head_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True

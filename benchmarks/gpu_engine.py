@@ -149,19 +149,19 @@ def measure() -> None:
     llm, backend = _engine()
     say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
     none = 0.0
-    for way, limits in (
-        ("none", _as_it_is),
-        ("device", _without_narrow_head),
-        ("narrow", _as_it_is),
-        ("host", _on_host),
-    ):
-        with limits(llm), reported(way):
+    ways = {
+        "none": {}, "device": {}, "narrow": {"narrow": True}, "children": {"children": True},
+        "narrow, children": {"narrow": True, "children": True}, "host": {"host": True},
+    }  # fmt: skip
+    for way, switches in ways.items():
+        with reported(way), switched(llm, **switches):
             row = _answers(llm, None if way == "none" else "items")
             none = none or row["ms a step"]
             say({"way": way, **row, "of none": row["ms a step"] / none})
     for width, tokens in SIZE.lists:
-        with reported(f"list of {width}"):
-            say({"way": "list", "width": width, "prompt": tokens, **_lists(llm, width, tokens)})
+        for graphs in (False,) if TINY else (False, True):
+            with reported(f"list of {width}"), switched(llm, graphs=graphs):
+                say({"way": "list", "width": width, "prompt": tokens, "graph": graphs, **_lists(llm, width, tokens)})
 
 
 def say(row: dict[str, Any]) -> None:
@@ -208,28 +208,23 @@ def _sets(llm: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_is(llm: Any) -> Iterator[None]:
-    yield
+def switched(
+    llm: Any, *, narrow: bool = False, children: bool = False, host: bool = False, graphs: bool = False
+) -> Iterator[None]:
+    """While this is entered, requests go these ways. One start serves all of them."""
+    from vllm_static.list_graphs import ListGraphs
 
-
-@contextlib.contextmanager
-def _without_narrow_head(llm: Any) -> Iterator[None]:
-    narrow = _sets(llm).narrow
-    before, narrow.why_not = narrow.why_not, "not chosen"
+    sets, backend = _sets(llm), _core(llm).structured_output_manager.backend
+    before = sets.narrow.why_not, sets.child_sampling, backend._device
+    sets.narrow.why_not = before[0] if narrow or graphs else "not chosen"
+    sets.child_sampling = children
+    backend._device = None if host else before[2]
+    if sets.lists is not None:
+        sets.lists.graphs = ListGraphs(sets.lists, sets.lists._runner) if graphs else None
     try:
         yield
     finally:
-        narrow.why_not = before
-
-
-@contextlib.contextmanager
-def _on_host(llm: Any) -> Iterator[None]:
-    backend = _core(llm).structured_output_manager.backend
-    before, backend._device = backend._device, None
-    try:
-        yield
-    finally:
-        backend._device = before
+        sets.narrow.why_not, sets.child_sampling, backend._device = before
 
 
 def _answers(llm: Any, name: str | None) -> dict[str, Any]:

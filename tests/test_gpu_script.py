@@ -173,12 +173,13 @@ def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
     subprocess.run([sys.executable, script, "sets"], check=True, env=given, timeout=300)
     run = subprocess.run([sys.executable, script, "measure"], capture_output=True, text=True, env=given, timeout=600)
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"way"')]
-    assert [row["way"] for row in rows] == ["start", "none", "device", "narrow", "host", "list"], run.stderr[-3000:]
+    ways = ["start", "none", "device", "narrow", "children", "narrow, children", "host", "list"]
+    assert [row["way"] for row in rows] == ways, run.stderr[-3000:]
     assert [row for row in rows if "failed" in row or row.get("illegal")] == []
     steps = {row["way"]: row["steps"] for row in rows if "steps" in row}
     assert set(steps["device"]) == {"not chosen"}
     assert steps["narrow"]["narrow"] > 0
-    assert steps["host"] == steps["narrow"]  # no step of the device path
+    assert steps["host"] == steps["narrow, children"]  # no step of the device path
     lists = rows[-1]
     assert (lists["items"], lists["distinct"], lists["passes inside a step"] > 0) == (4, 4, True)
 

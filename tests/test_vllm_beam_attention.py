@@ -13,7 +13,7 @@ import pytest
 import torch
 from devices import DEVICE
 from engines import take_triton_attention
-from test_vllm_wide_lists import PLAIN, ROOMY, given, inside, prompt_of, rounds, runner_of, same
+from test_vllm_wide_lists import PLAIN, ROOMY, as_accelerators, given, inside, prompt_of, rounds, runner_of, same
 from torch import Tensor
 
 TRITON: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
@@ -209,6 +209,33 @@ def forms_of(llm: Any) -> tuple[set[str], set[str]]:
     return tried, taken
 
 
+def by_graphs(
+    llm: Any, name: str, renormalised: bool, lengths: list[int], most_rows: int | None = None
+) -> tuple[list[Any], int, int]:
+    """Lists of prompts, one after the other, with fixed shapes, and how often one was recorded and replayed. On a CPU
+    a replay runs the recorded program again: on the buffers that it reads, with the constants that it has."""
+    from vllm_static.list_graphs import ListGraphs
+
+    lists, recorded, replayed = runner_of(llm).prompt_logprobs_worker.static_lists, 0, 0
+
+    def record(program: Any, pool: Any) -> Any:
+        nonlocal recorded
+        recorded += 1
+
+        def replay() -> Any:
+            nonlocal replayed
+            replayed += 1
+            with mock.patch("vllm_static.beam_kv.to_device", side_effect=AssertionError("a copy from the host")):
+                return program()
+
+        return replay
+
+    given = {"narrow": False, "graphs": ListGraphs(lists, runner_of(llm), record)}
+    with mock.patch.multiple(lists, **given, _rows_a_step=most_rows or lists._rows_a_step):
+        found = [inside(llm, name, 4, 3, renormalised, [length])[0] for length in lengths]
+    return found, recorded, replayed
+
+
 class TestTriton:
     """vLLM's own Triton attention, and ours for beams, in Triton's interpreter where there is no GPU."""
 
@@ -219,6 +246,20 @@ class TestTriton:
     @pytest.fixture
     def usual(self, engines: Any, tiny_model: Path, static: dict[str, Any]) -> Any:
         return engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY)
+
+    @pytest.mark.parametrize(("name", "renormalised"), [("ragged", False), ("prefixes", True)])
+    def test_a_recorded_list_is_made_again_for_other_prompts(self, engine, name, renormalised):
+        """The first of a kind runs as ever, the second is recorded; a prompt of more blocks is of another kind."""
+        lengths = [20, 31, 33, 9]
+        found, recorded, replayed = engine.call(by_graphs, name, renormalised, lengths)
+        assert (recorded, replayed) == (1, 2)
+        for items, length in zip(found, lengths, strict=True):
+            same(items, engine.call(as_accelerators, name, 4, 3, renormalised, [length])[0])
+            assert items
+
+    def test_a_list_of_several_steps_is_in_no_graph(self, engine):
+        found, recorded, _ = engine.call(by_graphs, "fixed", False, [20, 20, 20], 5)
+        assert (recorded, found[0]) == (0, found[2])
 
     def test_wide_passes_take_forms_that_the_start_has_tried(self, engine):
         """A list of many rows goes through its prompt in one part, a constant of vLLM's kernels."""

@@ -99,7 +99,7 @@ def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None
         part = slice(start, min(start + most, rows))
         yield part.stop - part.start
         use_adapters(runner, requests, adapters[part].repeat(more))
-        output = _run(runner, tokens[part], kv.metadata(part, more), requests)
+        output = _run(runner, tokens[part], kv.metadata(part, more), requests, kv.recorded)
         outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
     kv.grow()
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -115,10 +115,12 @@ def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
         runner._set_active_loras(each, each, active)
 
 
-def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str]) -> Tensor:
-    """One pass: the hidden states of all tokens, valid until the next one."""
+def _run(
+    runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], recorded: bool = False
+) -> Tensor:  # fmt: skip
+    """One pass: the hidden states of all tokens, valid until the next one. recorded: a graph may hold no other."""
     count, buffers = beams.tokens, runner.input_buffers
-    shape = _shape(runner, len(tokens), count, requests)
+    shape = _shape(runner, len(tokens), count, requests, recorded)
     padded = max(count, shape.num_tokens)
     buffers.input_ids[:count].copy_(tokens.reshape(-1))
     buffers.positions[:count].copy_(beams.positions.reshape(-1))
@@ -143,11 +145,11 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str]) 
         return runner.model(**inputs)[:count]
 
 
-def _shape(runner: Any, rows: int, count: int, requests: list[str]) -> Any:
+def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bool = False) -> Any:
     """What vLLM has recorded for a pass: the pieces between layers' attention, or nothing. A full CUDA graph holds
     another attention. count: tokens of all rows."""
     adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
     shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
-    if shape.cg_mode != CUDAGraphMode.FULL:
+    if shape.cg_mode != CUDAGraphMode.FULL and not recorded:
         return shape
     return dataclasses.replace(shape, cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=rows)

@@ -68,21 +68,37 @@ class BeamMetadata:
 class BeamKV:
     """The tokens after some prompts, of rows that branch off these, as many from each.
 
-    used: entries that are taken.
+    used: entries that are taken. recorded: whether a CUDA graph holds its passes.
     """
 
-    def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int) -> None:
-        """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them."""
-        self.prompts, self.used, self._first_block = prompts, 0, first_block
+    def __init__(
+        self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False
+    ) -> None:  # fmt: skip
+        """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them.
+        recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
+        self.prompts, self.used, self.recorded, self._first_block = prompts, 0, recorded, first_block
         (block,) = runner.block_tables.block_sizes
-        device = runner.device
-        self._lengths = to_device([one.tokens for one in prompts], device)
-        self._ancestors = torch.empty(len(prompts), 1, 0, dtype=torch.int64, device=device)
+        self._device, self._block_table = runner.device, runner.block_tables.block_tables[0].gpu
+        self._lengths = to_device([one.tokens for one in prompts], self._device)
         # Races of a request stand together, and read its prompt once: [prompt, how many stand there]
         self._different = [(one, len(list(equal))) for one, equal in groupby(prompts)]
-        slots = to_device([one.slot for one, _ in self._different], device)
-        blocks = -(-max(one.tokens for one in prompts) // block)
-        self._tables = runner.block_tables.block_tables[0].gpu[slots, :blocks]
+        self._read = to_device([one.tokens for one, _ in self._different], self._device, np.int32)
+        slots = to_device([one.slot for one, _ in self._different], self._device)
+        self._blocks = -(-max(one.tokens for one in prompts) // block)
+        self._tables = self._block_table[slots, : self._blocks]
+        self._starts = dict[tuple[int, ...], Tensor]()  # of passes' prompts, as of `PromptPart`
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again after the prompts."""
+        self.used = 0
+        self._ancestors = torch.empty(len(self.prompts), 1, 0, dtype=torch.int64, device=self._device)
+
+    def move_to(self, prompt: Prompt) -> None:
+        """Let what is recorded of these rows come after another prompt, of no more blocks."""
+        self._lengths.fill_(prompt.tokens)
+        self._read.fill_(prompt.tokens)
+        self._tables.copy_(self._block_table[prompt.slot, : self._blocks])
 
     def fork(self, parents: Tensor, known: int) -> None:
         """Let rows go on from these rows of the last pass, or from the prompts.
@@ -105,9 +121,11 @@ class BeamKV:
                 spans.append((first * more, last * more, prompt.tokens))
                 read.append(i)
         starts, ends, lengths = zip(*spans, strict=True)
+        if (bounds := (*starts, ends[-1])) not in self._starts:
+            self._starts[bounds] = to_device(bounds, device, np.int32)
         part = PromptPart(
-            to_device([*starts, ends[-1]], device, np.int32),
-            to_device(lengths, device, np.int32),
+            self._starts[bounds],
+            self._read[read[0] : read[-1] + 1],
             self._tables[read[0] : read[-1] + 1],
             spans,
             max(last - first for first, last, _ in spans),

@@ -21,8 +21,10 @@ from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import width_at
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListSpec, NoList
+from itemset.trie.levels import LevelPlan
 from vllm_static.beam_forward import MOST_LOGITS, run_logits, states_after, use_adapters
 from vllm_static.beam_kv import BeamKV, Prompt, to_device
+from vllm_static.list_graphs import ListGraphs
 from vllm_static.processor import ItemSetProcessor, item_sets
 from vllm_static.step_list_hooks import Room
 
@@ -72,6 +74,11 @@ class Passes(NamedTuple):
     @property
     def entries(self) -> int:
         """Beams' tokens that are kept: one of each row. The last pass is read by nobody, and yet it is written."""
+        return self.rows
+
+    @property
+    def rows(self) -> int:
+        """Of all passes together."""
         return sum(rows for rows, _ in self.shapes)
 
     @property
@@ -107,11 +114,13 @@ class WideLists:
     def __init__(self, runner: Any, room: Room) -> None:
         """room: its blocks are the KV cache's last ones."""
         self._runner, self._room = runner, room
-        self._first_block = runner.kv_cache_config.num_blocks - room.blocks
+        self.first_block = runner.kv_cache_config.num_blocks - room.blocks
         self._entries = room.blocks * runner.block_tables.block_sizes[0]
         self._sets: ItemSetProcessor = item_sets(runner)
-        asked = StaticConfig.of(runner.vllm_config.additional_config).max_list_rows_per_step
-        self._rows_a_step = asked or runner.max_num_tokens
+        config = StaticConfig.of(runner.vllm_config.additional_config)
+        self._rows_a_step = config.max_list_rows_per_step or runner.max_num_tokens
+        recorded = config.item_set_list_graphs == "on" and runner.device.type == "cuda"
+        self.graphs = ListGraphs(self, runner) if recorded else None
         self.asked, self.begun = dict[int, Asked](), dict[int, Asked]()
         self._making: list[Making] = []  # in turn: the entries are the first one's
         self.narrow = runner.device.type == "cpu"
@@ -210,9 +219,28 @@ class WideLists:
                 del self._making[0]
 
     def _passes_of(self, group: list[Asked]) -> Iterator[int]:
-        made = self._draft(group) if group[0].spec.placeholders else (yield from self._make(group))
+        if group[0].spec.placeholders:
+            made = self._draft(group)
+        elif self.graphs is not None and self._is_recorded(group):
+            yield self._passes(group[0]).rows
+            spec = group[0].spec
+            alphabet = self._sets.narrow.of_list(self._key(group[0])) if spec.renormalised else None
+            made = self.graphs.make(group[0], self._make, alphabet)
+        else:
+            made = yield from self._make(group)
         for one, table in zip(group, made, strict=True):
             one.tables.append(table)
+
+    def _is_recorded(self, group: list[Asked]) -> bool:
+        """Return whether a graph makes this list: in one step, with the logits of each pass at once."""
+        assert self.graphs is not None
+        passes = self._passes(group[0])
+        at_once = not self.narrow and passes.tokens <= min(self._most_logits, self._runner.max_num_tokens)
+        return at_once and self.graphs.takes(group, passes.rows, self._rows_a_step)
+
+    def plan_of(self, one: Asked) -> LevelPlan:
+        """Return the level plan of a list's set."""
+        return self._sets.arena.level_plan(one.number)
 
     def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Lists to be made together: alike, and no more than fit."""
@@ -294,9 +322,9 @@ class WideLists:
         table[:, 0, 1:3] = 1  # one pass, in one round
         return table
 
-    def _make(self, group: list[Asked]) -> Generator[int, None, Tensor]:
+    def _make(self, group: list[Asked], kv: BeamKV | None = None) -> Generator[int, None, Tensor]:
         """The tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]. Before each pass
-        it says how many rows that has."""
+        it says how many rows that has. kv: of its beams, if a graph holds them."""
         one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
@@ -306,7 +334,7 @@ class WideLists:
         options |= {"renormalised": spec.renormalised, "kernels": self._sets.kernels}
         beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
-        kv = BeamKV(runner, prompts, self._first_block)
+        kv = kv or BeamKV(runner, prompts, self.first_block)
         self._round(beams, group, _states(group))
         while True:
             if self.narrow:

@@ -80,6 +80,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
     ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
     max_list_rows_per_step: Annotated[_Rows | None, Meta(description="a whole number of rows from 1")] = None
+    item_set_list_graphs: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_narrow_head: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_child_sampling: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_head_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20

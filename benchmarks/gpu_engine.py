@@ -214,7 +214,7 @@ def switched(
     """While this is entered, requests go these ways. One start serves all of them."""
     from vllm_static.list_graphs import ListGraphs
 
-    sets, backend = _sets(llm), _core(llm).structured_output_manager.backend
+    sets, backend = _sets(llm), _core(llm).static_backend
     before = sets.narrow.why_not, sets.child_sampling, backend._device
     sets.narrow.why_not = before[0] if narrow or graphs else "not chosen"
     sets.child_sampling = children

@@ -37,7 +37,7 @@ ALIGNED = ("words", "sets", "logits", "logits_stride", "vocabulary")  # as Trito
 
 
 def variants() -> dict[str, Any]:
-    """The forms in which the tests compile each kernel, with float32 logits; ordinary rows' walk, and whole steps."""
+    """The forms in which the tests compile each kernel, with bf16 logits; ordinary rows' walk, and whole steps."""
     from compile_kernels import VARIANTS, form_of  # of the tests
 
     forms = {name: changed(form_of(name)) for name in VARIANTS}
@@ -50,7 +50,6 @@ def variants() -> dict[str, Any]:
 
 def changed(form: Any, **constants: Any) -> Any:
     types = form.types | dict.fromkeys(constants, "constexpr")
-    types |= {"logits": "*fp32"} if types.get("logits") == "*bf16" else {}
     return form._replace(types=types, constants=form.constants | constants)
 
 
@@ -184,7 +183,7 @@ def _calls(where: str, functions: tuple[Any, ...]) -> bool:
 
 def step_us(forms: dict[str, Compiled], rows: int, vocabulary: int, kind: str) -> dict[str, float]:
     """Estimated µs of a step, and of one write of its logits. kind: "cold", "near" or "wide"."""
-    write = rows * vocabulary * 4 / BANDWIDTH
+    write = rows * vocabulary * 2 / BANDWIDTH
 
     def latency(form: Compiled) -> float:
         us: float = getattr(form, f"us_{kind}")
@@ -197,7 +196,7 @@ def step_us(forms: dict[str, Compiled], rows: int, vocabulary: int, kind: str) -
     walk, mask = forms["walk, no drafts"], forms["mask"]
     span = min(vocabulary, kernels.SPAN)
     programs = rows * -(-vocabulary // span)
-    one = latency(mask) + span * 4 / (BANDWIDTH / SMS)  # one program's, alone on its SM
+    one = latency(mask) + span * 2 / (BANDWIDTH / SMS)  # one program's, alone on its SM
     masks = max(write + one, -(-programs // (SMS * mask.programs)) * one)
     return {"step": -(-rows // (SMS * walk.programs)) * latency(walk) + masks, "write": write}
 

@@ -120,6 +120,8 @@ def form_of(name: str) -> Form:
     constants = {key: value for key, value in constants.items() if value is not GIVEN}
     types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
     warps = kernels.MASK_WARPS if types.get("logits", "constexpr") != "constexpr" else kernels.WALK_WARPS
+    if name == "beams_own":
+        warps = 4  # Triton's own choice
     if name == "step":
         warps = kernels.step_warps(constants["CHUNK"])
     if of_lists:

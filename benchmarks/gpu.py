@@ -38,7 +38,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 PACK = ROOT / ".gpu"
 LIMITS = {  # seconds of each step, the most valuable first: together less than twelve minutes
     "facts": 20, "smoke": 45, "unpack": 80, "engine": 180, "cells": 50, "rounds": 40, "large": 60, "sampled": 45,
-    "memcheck": 60, "initcheck": 60, "ncu": 60,
+    "checks": 40, "memcheck": 50, "initcheck": 40, "ncu": 60,
 }  # fmt: skip
 NEEDS_PACK = ("smoke", "unpack", "engine", "memcheck", "initcheck")
 INTERPRETED = ("smoke", "cells", "rounds")
@@ -83,9 +83,9 @@ class Results:
         print(line, file=self._lines, flush=True)
         os.fsync(self._lines.fileno())
         if step == "facts":
-            self.about |= {name: row[name] for name in ("card", "driver", "versions") if name in row}
+            self.about |= {name: row[name] for name in ("machine", "versions") if name in row}
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n")
+        new.write_text(json.dumps({"gpu": self.about | {"rows": self.rows}}, indent=1) + "\n")
         new.replace(self.path)
 
 
@@ -103,7 +103,7 @@ def steps_done(files: Sequence[Path], kernels: str) -> set[str]:
     done = set[str]()
     for path in files:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            results = json.loads(path.read_text())
+            results = json.loads(path.read_text())["gpu"]
             if results["kernels"] == kernels:
                 failed = {row["step"] for row in results["rows"] if "failed" in row}
                 done |= {row["step"] for row in results["rows"] if row.get("seconds of step") is not None} - failed
@@ -239,7 +239,8 @@ def main() -> None:
     if not args.interpret and not PACK.exists():
         print("no .gpu/ here: smoke and engine are omitted. python benchmarks/gpu_pack.py makes it", file=sys.stderr)
     about = {"command": " ".join(["bash benchmarks/gpu.sh", *sys.argv[1:]]), "commit": commit(), "kernels": kernels}
-    results = Results(args.json, about | {"date": time.strftime("%Y-%m-%d")})
+    about |= {"date": time.strftime("%Y-%m-%d"), "machine": "unknown", "versions": {}}
+    results = Results(args.json, about)
     ok = run(chosen(args, kernels), results, args.seconds, given)
     print("nothing failed" if ok else "something failed, or differs: see the rows", file=sys.stderr)
     sys.exit(0 if ok else 1)

@@ -28,7 +28,7 @@ def facts(golden: Path) -> None:
     """Card, versions, how fast it copies and launches."""
     from gpu_steps import STEPS, Bench
 
-    emit({"card": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__, **_versions()}})
+    emit({"machine": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__, **_versions()}})
     bench = Bench(DEVICE)
     source, target = bench.logits.chunk(2)
     seconds = bench.step([lambda: target.copy_(source)]) / 1e6
@@ -108,6 +108,22 @@ def sampled(golden: Path) -> None:
     items = torch.cat(found).cpu().numpy()
     illegal = int((item_set.lookup(items) < 0).sum())
     emit({"tokens": int(items.size), "items": len(items), "illegal": illegal, "ok": illegal == 0})
+
+
+def checks(golden: Path) -> None:
+    """Random schedules of requests against a dict trie, sets copied beside running steps, and rounds of lists."""
+    import gpu_checks
+
+    works: dict[str, Any] = {
+        "copies beside steps": lambda: gpu_checks.copies(DEVICE),
+        "rounds of lists": lambda: gpu_checks.check_lists(DEVICE, 0.1),
+        "schedules": lambda: gpu_checks.checks(DEVICE, 0.1),
+    }
+    for what, work in works.items():
+        try:
+            emit({"checked": what, "ok": True, **(work() or {})})
+        except Exception as error:  # a row: what comes after it is checked all the same
+            emit({"checked": what, "ok": False, "failed": f"{type(error).__name__}: {error}"[:300]})
 
 
 def launches(golden: Path) -> None:

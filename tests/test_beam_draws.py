@@ -204,8 +204,8 @@ def test_triton_agrees_with_numba(kind: dict[str, Any], monkeypatch: pytest.Monk
 
 def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    for name in KERNELS:
-        monkeypatch.setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Launches(getattr(module, name), launched))
     built = itemset.build(random_sets(1)[2])
     arena = Arena(room_for(built), DEVICE)
     options: dict[str, Any] = {"keys": torch.arange(4, device=DEVICE), "kernels": "triton"}
@@ -217,7 +217,7 @@ def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> N
         with Operations() as operations:
             races.round(logits)
         counts.append((len(launched), len(operations.names)))
-    assert max(counts) == (5, 2), operations.names
+    assert max(counts) == (6, 1), operations.names
 
 
 @pytest.mark.slow
@@ -225,10 +225,10 @@ def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_is_compiled_while_serving(stepwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds, widths, temperatures, races and sets of other sizes take the forms that were compiled beforehand."""
     keys: set[str] = set()
-    for name in KERNELS:
-        monkeypatch.setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), keys))
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Recorded(getattr(module, name), keys))
     warm_up(Arena(4096, DEVICE), torch.randn(1, 1, 77, device=DEVICE), stepwise=stepwise, kernels="triton")
-    assert {key.split()[0] for key in keys} == set(KERNELS)
+    assert {key.split()[0] for key in keys} == {name for _, name in KERNELS}
     known = set(keys)
     for items, n, width, temperature in zip(random_sets(2), (1, 2, 16), (1, 16, 6), (1.0, 0.5, 0.7), strict=True):
         built = itemset.build(items)

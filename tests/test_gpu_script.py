@@ -58,7 +58,7 @@ def test_the_program_itself_needs_only_python() -> None:
 
 
 STEPS = {
-    "facts": 'print(\'{"card": "H100"}\')',
+    "facts": 'print(\'{"machine": "H100"}\')',
     "smoke": 'print(\'{"ok": false, "differ": 3}\')',
     "cells": "print('{\"row\": 1}', flush=True); raise ValueError('no such kernel')",
     "rounds": """
@@ -84,11 +84,11 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Results:
 
 def test_a_step_that_fails_or_hangs_ends_no_other_and_leaves_nothing(results: gpu.Results) -> None:
     assert not gpu.run(list(STEPS), results, 400, dict(os.environ))
-    found = json.loads(results.path.read_text())
+    found = json.loads(results.path.read_text())["gpu"]
     rows = [{name: value for name, value in row.items() if name != "seconds of step"} for row in found["rows"]]
     child = next(row["child"] for row in rows if "child" in row)
     assert [row for row in rows if len(row) > 1] == [
-        {"step": "facts", "card": "H100"},
+        {"step": "facts", "machine": "H100"},
         {"step": "smoke", "ok": False, "differ": 3},
         {"step": "cells", "row": 1},
         {"step": "cells", "failed": "ended with status 1: ValueError: no such kernel"},
@@ -100,7 +100,7 @@ def test_a_step_that_fails_or_hangs_ends_no_other_and_leaves_nothing(results: gp
             "dram__bytes_read.sum, byte": "512",
         },
     ]  # fmt: skip
-    assert found["card"] == "H100"
+    assert found["machine"] == "H100"
     lines = results.path.with_suffix(".jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == found["rows"]
     assert "beside rows" in results.path.with_suffix(".log").read_text()
@@ -227,7 +227,7 @@ def test_the_first_call_gets_as_far_as_the_device(bare: dict[str, str]) -> None:
         "cells",
     ]
     run = subprocess.run(command, capture_output=True, text=True, env=bare, timeout=500)
-    rows = json.loads(Path(bare["OUT"], "gpu.json").read_text())["rows"]
+    rows = json.loads(Path(bare["OUT"], "gpu.json").read_text())["gpu"]["rows"]
     failed = {row["step"]: row["failed"] for row in rows if "failed" in row}
     assert set(failed) == {"facts", "smoke", "engine", "cells"}, (rows, run.stderr[-2000:])
     for step, why in failed.items():

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import itemset
 from itemset.masking.arena import Arena
-from itemset.ranking import triton_kernels
+from itemset.ranking import triton_kernels, triton_select
 from itemset.ranking.beams import Beams, warm_up
 from itemset.ranking.lockstep import Lockstep
 
 VOCABULARY, END = 72, 71
-KERNELS = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
+KERNELS = [(triton_kernels, name) for name in vars(triton_kernels) if name.endswith("_kernel")]
+KERNELS.append((triton_select, "select_kernel"))
 SMALL = {"SUM_LANES": 8, "SUM_EACH": 2, "CHILDREN": 8, "LANES": 4, "ITEMS": 2, "OTHERS": 8, "TOKENS": 4}
 WIDE = [[[t] for t in range(58)] + [[3, t] for t in range(20)] + [[3, 5, 1, 2, 6], [9, 1]]]
 SEARCHES: list[dict[str, Any]] = [{}, {"renormalised": True}, {"stepwise": True}, {"lockstep": True}]
@@ -130,8 +131,8 @@ def test_beams_below_the_bar_lead_to_nothing() -> None:
 @pytest.mark.parametrize("end", [None, END])
 def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | None) -> None:
     launched: list[Any] = []
-    for name in KERNELS:
-        monkeypatch.setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Launches(getattr(module, name), launched))
     sets = random_sets(1)[2:]
     arena, numbers, (built,) = placed(*sets)
     beams = Beams(arena, numbers * 2, built.level_plan, width=6, k=4, end_token=end, kernels="triton")
@@ -143,9 +144,9 @@ def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | Non
             beams.round(logits)
         counts.append((len(launched), operations.names))
     done = [] if end else [1]  # items are followed as well
-    assert counts[:-1] == [(5 + len(done), ["cumsum", "topk"])] * (len(counts) - 1)
+    assert counts[:-1] == [(6 + len(done), ["cumsum"])] * (len(counts) - 1)
     assert len(counts) >= 3
-    assert counts[-1][0] <= 5 + len(done)
+    assert counts[-1][0] <= 6 + len(done)
 
 
 @pytest.mark.parametrize("races", [False, True], ids=["lists", "races"])
@@ -153,8 +154,8 @@ def test_a_round_is_few_launches(monkeypatch: pytest.MonkeyPatch, end: int | Non
 def test_a_round_in_lockstep_is_as_few(monkeypatch: pytest.MonkeyPatch, races: bool) -> None:
     """Tails that ride along are part of the same launches."""
     launched: list[Any] = []
-    for name in KERNELS:
-        monkeypatch.setattr(triton_kernels, name, Launches(getattr(triton_kernels, name), launched))
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Launches(getattr(module, name), launched))
     arena, numbers, (built,) = placed(random_sets(1)[1])
     options: dict[str, Any] = {"keys": torch.arange(4, device=DEVICE)} if races else {}
     beams = Lockstep(arena, numbers * 4, built.level_plan, width=6, k=4, end_token=END, kernels="triton", **options)
@@ -166,7 +167,7 @@ def test_a_round_in_lockstep_is_as_few(monkeypatch: pytest.MonkeyPatch, races: b
         with Operations() as operations:
             beams.round(logits)
         counts.append((len(launched), len(operations.names)))
-    assert max(counts) == (5, 2)
+    assert max(counts) == (6, 1)
     assert len(counts) > 5
 
 
@@ -183,10 +184,10 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch, voca
     """Rounds, widths, lists, sets and strides of other sizes take the forms of the kernels that were compiled
     beforehand."""
     keys: set[str] = set()
-    for name in KERNELS:
-        monkeypatch.setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), keys))
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Recorded(getattr(module, name), keys))
     warm_up(Arena(4096, DEVICE), torch.randn(1, 1, vocabulary, device=DEVICE), kernels="triton")
-    assert {key.split()[0] for key in keys} == set(KERNELS)
+    assert {key.split()[0] for key in keys} == {name for _, name in KERNELS}
     known = set(keys)
     for seed, size, lists in ((2, {"width": 6, "k": 16}, 2), (3, {"width": 1, "k": 1}, 3)):
         for form, sets in enumerate(random_sets(seed)):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-MOST = 16  # graphs at a time: what was used longest ago makes room
+MOST = 16  # kinds of lists that are known at a time: what was used longest ago makes room
 Program = Callable[[], Tensor]
 
 
@@ -87,7 +87,7 @@ class ListGraphs:
         kind = (group[0].kind, self._blocks(group[0]))
         if kind in self._seen:
             return True
-        self._seen[kind] = None
+        self._keep(kind, None)
         return False
 
     def make(self, one: "Asked", make: Callable[..., Generator[int, None, Tensor]], alphabet: Any) -> Tensor:
@@ -98,10 +98,14 @@ class ListGraphs:
             recorded = self._recorded(one, make, plan, alphabet)
         else:
             self._fill(recorded, one)
+        self._keep(kind, recorded)
+        return recorded.replay().clone()  # another list's replay may use its memory
+
+    def _keep(self, kind: Any, recorded: Recorded | None) -> None:
+        """Note a kind as the one used last. Kinds follow from requests, so there is a limit of them."""
         self._seen[kind] = recorded
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
-        return recorded.replay().clone()  # another list's replay may use its memory
 
     def _fill(self, recorded: Recorded, one: "Asked") -> None:
         assert one.states is not None

@@ -151,12 +151,10 @@ def test_failure_that_no_text_is_to_blame_for():
     class Broken:
         unk_token_id = None
 
-        def __call__(self, texts, **kwargs):
-            if len(texts) > 1:
-                raise RuntimeError("Already borrowed")
-            return {"input_ids": [[1]]}
+        def encode(self, text, **kwargs):
+            raise RuntimeError("Already borrowed")
 
-    with pytest.raises(RuntimeError, match="Already borrowed"):
+    with pytest.raises(ItemSetError, match="encodes no text .Broken raises RuntimeError: Already borrowed"):
         encode(["a", "b"], Broken())
 
 

@@ -154,7 +154,7 @@ def test_failure_that_no_text_is_to_blame_for():
         def encode(self, text, **kwargs):
             raise RuntimeError("Already borrowed")
 
-    with pytest.raises(ItemSetError, match="encodes no text .Broken raises RuntimeError: Already borrowed"):
+    with pytest.raises(ItemSetError, match=r"encodes no text .Broken raises RuntimeError: Already borrowed"):
         encode(["a", "b"], Broken())
 
 

@@ -70,9 +70,21 @@ def _index_of(name: str, source: Any, tokenizer: Callable[[], Any], cache: str |
     if isinstance(given, str):
         parsed = _parsed(name, given)
         return source if parsed is None else _built(name, *parsed, tokenizer, folder)
+    words: dict[str, list[str]] = {}
+    if isinstance(given, Mapping) and "data" in given and given.keys() <= {"data", "column", "key", "attributes"}:
+        words = {"attribute": list(given["attributes"])} if given.get("attributes") else {}
+        words |= {word: [given[word]] for word in ("column", "key") if word in given}
+        given = given["data"]
     with tempfile.NamedTemporaryFile(suffix=".parquet", dir=folder) as table:
         pa_parquet.write_table(_table(name, given), table.name)
-        return _built(name, table.name, {}, tokenizer, folder)
+        try:
+            return _built(name, table.name, words, tokenizer, folder)
+        except ItemSetError as error:
+            named = '{"data": ..., "column": NAME, "key": NAME, "attributes": [NAMES]}'
+            message = str(error).replace(f", {name}={table.name}?column=NAME", "")
+            message = message.replace(table.name, f"the item set {name!r}")
+            mend = f"{name!r}: {named}"
+            raise ItemSetError(f"{message} (of a table or list say it so: {mend})") from error
 
 
 def _table(name: str, given: Any) -> pa.Table:

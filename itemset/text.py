@@ -249,8 +249,8 @@ def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 def _has_all_options(tokenizer: Any) -> bool:
     """Return whether it takes Hugging Face's options, else those of the engines' protocols alone, as Mistral's own."""
     classes = {one.__name__ for one in type(tokenizer).__mro__}
-    known = "PreTrainedTokenizerBase" in classes or not hasattr(tokenizer, "encode")
-    return known and "MistralCommonBackend" not in classes
+    protocol = hasattr(type(tokenizer), "encode") and "PreTrainedTokenizerBase" not in classes
+    return not protocol and "MistralCommonBackend" not in classes
 
 
 def decode(tokens: list[int], tokenizer: Any) -> str:

@@ -35,10 +35,10 @@ def add_request(original: Callable[..., Any], self: Any, request: Any, parent_re
     if expecting is not None and request.request_id in self.request_states:
         state = self.request_states[request.request_id]
         setattr(state, EXPECTED, expecting(request))
-        _decode_items(state, self.tokenizer, request, getattr(state, EXPECTED)[0])
+        decode_items(state, self.tokenizer, request, getattr(state, EXPECTED)[0])
 
 
-def _decode_items(state: Any, tokenizer: Any, request: Any, expected: Any) -> None:
+def decode_items(state: Any, tokenizer: Any, request: Any, expected: Any) -> None:
     """Decode an answer's item without what stands before it, and with its special tokens, from the first delta on."""
     alone = isinstance(expected, Expected)
     if not hasattr(state.detokenizer, "decode_next") or not (alone or isinstance(expected, ExpectedItems)):

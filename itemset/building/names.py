@@ -24,7 +24,7 @@ _OWN = {
     "document",
 }
 _FOREIGN = {
-    "category", "parent", "brand", "user", "customer", "seller", "vendor", "supplier", "store", "shop", "group",
+    "category", "parent", "brand", "user", "customer", "seller", "vendor", "supplier", "store", "shop", "genre",
     "author", "artist", "album", "publisher", "director", "type", "class", "session", "order", "region", "country",
 }  # fmt: skip
 

@@ -144,7 +144,7 @@ def as_rows(given: Any, source: str) -> list[dict[str, Any]]:
     """Return what is a list of items or rows, or an object of them by key, as rows. Raises ItemSetError for others."""
     if isinstance(given, list):
         return [one if isinstance(one, dict) else {_FIELD: one} for one in given]
-    if not isinstance(given, dict) or any(map(is_known, given)):
+    if not isinstance(given, dict) or any(map(is_known, map(str, given))):
         raise ItemSetError(
             f"{source} holds {'columns or one record' if isinstance(given, dict) else 'no list'}: save an array of "
             'rows, [{"id": 1, "title": "..."}, ...], or an object of items by key, {"1": "...", ...}'

@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fingerprint, identify, warn_of_special
+from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
@@ -277,9 +277,7 @@ class ItemSet:
             distinct = merged(self.trie, self._terminal_rank, self.key_starts, ~gone, given)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        item_set = built(distinct, pa.concat_arrays(values), columns, self._origin)
-        warn_of_special(item_set.occurring, tokenizer)
-        return item_set
+        return built(distinct, pa.concat_arrays(values), columns, self._origin)
 
     @functools.cached_property
     def _terminal_rank(self) -> NDArray[np.uint32]:
@@ -327,9 +325,7 @@ def build(
     distinct = sort_unique(given)
     del given
     origin = Origin(vocab_size, None if tokenizer is None else identify(tokenizer), prefix, escape)
-    item_set = built(distinct, item_keys, columns, origin)
-    warn_of_special(item_set.occurring, tokenizer)
-    return item_set
+    return built(distinct, item_keys, columns, origin)
 
 
 def built(distinct: Distinct, keys: pa.Array | None, attributes: pa.Table | None, origin: Origin) -> ItemSet:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -215,26 +215,6 @@ def identify(tokenizer: Any) -> TokenizerId:
         if part.startswith("models--"):  # the folder's name in Hugging Face's cache, above one named by a commit
             name = part.removeprefix("models--").replace("--", "/")
     return TokenizerId(name or type(tokenizer).__name__, fingerprint(tokenizer))
-
-
-def warn_of_special(occurring: Callable[[list[int]], list[int]], tokenizer: Any) -> None:
-    """Warn, for the caller of the function that builds a set, if items have tokens that no answer's text shows.
-
-    Engines omit special tokens by default. occurring: returns those of some token ids that occur in an item.
-    """
-    if tokenizer is None:
-        return
-    added = getattr(tokenizer, "added_tokens_decoder", {}) if _has_all_options(tokenizer) else {}
-    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
-    if hidden := occurring(sorted(special | set(getattr(tokenizer, "all_special_ids", ())))):
-        warnings.warn(
-            f"{len(hidden):,} of the tokens in items are special ones of the tokenizer, such as "
-            f"{tokenizer.convert_ids_to_tokens(hidden[:1])[0]!r} (id {hidden[0]}). Engines leave them out of "
-            "texts that hold more than an item: send skip_special_tokens: false with such requests, or add them to the "
-            "tokenizer with special_tokens=False",
-            ItemSetWarning,
-            stacklevel=3,
-        )
 
 
 def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:

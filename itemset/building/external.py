@@ -28,7 +28,7 @@ from itemset.building.scratch import (  # isort: skip
 from itemset.errors import Faults, ItemSetError
 from itemset.item_set import ItemSet, Origin
 from itemset.storage import files_at
-from itemset.text import Escape, Lossy, identify, warn_of_special
+from itemset.text import Escape, Lossy, identify
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, in_item_order
 from itemset.trie.rows import Rows, joined, sort_unique, token_dtype
@@ -95,9 +95,7 @@ def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progre
     keys, section = _gather(stored, merged, members, folder, progress)
     made_with = None if encoding.tokenizer is None else identify(encoding.tokenizer)
     origin = Origin(stored.vocab_size, made_with, encoding.prefix, encoding.escape)
-    item_set = ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
-    warn_of_special(item_set.occurring, encoding.tokenizer)
-    return item_set
+    return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
 def _interruptible(work: Callable[[], Result], connection: Any) -> Result:

@@ -50,10 +50,11 @@ def read_keys(path: str | os.PathLike[str], key: str | None = None, dialect: Dia
 
     Returns an int64 or large_string array. Raises ItemSetError as `read` does.
     """
-    files = files_of(path)
-    if format_of(files[0]) == ".npy" or (key is None and is_tabular(files[0], dialect)):
-        raise ItemSetError(f"{files[0]}: keys are lines of a .txt file, or a column (--key) of a table")
-    given = batches(path, column=key, key=key, dialect=dialect, keys_only=True)
+    file = files_of(path)[0]
+    named = key if (tabular := is_tabular(file, dialect)) else None
+    if format_of(file) == ".npy" or (tabular and key is None):
+        raise ItemSetError(f"{file}: keys are lines of a .txt file, or a column (--key) of a table")
+    given = batches(path, column=named, key=named, dialect=dialect, keys_only=True)
     parts = [pa.array(items.texts, pa.large_string()) if items.keys is None else items.keys for items in given]
     return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
 

@@ -42,9 +42,8 @@ def install(runner: Any) -> str | None:
             raise NotImplementedError("a KV cache whose blocks are split for attention")
         if layer.kv_cache.dtype != runner.dtype:
             raise NotImplementedError(f"a KV cache of {layer.kv_cache.dtype}")
-        for segments in (SEGMENTS, 1) if type(layer.impl).__name__ == "TritonAttentionImpl" else (0,):
-            if not largest_difference(layer, layer.kv_cache, segments) <= TOLERANCE:  # nor if it is not a number
-                return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"
+        if not largest_difference(layer, layer.kv_cache) <= TOLERANCE:  # nor if it is not a number
+            return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"
         layer.impl.forward = _with_beams(layer.impl)
     return None
 
@@ -102,30 +101,32 @@ def attend(
     [blocks, KV heads, tokens of a block, 2 x size].
     """
     impl, own = layer.impl, own_entries(kv_cache, beams.first_block)
+    rows, _ = beams.ancestors.shape
+    own.index_copy_(0, beams.entries, torch.cat(new, -1)[:: query.shape[0] // rows])
     over_prompts, add = _PROMPT[type(impl).__name__], add_own
     if over_prompts is not _on_cpu:
         from vllm_static import triton_attention
 
         add = triton_attention.add_own
-    sums = over_prompts(layer, query, kv_cache, beams, output)
-    add(output, sums, query, new, own, beams.entries, beams.ancestors, impl.scale, impl.logits_soft_cap or 0.0)
+    prompts, sums = over_prompts(layer, query, kv_cache, beams)
+    output.copy_(prompts)
+    add(output, sums, query, new, own, beams.ancestors, impl.scale, impl.logits_soft_cap or 0.0)
 
 
 def add_own(
-    output: Tensor, sums: Tensor, query: Tensor, new: tuple[Tensor, Tensor], own: Tensor, entries: Tensor,
-    ancestors: Tensor, scale: float, cap: float,
+    output: Tensor, sums: Tensor, query: Tensor, new: tuple[Tensor, Tensor], own: Tensor, ancestors: Tensor,
+    scale: float, cap: float,
 ) -> None:  # fmt: skip
-    """Add what each row's own tokens are to its queries, and keep the KV of each row's first token.
+    """Add what each row's own tokens are to its queries.
 
     output: [tokens, heads, size], the attention over the prompts, which is overwritten. sums: [heads, tokens] float32,
     its log-sum-exp. query: [tokens, heads, size]. new: keys and values of these tokens, each [tokens, KV heads, size].
-    own: [any, KV heads, 2 x size], keys first. entries: [rows] int64, where in it the first tokens' go. ancestors:
-    [rows, known] int64; tokens are rows by rows. cap: of scores, 0 for none.
+    own: [entries, KV heads, 2 x size], keys first. ancestors: [rows, known] int64; tokens are rows by rows. cap: of
+    scores, 0 for none.
     """
     (tokens, heads, size), (rows, known) = query.shape, ancestors.shape
     kv_heads, more = own.shape[1], tokens // rows
     both = torch.cat(new, -1).view(rows, more, kv_heads, 2 * size)
-    own.index_copy_(0, entries, both[:, 0])
     keys, values = torch.cat((own[ancestors], both), 1).float().split(size, -1)
     queries = query.view(rows, more, kv_heads, heads // kv_heads, size).float()
     scores = torch.einsum("rmhgd,rkhd->rmhgk", queries, keys) * scale
@@ -153,30 +154,29 @@ def own_entries(kv_cache: Tensor, first_block: int) -> Tensor:
     return kv_cache.as_strided(shape, (kv_heads * both, both, 1), offset)
 
 
-def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
-    """Fill `output`, [tokens, heads, size], with the attention over the prompts, and return its log-sum-exp, [heads,
-    tokens]: as in `FlashAttentionImpl.forward`."""
+def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata) -> tuple[Tensor, Tensor]:
+    """Attention over the prompts [tokens, heads, size] and its log-sum-exp [heads, tokens], as in
+    `FlashAttentionImpl.forward`."""
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     impl = layer.impl
     keys, values = _keys_and_values(kv_cache, impl.head_size)
-    _, sums = flash_attn_varlen_func(
-        q=query, k=canonicalize_singleton_dim_strides(keys), v=canonicalize_singleton_dim_strides(values), out=output,
+    result: tuple[Tensor, Tensor] = flash_attn_varlen_func(
+        q=query, k=canonicalize_singleton_dim_strides(keys), v=canonicalize_singleton_dim_strides(values),
         max_seqlen_q=beams.prompts.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams.prompts),
         return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version,
     )  # fmt: skip
-    log_sums: Tensor = sums
-    return log_sums
+    return result
 
 
-def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
+def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata) -> tuple[Tensor, Tensor]:
     """The same, as in `TritonAttentionImpl.forward`. The kernel that goes through the keys in segments leaves the
     largest score of each, and the sum of exponentials."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     keys, values = _keys_and_values(kv_cache, layer.impl.head_size)
-    sums, largest, exponentials = _segments(query, beams)
+    output, (sums, largest, exponentials) = torch.empty_like(query), _segments(query, beams)
     unified_attention(
         q=query,
         k=keys,
@@ -194,7 +194,7 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
         softmax_segm_max=largest,
         softmax_segm_expsum=exponentials,
     )
-    return (exponentials.log() + largest).logsumexp(-1).t().contiguous()
+    return output, (exponentials.log() + largest).logsumexp(-1).t().contiguous()
 
 
 def _keys_and_values(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
     """What that kernel writes of each segment, float32: the values' sums, [tokens, heads, segments, padded size], and
     twice [tokens, heads, segments]. It leaves those after the last key as they are, in all layers of a pass."""
     tokens, heads, size = query.shape
-    count = beams.segments or (SEGMENTS if tokens * heads < MANY else 1)
+    count = SEGMENTS if tokens * heads < MANY else 1
     shape = (tokens, heads, count)
     if (heads, size, count) not in beams.scratch:
         beams.scratch[heads, size, count] = (
@@ -226,7 +226,7 @@ def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
     return beams.scratch[heads, size, count]
 
 
-def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
+def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata) -> tuple[Tensor, Tensor]:
     """The same by PyTorch's own kernel, over a copy of a prompt's KV: vLLM's packs tokens as its instructions like
     them, and keeps the log-sum-exp to itself."""
     (_, heads, size), (_, kv_heads, block, _) = query.shape, kv_cache.shape
@@ -242,8 +242,7 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, ou
         )
         outputs.append(found[0].unflatten(1, (-1, end - start)).permute(2, 0, 1, 3).reshape(end - start, heads, size))
         sums.append(found_sums.reshape(heads, end - start))
-    output.copy_(torch.cat(outputs))
-    return torch.cat(sums, 1)
+    return torch.cat(outputs), torch.cat(sums, 1)
 
 
 _LAYOUTS = "beam_layouts"
@@ -283,12 +282,9 @@ _PROMPT = {"FlashAttentionImpl": _by_flash, "TritonAttentionImpl": _by_triton, "
 
 
 @torch.inference_mode()
-def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
+def largest_difference(layer: Any, kv_cache: Tensor) -> float:
     """How far the two parts are from a softmax in float64, for two rows after a prompt of three tokens that is written
-    to the cache's last block but one. The last block has to be nobody's, too: kernels and versions of vLLM are many.
-
-    segments: as of `BeamMetadata`. Triton compiles a form for each, which then is there before the first list.
-    """
+    to the cache's last block but one. The last block has to be nobody's, too: kernels and versions of vLLM are many."""
     impl, device, dtype = layer.impl, kv_cache.device, kv_cache.dtype
     blocks, kv_heads, block, _ = kv_cache.shape
     random = torch.Generator(device).manual_seed(1)
@@ -303,7 +299,7 @@ def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
     numbers = torch.arange(3, device=device)
     table = torch.full((1, 1), blocks - 2, dtype=torch.int32, device=device)
     part = PromptPart(numbers[:2].int() * 2, numbers[2:].int() + 1, table, [(0, 2, 3)], 2, 3)
-    beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], part, blocks - 1, segments)
+    beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], part, blocks - 1)
     output = torch.empty_like(query)
     attend(layer, query, new, kv_cache, beams, output)
     group, largest = impl.num_heads // kv_heads, 0.0

@@ -46,8 +46,7 @@ class BeamMetadata:
 
     positions: [rows, more] int64, counted from the prompt's first token. ancestors: [rows, known] int64, the entries of
     each row's tokens so far. entries: [rows] int64, where the KV of each row's first query token goes; tails are never
-    read again. first_block: of the cache, from which on entries lie. segments: parts in which a kernel goes through a
-    prompt, 0 for as many as suit the pass. scratch: of kernels, for all layers.
+    read again. first_block: of the cache, from which on entries lie. scratch: of kernels, for all layers.
     """
 
     positions: Tensor
@@ -55,7 +54,6 @@ class BeamMetadata:
     entries: Tensor
     prompts: PromptPart
     first_block: int
-    segments: int = 0
     scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property

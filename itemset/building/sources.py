@@ -76,7 +76,7 @@ def batches(
             for items in table.items(file, faults) if table else _PLAIN[format_of(file)](file, dialect, faults):
                 first = first or items
                 _check_same(file, first, items)
-                rows += len(items)
+                rows += len(items.keys) if keys_only and items.keys is not None else len(items)
                 yield replace(items, done=(before + items.done * file.size) / total)
         before += file.size
     faults.check()

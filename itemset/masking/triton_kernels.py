@@ -17,12 +17,11 @@ from itemset.masking import batch as batch_module
 from itemset.masking import triton_tables as tables
 from itemset.masking.arena import Arena
 from itemset.masking.batch import Batch, refuse_strides
-from itemset.masking.triton_logits import NEAR, mask_span, row_of
+from itemset.masking.triton_logits import mask_span, row_of
 
 LANES = 256  # labels of a node that are compared at once
 WHOLE = 4096  # a row of no more logits than this is walked and masked in one launch
-STORED = 4096  # bytes of logits that are masked at once: 16 of each thread
-SPAN = 1 << 15  # logits that one program masks
+CHUNK, CHUNKS = 1024, 32  # logits that are masked at once, and how many times that by one program
 WALK_WARPS, MASK_WARPS = 1, 8  # a walk waits for memory, and one warp for no other
 
 _STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS = tables.constants(
@@ -51,8 +50,8 @@ def mask(
 ) -> Tensor:
     refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
     rows, vocabulary = logits.shape
-    chunk = min(STORED // logits.element_size(), max(_power_of_2(vocabulary), NEAR.value))
-    chunks = min(max(SPAN // chunk, 1), -(-vocabulary // chunk))
+    chunk = min(CHUNK, _power_of_2(vocabulary))
+    chunks = min(CHUNKS, -(-vocabulary // chunk))
     _mask_kernel[(rows, -(-vocabulary // (chunk * chunks)))](
         arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
         logits, logits.stride(0), vocabulary,
@@ -87,7 +86,7 @@ def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tenso
         tokens=batch.tokens, positions=batch.positions, cells=cells, marks=marks, out=out, logits=logits,
     )
     vocabulary = 0 if logits is None else logits.shape[1]
-    chunk = max(_power_of_2(vocabulary), NEAR.value)
+    chunk = _power_of_2(vocabulary)
     _walk_kernel[(batch.rows,)](
         arena.words, arena.sets, cells, marks, marks.stride(0),
         batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above,

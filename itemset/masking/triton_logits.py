@@ -5,9 +5,6 @@ import triton.language as tl
 
 from itemset.masking import triton_tables as tables
 
-NEAR = tl.constexpr(16)  # columns that are written at once where none of them stays
-_NEAR_BITS = tl.constexpr((1 << 16) - 1)
-
 
 @triton.jit
 def row_of(logits, offset, ALIGNED: tl.constexpr):
@@ -110,20 +107,15 @@ def _forbid(logits, begin, high, CHUNK: tl.constexpr):
 def _forbid_others(bits, first_word, width, logits, low, high, CHUNK: tl.constexpr):
     """Overwrite the logits from `low` to `high` whose bit is not set in a ready mask. Reads no logits.
 
-    bits: [width] words, of which the first is for columns 32 * first_word and the 31 after it. Where 16 columns in a
-    row stay nowhere, a thread writes 16 bytes at once.
+    bits: [width] words, of which the first is for columns 32 * first_word and the 31 after it.
     """
     for begin in range(low, high, CHUNK):
         word = (begin >> 5) - first_word
         if (word + (CHUNK + 31) // 32 > 0) & (word < width):
-            start = begin + tl.arange(0, CHUNK // NEAR) * NEAR
-            at = (start >> 5) - first_word
-            mask = tl.load(bits + at, mask=(at >= 0) & (at < width), other=0)
-            near = ((mask >> (start & 31)) & _NEAR_BITS)[:, None]
-            lane = tl.arange(0, NEAR)[None, :]
-            column = start[:, None] + lane
-            tl.store(logits + column, -float("inf"), mask=(near == 0) & (column < high))
-            forbidden = (near != 0) & (((near >> lane) & 1) == 0)
-            tl.store(logits + column, -float("inf"), mask=forbidden & (column < high))
+            column = begin + tl.arange(0, CHUNK)
+            at = (column >> 5) - first_word
+            mask = tl.load(bits + at, mask=(at >= 0) & (at < width) & (column < high), other=0)
+            stays = (mask >> (column & 31)) & 1
+            tl.store(logits + column, -float("inf"), mask=(stays == 0) & (column < high))
         else:
             _forbid(logits, begin, high, CHUNK)

@@ -161,11 +161,8 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
         for old in folder.glob("*.itemset"):
             if time.time() - old.stat().st_mtime > KEPT_SECONDS:
                 old.unlink()
-        given = [
-            f"--{option.replace('_', '-')}" + (f"={value}" if option != "keys_repeat" else "")
-            for option, values in chosen.items()
-            for value in values
-        ]
+        given = [f"--{option}={value}" for option, values in chosen.items() for value in values]
+        given = ["--keys-repeat" if one.startswith("--keys_repeat") else one for one in given]
         written = f", {dialect}" if dialect.names else ""
         say(f"item set {name!r}: building an index of {path} ({' '.join(given) or 'its items'}{written})")
         if "key" not in chosen and names:

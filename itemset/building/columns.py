@@ -21,7 +21,6 @@ from itemset.building.judged import (
     Judged,
     attribute_kind,
     converted,
-    first_kind,
     value_kind,
 )  # fmt: skip
 from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
@@ -136,9 +135,7 @@ class Table:
             given, bad = values[self.column], faults.count
             rows = len(given)
             place = f"{file}, row {{}}, column {self.column!r}"
-            items: Any = None
-            if not self.keys_only:
-                items = self._items(file, given, before, faults)
+            items = None if self.keys_only else self._items(file, given, before, faults)
             keys = None if self.key is None else self._keys(file, values[self.key], before, faults)
             before += rows
             if faults.count > bad or not rows:
@@ -158,30 +155,23 @@ class Table:
     def _items(self, file: SourceFile, given: Any, before: int, faults: Faults) -> Any:
         """Return a list of texts or of lists of tokens, or token ids; bad ones are faults."""
         if isinstance(given, list):
-            self.kind = kind = first_kind(given) if self.kind is None else self.kind
-            if kind is None:
-                example = next(value for value in given if value is not None)
-                raise ItemSetError(
-                    f"{file}: column {self.column!r} holds {example!r:.60}, use texts or lists of token ids or tokens"
-                )
+            example = next((value for value in given if value is not None), "")
+            self.kind = kind = value_kind(example) if self.kind is None else self.kind
+            if kind in (None, pa.int64()):
+                use = "use texts or lists of token ids or tokens (keys: integers)"
+                raise ItemSetError(f"{file}: column {self.column!r} holds {example!r:.60}, {use}")
             bad = faults.count
             for row, value in enumerate(given, before + 1):
                 if value is not None and value_kind(value) != kind:
                     faults.add(f"{file}, row {row}: column {self.column!r} holds {value!r:.60}, not {kind}")
             if faults.count > bad:
                 return None
-            if kind == pa.int64():
-                raise ItemSetError(
-                    f"{file}: column {self.column!r} holds {given[0]!r:.60}, use texts or lists of token ids (keys: "
-                    "integers)"
-                )
             given = pa.array(given, kind)
         given = given.cast(given.type.value_type) if pa.types.is_dictionary(given.type) else given
         if not _check_present(file, self.column, given, before, faults):
             return None
         if is_text(given.type):
-            texts = given.to_pylist()
-            return self._listed(file, texts, before, faults)
+            return self._listed(file, given.to_pylist(), before, faults)
         if is_list(given.type) and is_text(given.type.value_type):
             return given.to_pylist()
         if is_list(given.type) and pa.types.is_integer(given.type.value_type):
@@ -197,19 +187,12 @@ class Table:
         kinds = [None if one is None else value_kind(one) for one in lists]
         for row, (text, kind) in enumerate(zip(texts, kinds, strict=True), before + 1):
             if kind is None or kind != next(one for one in kinds if one is not None):
-                faults.add(
-                    f"{file}, row {row}: column {self.column!r} holds {text!r:.60}, others lists written as text"
-                )
+                faults.add(f"{file}, row {row}: column {self.column!r} holds {text!r:.60}, others lists as text")
         if len(set(kinds)) > 1:
             return None
-        return (
-            lists
-            if kinds[0] == pa.list_(pa.string())
-            else matrix_or_rows(
-                np.fromiter((token for one in lists for token in one or ()), np.int64),
-                np.array([len(one or ()) for one in lists]),
-            )
-        )
+        if kinds[0] == pa.list_(pa.string()):
+            return lists
+        return _tokens(file, self.column, pa.array(lists, kinds[0]), before, faults)
 
 
 _KEY = "\0key"  # no column's name: a column may hold the keys and be an attribute, too

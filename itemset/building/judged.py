@@ -1,6 +1,6 @@
 """The one type that a column has over all files: as text is written, as JSON values are, as Parquet declares it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -151,8 +151,3 @@ def converted(values: Any, kind: Any, rows: int) -> Any:
     if kind == pa.string() and any(type(value) is int for value in values):
         values = [None if value is None else str(value) for value in values]
     return pa.array(values, kind)
-
-
-def first_kind(values: Iterable[object]) -> Any:
-    """Return the type of the first JSON value that is not missing."""
-    return next((value_kind(value) for value in values if value is not None), pa.string())

@@ -79,14 +79,10 @@ def _strings(
             columns[name] = pa.array(values, pa.string())
         except UnicodeEncodeError:  # a lone surrogate: a byte that could not be decoded
             for number, value in enumerate(values, rows - len(batch) + 1):
-                if value is not None and not _is_decoded(value):
+                if re.search("[\ud800-\udfff]", value or ""):
                     faults.add(f"{source}, row {number} {not_decoded(str(dialect.encoding))}")
             columns[name] = pa.nulls(len(batch), pa.string())
     return columns
-
-
-def _is_decoded(text: str) -> bool:
-    return re.search("[\ud800-\udfff]", text) is None
 
 
 def read_json(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:

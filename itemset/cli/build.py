@@ -26,7 +26,7 @@ from itemset.cli.options import (
     size,
     tokenizer_of,
     unwritable,
-)
+)  # fmt: skip
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.text import decode

@@ -57,11 +57,8 @@ def add_to(command: Command) -> None:
         "  itemset serve 'films=films.csv?column=title&key=movie_id' --model DIR --engine sglang\n"
         "  itemset serve sets/films --model DIR --item-set toys=toys.csv",
     )
-    sub.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="the file, or NAME=FILE?column=C&key=K&attribute=A; an index or a published set's folder too",
-    )
+    source = "the file, or NAME=FILE?column=C&key=K&attribute=A; an index or a published set's folder too"
+    sub.add_argument("source", metavar="SOURCE", help=source)
     sub.add_argument("--model", metavar="DIR", required=True, help="the model: a folder or a Hugging Face name")
     sub.add_argument("--engine", choices=[*_ENGINES], help="default: the one that is installed")
     sub.add_argument("--port", metavar="N", type=int, help="default: the engine's, 8000 or 30000")

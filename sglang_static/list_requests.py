@@ -99,7 +99,7 @@ async def _one(
     begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
     begun = asked.ended.jobs if asked.ended is not None else []
     job = begun.pop() if begun else await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
-    said, texts, special = dict[str, Any](), dict[Tokens, str](), frozenset(tokenizer.all_special_ids)
+    said, texts, special = dict[str, Any](), dict[Tokens, str](), frozenset(getattr(tokenizer, "all_special_ids", ()))
 
     def read(one: Pass, output: dict[str, Any]) -> Answer:
         said.update(output["meta_info"])

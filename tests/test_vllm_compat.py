@@ -334,3 +334,43 @@ def test_an_item_is_decoded_as_a_text_of_its_own(name, thinks, slow):
         said = "".join(deltas[len(marker) * thinks :])
         assert said == tokenizer.decode(films.items()[0]), deltas
         assert state.detokenizer.output_token_ids == [*marker * thinks, *tokens]
+
+
+CODE = """
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+
+class Own(PreTrainedTokenizerFast):
+    vocab_files_names = {"data_file": "own.json"}
+
+    def __init__(self, data_file=None, **options):
+        options = {name: value for name, value in options.items() if name not in ("tokenizer_object", "tokenizer_file")}
+        super().__init__(tokenizer_object=Tokenizer.from_file(data_file), **options)
+"""
+
+
+def test_a_file_is_built_with_the_tokenizer_that_the_engine_loads(tmp_path, tiny_model):
+    remote, films = tmp_path / "remote", tmp_path / "films.csv"
+    remote.mkdir()
+    shutil.copy(tiny_model / "config.json", remote)
+    shutil.copy(tiny_model / "tokenizer.json", remote / "own.json")
+    (remote / "own_code.py").write_text(CODE)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_code.Own", "own_code.Own"]}}
+    (remote / "tokenizer_config.json").write_text(json.dumps(own))
+    films.write_text("id,title\n1,The red river\n2,A garden\n")
+    options = {"item_sets": {"films": str(films)}, "item_set_cache": str(tmp_path / "cache")}
+    expected = load_tokenizer(str(tiny_model))
+    for given in (
+        {"model": str(remote), "trust_remote_code": True},
+        {"model": str(tmp_path), "tokenizer": str(remote), "trust_remote_code": True},
+        {"model": str(tmp_path), "tokenizer": str(tiny_model), "tokenizer_mode": "hf"},
+    ):
+        args = EngineArgs(additional_config=dict(options), **given)
+        engine_config._add_indexes(args)
+        made = itemset.load(args.additional_config["item_sets"]["films"])
+        assert made.lookup_text(["A garden"], expected).tolist() == [2]
+    with pytest.raises(itemset.ItemSetError, match="it brings code of its own, which --trust-remote-code allows"):
+        engine_config._add_indexes(EngineArgs(model=str(remote), additional_config=dict(options)))
+    with pytest.raises(itemset.ItemSetError, match="--trust-remote-code"):
+        load_tokenizer(str(remote))
